@@ -24,8 +24,8 @@ same. Times are in UTC, durations whole seconds. A field that is not set, or nul
 STATUS = """\
 ## status
 
-Written by the operator, and by `ddpjob run --status FILE`; nothing else writes it. A field that is missing is not known
-yet, or has nothing to say.
+Written by the operator, and by `ddpjob run --status FILE`; nothing else writes it. A missing field is not known yet,
+or does not apply.
 """
 
 REASONS = """\

@@ -24,8 +24,8 @@ _ALONE = ("none", "None", "")
     right="command: [torchrun, train.py, --launcher, pytorch]",
 )
 def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only in a job with several ranks. A script that forms its group only if an option is given trains without it as
-    many separate models as there are ranks, and the job succeeds."""
+    """Only in a job with several ranks. The script forms its group only if an option is given. Without it each rank
+    trains its own model, and the job succeeds."""
     if not _has_several(job) or default_means_alone(script) is not None:
         return
     options, seen = ScriptOptions(script, job.words), list[tuple[str, Any]]()

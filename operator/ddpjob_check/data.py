@@ -221,7 +221,7 @@ def batch_size_not_divided(script: Script, job: CheckedJob) -> Iterator[Found]:
         if size is not None and name:
             yield at(
                 size,
-                f"batch_size={script.text_of(size)}: {name} reads as the total of all ranks, and each rank uses "
+                f"batch_size={script.text_of(size)}: {name} sounds like the total of all ranks, but each rank uses "
                 "all of it; divide it: // dist.get_world_size()",
             )
 

@@ -105,8 +105,8 @@ def _comes_too_late(script: Script, node: ast.AST) -> bool:
     right='dist.init_process_group("gloo")',
 )
 def world_size_differs(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only if the nodes and the processes of each are known. A group waits for as many ranks as world_size says: with
-    more than the job has, it never forms; with fewer, a rank is refused."""
+    """Only if the nodes and the processes per node are known. A group waits for world_size ranks. If the job has fewer,
+    it never forms; if the job has more, the others are refused."""
     world = job.world_size
     if world is None or script.starts or not (job.by_torchrun or job.launcher in ("", "ddprun", "python")):
         return
@@ -258,13 +258,13 @@ def backends(script: Script, job: CheckedJob) -> set[str]:
 
 @rule("error", wrong='dist.init_process_group("mpi")', right='dist.init_process_group("gloo")')
 def backend_mpi(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """The backend mpi needs a PyTorch that was built with MPI, and no published wheel was."""
+    """The backend mpi needs a PyTorch that was built with MPI, which no published wheel is."""
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         if given and [t.lower() for t in script.texts(given)] == ["mpi"] and not script.mentions("is_mpi_available"):
             yield at(
                 given,
-                'backend "mpi" needs a PyTorch built with MPI, and no published wheel was; use "gloo" (CPU) or "nccl" '
+                'backend "mpi" needs a PyTorch built with MPI, which no published wheel is; use "gloo" (CPU) or "nccl" '
                 "(GPU)",
                 "warning" if job.launcher in _OF_MPI else "error",
             )

@@ -65,8 +65,8 @@ _MAKE_VALUES = set("argparse collections logging pathlib re torch typing".split(
     right="try:\n    train()\nfinally:\n    dist.destroy_process_group()",
 )
 def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """An exception in the training ends in `sys.exit(0)` or `return` of a `finally`, or in an `except Exception` that
-    only prints it. The rank ends with 0, and a failed training counts as done."""
+    """An exception in the training is lost in a `finally` with `sys.exit(0)` or `return`, or in an `except Exception`
+    that only prints it. The rank exits with 0, and a failed training counts as done."""
     for node in script.nodes:
         if not isinstance(node, ast.Try) or any(isinstance(p, ast.For | ast.While) for _, p in script.above(node)):
             continue
@@ -109,8 +109,8 @@ def _is_0(call: ast.expr | None) -> bool:
     right="mp.spawn(train, nprocs=2)    # raises if one fails; or: if p.exitcode: sys.exit(1)",
 )
 def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only if the job is known. join() returns also after a process that has failed or was killed, and a pool keeps the
-    exception of its function until somebody asks for the result. A script that does neither ends with 0."""
+    """Only if the job is known. join() also returns if the process failed or was killed, and a pool keeps an exception
+    until its result is requested. A script that checks neither exits with 0."""
     if not job.known:
         return
     for call in script.starts if not script.mentions("exitcode", "sentinel", "is_alive") else ():
@@ -119,7 +119,7 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
         if target is not None and is_process and _trains(script, script.functions_meant(target)):
             yield at(
                 call,
-                f"{script.text_of(call)}: nothing looks at its exitcode, so a rank that fails counts as done; use "
+                f"{script.text_of(call)}: nothing checks its exitcode, so a rank that fails counts as done; use "
                 "mp.spawn, or end with sys.exit(1) if p.exitcode is not 0",
             )
             return

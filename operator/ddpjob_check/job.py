@@ -77,10 +77,10 @@ YAML_RULES = (
     YamlRule(
         "variable-keeps-nodes-apart",
         "error",
-        "With several nodes: `env` gives all of them the same value of a variable that must differ (`RANK`, "
-        "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or another number than the job's (`WORLD_SIZE`, "
-        "`PET_NNODES`), and the program reads it, so no common group forms. Remove it, or use a value that differs on "
-        "each node, such as `$(NODE_RANK)`. A local run accepts `localhost`.",
+        "With several nodes: the program reads a variable for which `env` gives all nodes the same value, but it must "
+        "differ (`RANK`, `NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or a number that is not the job's "
+        "(`WORLD_SIZE`, `PET_NNODES`). So no common group forms. Remove it, or use a value that differs on each node, "
+        "such as `$(NODE_RANK)`. A local run accepts `localhost`.",
     ),
     YamlRule(
         "variable-of-ranks",
@@ -232,7 +232,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
         said = "the command ends after the launcher and its options, so no script is started; add it"
         yield command_path(template), "script-missing", said
     if text := shells.cut_short(words):
-        said = f"the shell runs only `{text}`: what follows the text after -c is not part of it; leave the shell out"
+        said = f"the shell runs only `{text}`, and ignores the words after it; leave the shell out"
         yield command_path(template), "script-missing", said
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"

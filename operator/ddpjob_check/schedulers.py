@@ -37,7 +37,7 @@ def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Foun
             yield at(
                 node,
                 f"{script.text_of(node)}: nothing sets it here, so this is a {'KeyError' if is_item else 'TypeError'}; "
-                "without an edit: "
+                "with the script unchanged: "
                 f'{_recipe(script, job)}; else use os.environ["{COUNTERPARTS[name]}"]',
             )
             return

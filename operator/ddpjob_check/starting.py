@@ -18,8 +18,8 @@ _LAUNCH = "torch.distributed.launch"
 
 @rule("error", wrong="mp.spawn(train, nprocs=4)", right='if __name__ == "__main__":\n    mp.spawn(train, nprocs=4)')
 def spawn_without_main_guard(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """A spawned process imports the script again: one of mp.spawn, or a worker of a DataLoader with the start method
-    spawn. Without the guard it would start processes too, or join the group again, and Python raises an error."""
+    """Each process of mp.spawn, and each DataLoader worker with the start method spawn, imports the script again.
+    Without the guard it would start processes too, or join the group again, and Python raises an error."""
     yield from _spawned_workers(script, job)
     spawning = _functions_that_spawn(script)
     for call in script.calls:

@@ -130,7 +130,7 @@ def of_one_machine(words: Sequence[str]) -> str:
     if not is_remote and not is_one_of:
         return ""
     return (
-        f"{' '.join(option for _, option, _ in given)}: one machine's own, and all nodes would get it; write "
+        f"{' '.join(option for _, option, _ in given)}: one machine's values, but all nodes would get them; write "
         "$(NODE_RANK), $(NNODES) and tcp://$(MASTER_ADDR):$(MASTER_PORT), and set spec.nodes to the number of machines"
     )
 

@@ -92,7 +92,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     if variables:
         container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
     if not image:
-        result.remark(("command",), f"image: {IMAGE} stands for the image with your script; --image sets it")
+        result.remark(("command",), f"image: {IMAGE} is a placeholder for the image with your script; --image sets it")
     result.set("template", {"spec": {"containers": [container]}})
     return result
 

@@ -13,10 +13,8 @@ from ddpjob_operator.job.command import by_torchrun, options_begin, split_option
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, gpus, mapping
 
 NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
-KUEUE = "the job waits in this queue where the operator has gang.kueue.enabled; elsewhere it starts at once"
-SUSPENDED_BY_KUEUE = (
-    "Kueue sets it and takes it away; a DDPJob waits in its queue without it, and with it for ever; dropped"
-)
+KUEUE = "the job waits in this queue if the operator has gang.kueue.enabled; otherwise it starts at once"
+SUSPENDED_BY_KUEUE = "Kueue sets and removes it by itself; with it a DDPJob would wait for ever; dropped"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
@@ -43,7 +41,9 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     kind, name = document.get("kind"), metadata.get("name", "-")
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
     if generated:
-        result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
+        result.remark(
+            ("metadata", "generateName"), f"a name is needed: {name} is a placeholder; change it for each job"
+        )
     for known in (*_KEPT, *api.SET_BY_THE_SERVER, "generateName"):
         of_object.take(known)
     of_object.rest(result)
@@ -137,7 +137,7 @@ def set_elastic(
     least, most = (elastic.number(name, 1) for name in names)
     path = (*elastic.path, names[0] if least is not None else names[1])
     if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
-        result.remark(path, f"--nnodes={nnodes} of the command counts before it: the job is not elastic")
+        result.remark(path, f"--nnodes={nnodes} of the command takes precedence: the job is not elastic")
         return
     if in_command := range_of(nnodes):
         least, most = in_command

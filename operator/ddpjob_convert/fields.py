@@ -10,8 +10,8 @@ from ddpjob_operator.job.wording import say
 
 SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
 GANG = (
-    "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
-    "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
+    "the gang of a DDPJob has all its nodes, or minNodes if it is elastic; set spec.gang: native if operator and API "
+    "server have PodGroups, and startDeadlineSeconds to delete the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
 # Why a field has no counterpart in a DDPJob. Field names are unambiguous in these documents.
@@ -19,7 +19,7 @@ _REASONS = {
     # metadata
     **dict.fromkeys(
         ("clusterName", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "ownerReferences"),
-        "is of the object in the cluster; a new one has its own; dropped",
+        "belongs to the object in the cluster; a new one gets its own; dropped",
     ),
     # PyTorchJob
     **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), SET_BY_THE_JOB),
@@ -29,11 +29,11 @@ _REASONS = {
     "queue": "a DDPJob has no queue; " + GANG,
     "backend": "not taken over: auto is nccl with GPUs and gloo without; set spec.backend for another",
     "pytorchImage": "set image in the template",
-    "runtimeId": "is of the object in the cluster; dropped",
+    "runtimeId": "belongs to the object in the cluster; dropped",
     "schedulerName": "set it in the template's spec",
     "terminationPolicy": "a DDPJob succeeds when the trainers of all its nodes have ended with 0",
-    "metrics": "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change "
-    "spec.nodes of an elastic job while it runs",
+    "metrics": "no HorizontalPodAutoscaler is created; your own may change spec.nodes of a running elastic job, with "
+    "minReplicas of at least minNodes",
     # TrainJob
     "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
     "labels": "set them in metadata.labels of the template",
@@ -42,7 +42,7 @@ _REASONS = {
     # a TrainJob's runtime
     **dict.fromkeys(("parallelism", "completions", "replicas"), "the number of nodes is spec.nodes"),
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
-    "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
+    "activeDeadlineSeconds": "limits one attempt there; spec.activeDeadlineSeconds limits all of them together",
     "podFailurePolicy": "write its rules for exit codes as spec.failurePolicy",
     "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
 }

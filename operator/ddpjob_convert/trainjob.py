@@ -218,5 +218,5 @@ def _restarts(elastic: Fields, result: Converted) -> None:
         if "backoffLimit" in result.spec:
             path: Path = ("runtime", "spec", "template", "spec", "failurePolicy", "maxRestarts")
             restarts_of_set = count(result.spec["backoffLimit"], "restart")
-            result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts counts before it")
+            result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts takes precedence")
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")

@@ -150,7 +150,7 @@ REFUSED = {
     "a number in quotes": (job(nprocPerNode="4"), "spec.nprocPerNode: ", "must be auto or a whole number"),
     "nprocPerNode: gpu": (job(nprocPerNode="gpu"), "spec.nprocPerNode: ", "must be auto or a whole number"),
     "nprocPerNode: 1.5": (job(nprocPerNode=1.5), "spec.nprocPerNode: ", "must be of type integer,string"),
-    "backend: mpi": (job(backend="mpi"), "spec.backend: ", "no published wheel is. Use gloo (CPU) or nccl (GPU)."),
+    "backend: mpi": (job(backend="mpi"), "spec.backend: ", "no published wheel has it. Use gloo (CPU) or nccl (GPU)."),
     "backend: tpu": (job(backend="tpu"), "spec.backend: ", 'supported values: "auto", "gloo"'),
     "minNodes over nodes": (job(minNodes=3), "spec.minNodes: ", "must be at most spec.nodes. Lower minNodes"),
     "minNodes over the default of nodes": (
@@ -412,7 +412,7 @@ def test_no_controller_can_take_over_an_existing_job(cluster: Cluster, before: s
         code, output = cluster.patch(name, operation)
         assert code != 0, "the API server took the change"
         assert "spec.managedBy: " in output
-        assert "never changes" in output
+        assert "cannot be changed" in output
 
 
 @pytest.mark.alone
@@ -559,6 +559,6 @@ def test_a_spec_cannot_be_written_with_the_status(cluster: Cluster) -> None:
 
 def test_explain_describes_each_field(cluster: Cluster) -> None:
     explained = " ".join(cluster("explain", "ddpjob.spec").split())
-    assert "Unset: 10, or the pod's grace if less; 0.1 where ddprun" in explained
+    assert "Unset: 10, or the pod's grace period if shorter; 0.1 if ddprun" in explained
     assert "Default: Running." in explained
     assert "readinessProbe" in cluster("explain", "ddpjob.spec.template.spec.containers")

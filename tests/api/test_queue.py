@@ -289,7 +289,7 @@ def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operato
     operators(unwatched.namespace.name, DDPJOB_GANGS="kueue", DDPJOB_QUEUE_PLACES="true").watches()
     unwatched.submit(gpus=4)
     unwatched.runs()
-    places = {"second": "place 1: ", "third": "place 2: "}
+    places = {"second": "position 1: ", "third": "position 2: "}
     for name in places:
         unwatched.submit(name, gpus=4)
         unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)

@@ -825,7 +825,7 @@ REFUSED = {
     "an account with a capital": ("serviceAccount.name=Training", "/serviceAccount/name"),
     "a name with a dot": ("fullnameOverride=a.b", "/fullnameOverride"),
     "a variable that is a number": ("extraEnv[0].name=A,extraEnv[0].value=5", "/extraEnv/0/value"),
-    "a variable twice": ("extraEnv[0].name=A,extraEnv[1].name=A", "extraEnv: A is there twice"),
+    "a variable twice": ("extraEnv[0].name=A,extraEnv[1].name=A", "extraEnv: A is given twice"),
     "a label that finds the pods": (
         r"podLabels.app\.kubernetes\.io/name=x",
         "app.kubernetes.io/name belongs to the chart",

@@ -79,7 +79,7 @@ def test_a_node_that_dies_is_replaced_without_a_charge(cli: Cli) -> None:
     done, status, told = run(cli, "--fail", "node=1,at=1s", backoffLimit=0)
     assert done.returncode == 0, told
     assert "--fail node=1,at=1s: node 1 dies now" in told
-    lost = r"rank 1 \(node 1\) was lost( at step \d+)?: what started its processes on this machine is gone"
+    lost = r"rank 1 \(node 1\) was lost( at step \d+)?: the process that started its ranks on this machine is gone"
     assert re.search(lost, told)
     assert (status["restarts"]["infrastructure"], status["restarts"]["application"]) == (1, 0)
     assert status["lastFailure"]["nodeRank"] == 1

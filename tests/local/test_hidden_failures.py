@@ -54,7 +54,7 @@ def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(c
     rank = "{'PATH': os.environ['PATH'], 'RANK': '0', 'WORLD_SIZE': '%s'}" % size  # noqa: UP031
     script = f"import os, subprocess\nsubprocess.run(['sleep', '11'], env={rank})"
     done = cli.run("run", cli.file(script, container={"command": ["python", "train.py"]}, nodes=2))
-    assert (done.returncode, "rank 0 was in a group of 1 rank, and the job has 2" in done.stderr) == (0, size == 1)
+    assert (done.returncode, "rank 0 was in a group of 1 rank, but the job has 2" in done.stderr) == (0, size == 1)
 
 
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])

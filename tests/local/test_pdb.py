@@ -52,7 +52,7 @@ def test_a_debugger_in_one_rank_reads_from_the_terminal_and_the_others_print_int
     assert "hello from 1" in shown
     assert "went on with 42" in shown
     assert "hello from 0" not in shown
-    folder = Path(re.search(r"what the others print is in (\S+)", shown)[1])
+    folder = Path(re.search(r"the output of the others is in (\S+)", shown)[1])
     assert any("hello from 0" in log.read_text() for log in folder.glob("*.log"))
 
 

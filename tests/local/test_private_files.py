@@ -143,5 +143,5 @@ def test_files_of_another_user_are_neither_removed_nor_followed(tmp_path: Path) 
     assert len(list(base.glob(f"job/*/{FAULTS}"))) == RUNS_KEPT + 3
     (base / "linked").symlink_to(tmp_path)
     os.chown(base / "linked", 12345, 12345, follow_symlinks=False)
-    with pytest.raises(Exception, match="a link that another user has made"):
+    with pytest.raises(Exception, match="a link of another user"):
         RunFolder("linked", base)

@@ -296,8 +296,8 @@ def test_an_unreadable_pod_ends_no_watch_and_is_reported_once(caplog: pytest.Log
     assert sorted(p.name for p in store.of(key)) == ["a", "b", "c", "d"]
     assert store.unreadable(key).startswith("odd: the pod cannot be read")
     assert [r.getMessage() for r in caplog.records if "team/odd" in r.getMessage()] == [
-        "team/odd: the pod cannot be read (TypeError: 'int' object is not iterable); it is left out, "
-        "and all else goes on"
+        "team/odd: the pod cannot be read (TypeError: 'int' object is not iterable); it is ignored, "
+        "and everything else continues"
     ]
     store.remove("team", "odd", "uid-odd")
     assert store.unreadable(key) == ""

@@ -577,7 +577,8 @@ def test_a_command_that_needs_no_edit_of_the_script_is_named(job_file, names: st
     """Users who are only told to use LOCAL_RANK edit the script, and never find the command in docs/launching.md."""
     assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
     assert (
-        f"without an edit: {command};" in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
+        f"with the script unchanged: {command};"
+        in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
     )
 
 
@@ -586,7 +587,7 @@ def test_a_command_is_named_if_the_local_rank_option_is_required_or_refused(job_
     """Otherwise the message only says to change the script."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
-    assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
+    assert 'with the script unchanged: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
 
 
 def test_a_script_that_a_shell_starts_for_each_rank_is_checked(job_file) -> None:
@@ -698,11 +699,11 @@ OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exe
 @pytest.mark.parametrize(
     ("launcher", "nproc", "recipe"),
     [
-        ("python", 1, f'without an edit: {OF_POD}; else use os.environ["RANK"]'),
-        ("torchrun", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
-        ("ddprun", 2, f"without an edit: command: [ddprun, {OF_RANK}; else"),
-        ("torchrun", 1, f"without an edit: command: [torchrun, {OF_RANK}; else"),
-        ("python", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+        ("python", 1, f'with the script unchanged: {OF_POD}; else use os.environ["RANK"]'),
+        ("torchrun", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
+        ("ddprun", 2, f"with the script unchanged: command: [ddprun, {OF_RANK}; else"),
+        ("torchrun", 1, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
+        ("python", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
     ],
 )
 def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
@@ -1374,7 +1375,7 @@ def test_any_command_is_read_without_a_traceback(words: list[str]) -> None:
 
 def test_a_command_without_a_script_is_reported_with_its_launcher(job_file) -> None:
     result = ran(job_file("", "tune", "run", "--nproc_per_node", "2", "full_finetune_distributed"))
-    assert "the command starts tune, and names no script that is plain to see" in result.stderr
+    assert "the command starts tune, and names no script that can be recognized" in result.stderr
 
 
 def test_a_module_is_searched_as_its_file(job_file, tmp_path: Path) -> None:
@@ -1407,7 +1408,7 @@ def test_a_missing_script_is_reported_and_may_be_passed_next_to_the_job(job_file
     path = job_file(script, "torchrun", "/app/other.py")
     result = ran(path)
     assert result.return_value == 0
-    assert "/app/other.py is not on this machine, so only the job was read" in result.stderr
+    assert "/app/other.py is not on this machine, so only the job was checked" in result.stderr
     assert ran(path, "train.py").return_value == 1
 
 

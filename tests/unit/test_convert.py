@@ -260,7 +260,7 @@ def test_the_suspension_that_a_queue_has_written_is_dropped() -> None:
         result = checked(room.convert(body, [yaml.safe_load(RUNTIME)]))
         assert "suspend" not in result.spec
         (told,) = (text for path, text in remarks(result).items() if path.endswith("suspend"))
-        assert "waits in its queue without it" in told
+        assert "would wait for ever" in told
         assert "gang.kueue.enabled" in remarks(result)["metadata.labels.kueue.x-k8s.io/queue-name"]
         assert result.metadata["labels"] == labelled["labels"]
     wrong = pytorchjob(runPolicy={"suspend": True}) | {"metadata": {"name": "x", "labels": 3}}
@@ -584,7 +584,7 @@ def test_parts_of_a_runtime_outside_its_pods_are_named() -> None:
     assert {f"{path}.metadata.annotations", f"{of_job}.template.metadata.annotations"} <= named.keys()
     assert "waits for no other Job" in named[f"{of_job}.dependsOn"]
     assert '"OnFailure" restarts one container' in named[f"{of_job}.template.spec.template.spec.restartPolicy"]
-    assert "for all of them together" in named[f"{of_job}.template.spec.activeDeadlineSeconds"]
+    assert "limits all of them together" in named[f"{of_job}.template.spec.activeDeadlineSeconds"]
     assert not any(name.startswith("runtime.spec.template") for name in remarks(trainjob()))
 
 
@@ -902,15 +902,15 @@ def test_the_job_is_named_after_the_script() -> None:
     [
         (
             "python m.py --dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0 --lr 1",
-            "--dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0: one machine's own, and all nodes would get "
-            "it; write $(NODE_RANK), $(NNODES) and tcp://$(MASTER_ADDR):$(MASTER_PORT), and set spec.nodes",
+            "--dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0: one machine's values, but all nodes would "
+            "get them; write $(NODE_RANK), $(NNODES) and tcp://$(MASTER_ADDR):$(MASTER_PORT), and set spec.nodes",
         ),
         (
             "python t.py --num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1",
-            "--num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1: one machine's own, and all nodes would get it",
+            "--num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1: one machine's values, but all nodes",
         ),
-        ("torchrun t.py --init_method tcp://10.1.1.1:9", "--init_method tcp://10.1.1.1:9: one machine's own"),
-        ("python t.py --nodes-file x --node_rank 0 --num_nodes 3", "--node_rank 0 --num_nodes 3: one machine's own"),
+        ("torchrun t.py --init_method tcp://10.1.1.1:9", "--init_method tcp://10.1.1.1:9: one machine's values"),
+        ("python t.py --nodes-file x --node_rank 0 --num_nodes 3", "--node_rank 0 --num_nodes 3: one machine's values"),
     ],
 )
 def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:

@@ -77,7 +77,7 @@ def test_one_node_may_be_elastic_because_a_job_may_be_scaled_down_to_one() -> No
 
 def test_more_nodes_in_the_command_than_in_the_job_get_a_warning() -> None:
     what = job(nodes=2, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
-    assert any("waits torchrun's last call" in note for note in launcher.warnings(what.spec))
+    assert any("(torchrun's last call)" in note for note in launcher.warnings(what.spec))
 
 
 # ---------------------------------------------------------------- who is needed

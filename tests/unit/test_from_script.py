@@ -143,7 +143,7 @@ def test_a_library_that_forms_the_group_by_itself_gets_no_warning_about_training
 
 def test_findings_are_written_as_comments() -> None:
     text = from_script.job_yaml(Source("train.py"), TORCHRUN)
-    for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):
+    for said in ("nccl, which needs a GPU", "Required arguments: --data", "--epochs (5)", "/data/mnist", "saves files"):
         assert said in text, text
     assert "nvidia.com/gpu: 1" in text
     assert len(text.splitlines()) < 25
@@ -152,17 +152,17 @@ def test_findings_are_written_as_comments() -> None:
 @pytest.mark.parametrize(
     ("nargs", "said"),
     [
-        ("nargs='?', default='imagenet'", "takes: data ('imagenet')"),
-        ("nargs='*'", "takes: data"),
-        ("nargs=argparse.REMAINDER", "takes: data"),
-        ("nargs='+'", "needs: data"),
-        ("default='imagenet'", "needs: data"),
+        ("nargs='?', default='imagenet'", "Optional arguments: data ('imagenet')"),
+        ("nargs='*'", "Optional arguments: data"),
+        ("nargs=argparse.REMAINDER", "Optional arguments: data"),
+        ("nargs='+'", "Required arguments: data"),
+        ("default='imagenet'", "Required arguments: data"),
     ],
 )
 def test_an_optional_argument_is_not_called_needed(nargs: str, said: str) -> None:
     """The folder of PyTorch's imagenet example has a default."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
-    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Source("train.py"), script)
+    assert f"# {said}\n" in from_script.job_yaml(Source("train.py"), script)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_the_launcher() -
 )
 def test_a_name_that_yaml_cannot_hold_is_refused_and_shown(start: Source) -> None:
     """A file name with a line break would become YAML, and one that is not UTF-8 a traceback."""
-    with pytest.raises(InputError, match=r"rename it|no job can have it") as refused:
+    with pytest.raises(InputError, match=r"rename it|it cannot be part of a job") as refused:
         from_script.job_yaml(start, None if start.module else "")
     assert str(refused.value).isprintable()
 
@@ -288,7 +288,7 @@ def test_arguments_also_reach_a_command_that_is_set_by_option(tmp_path: Path, co
     setting = f"spec.template.spec.containers[0].command={command.format(file=file)}"
     _, job = sources.load(Source(file, settings=(setting,), arguments=("a", "--log", "5")))
     assert command_of(job.spec.template) == [word.format(file=file) for word in made]
-    with pytest.raises(InputError, match=r"names no script that is plain to see, so -- ARGS cannot be its arguments"):
+    with pytest.raises(InputError, match=r"names no script that can be recognized, so -- ARGS cannot be its arguments"):
         sources.load(Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
 
 

@@ -86,7 +86,7 @@ def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> No
     """Otherwise some of its pods hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
-    assert world.status.message == f"no pod is made without its gang: {OFF}"
+    assert world.status.message == f"no pod is created without its gang: {OFF}"
     world.serves().running()
     assert world.status.state == "Running"
 
@@ -299,7 +299,7 @@ def test_a_queued_job_has_one_group_for_its_whole_life_and_no_pod_before_admissi
     world = queued(activeDeadlineSeconds=60).settle()
     assert (list(world.groups), world.names(), world.status.state) == (["digits"], [], "Pending")
     world.admits("waiting", "3 more GPUs are needed", place=4).settle()
-    assert world.status.message == "waiting in the queue: place 4: 3 more GPUs are needed"
+    assert world.status.message == "waiting in the queue: position 4: 3 more GPUs are needed"
     world.after(3600).settle()
     assert world.status.message.endswith(", for more than 1h")
     assert world.status.start_time is None, "no deadline runs"

@@ -928,8 +928,8 @@ def test_the_message_names_which_rank_gave_up_waiting_and_for_what(other: str, l
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "Unschedulable")
     assert plan.status.message == (
-        f"Unschedulable: {lacks}, for more than 10m; digits-1-0 gave up waiting for them, so all pods are made again: "
-        "attempt 2"
+        f"Unschedulable: {lacks}, for more than 10m; digits-1-0 gave up waiting for them, so all pods are created "
+        "again: attempt 2"
     )
 
 
@@ -938,7 +938,9 @@ def test_a_rank_that_timed_out_waiting_for_an_image_is_not_charged_and_the_slow_
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")
-    assert plan.status.message.startswith("1 of 2 pods have not started: digits-1-1 on node-1 is in ContainerCreating")
+    assert plan.status.message.startswith(
+        "1 of 2 pods have not started: digits-1-1 on node-1 has been in ContainerCreating"
+    )
     assert "digits-1-0 gave up waiting for them" in plan.status.message
     world.settle().stops_all().settle()
     assert (world.status.attempt, world.status.last_failure, charges(world)) == (2, None, (0, 0, 0))

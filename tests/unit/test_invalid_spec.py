@@ -135,7 +135,7 @@ def test_an_unreadable_template_creates_no_pod_and_gives_the_reason() -> None:
     for _ in range(4):
         assert not [a for a in world.step().actions if isinstance(a, CreatePod)]
     assert (world.status.state, world.status.reason) == ("Restarting", "InvalidSpec")
-    assert "no pod can be made while the spec is invalid: spec.template.spec.containers[0].env: must be a list" in (
+    assert "no pod can be created while the spec is invalid: spec.template.spec.containers[0].env: must be a list" in (
         world.status.message
     )
     assert is_mended(world).settle().names()[-2:] == ["digits-2-0", "digits-2-1"]
@@ -161,5 +161,5 @@ def test_an_unreadable_spec_does_not_reduce_two_nodes_to_one(spec: dict[str, Any
     assert (world.status.state, world.status.completed_nodes) == ("Running", "0")
     world.exits(1, code=1).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "InvalidSpec")
-    assert "no pod can be made while the spec is invalid" in world.status.message
+    assert "no pod can be created while the spec is invalid" in world.status.message
     assert is_mended(world).settle().names()[-2:] == ["digits-2-0", "digits-2-1"]

@@ -117,7 +117,7 @@ def test_the_address_for_reports_is_requested_like_a_pod_without_a_token(capsys:
             await receiver.stop()
 
     assert asyncio.run(checked()) == 0
-    assert "takes reports from pods with a token" in capsys.readouterr().out
+    assert "accepts reports from pods, with a token" in capsys.readouterr().out
 
 
 def test_an_address_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:

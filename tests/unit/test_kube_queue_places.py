@@ -172,8 +172,8 @@ def test_the_message_of_a_waiting_job_has_its_position_which_is_approximate_far_
         texts.append(world.status.message.removeprefix("waiting in the queue: "))
     rest = ": insufficient unused quota"
     assert texts == [
-        *(f"place 1{rest}", f"place 10{rest}"),
-        *(f"place {least} or later{rest}" for least in (10, 10, 100, 1000)),
+        *(f"position 1{rest}", f"position 10{rest}"),
+        *(f"position {least} or later{rest}" for least in (10, 10, 100, 1000)),
     ]
 
 

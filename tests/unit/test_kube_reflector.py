@@ -289,7 +289,7 @@ def test_a_change_missed_by_the_watch_is_found_named_and_counted(
     neglected.runs(lose)
     assert neglected.names() == ["a", "b", "c"]
     assert neglected.missed() == 2
-    assert "services in team: the watch has not shown 2 changes, among them one of c" in caplog.text
+    assert "services in team: the watch missed 2 changes, among them one of c" in caplog.text
 
 
 def test_a_deletion_missed_by_the_watch_is_found(neglected: Neglected) -> None:

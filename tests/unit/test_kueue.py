@@ -254,7 +254,7 @@ ASSIGNED = {
         (workload(RESERVED, ADMITTED), Admission("admitted")),
         (
             workload(RESERVED, admissionChecks=[{"name": "nodes", "state": "Pending", "message": "asked for 2"}]),
-            Admission("waiting", "it has its quota, and waits for nodes: asked for 2"),
+            Admission("waiting", "its quota is reserved; it waits for nodes: asked for 2"),
         ),
         (
             workload(RESERVED, ADMITTED, PREEMPTED),
@@ -271,7 +271,7 @@ ASSIGNED = {
             ),
             Admission(
                 "waiting",
-                "it has its quota, and waits for provisioning: Retrying after failure: no stock, budget: Pending",
+                "its quota is reserved; it waits for provisioning: Retrying after failure: no stock, budget: Pending",
             ),
         ),
         (
@@ -289,7 +289,7 @@ ASSIGNED = {
         ),
         (
             workload(RESERVED, ADMITTED, condition("Finished", "True")),
-            Admission("evicted", "its Workload says that it is finished"),
+            Admission("evicted", "its Workload is marked finished"),
         ),
     ],
 )
@@ -655,7 +655,7 @@ def test_deleting_a_workload_by_hand_is_an_eviction() -> None:
     world = admitted()
     world.groups.clear()
     world.settle()
-    assert world.status.message == "evicted from its queue: its group is gone; 2 pods still stopping"
+    assert world.status.message == "evicted from its queue: its Workload was deleted; 2 pods still stopping"
     world.stops_all().settle()
     assert list(world.groups) == ["digits"]
 
@@ -667,7 +667,7 @@ def test_a_job_keeps_running_while_its_queue_api_is_unavailable_and_delays_a_res
     assert world.settle().status.state == "Running"
     world.exits(0, code=1).restarted()
     assert (world.status.reason, world.names()) == ("GangUnavailable", ["digits-1-0"])
-    assert world.status.message.endswith("no pod is made without its gang: the API server does not serve workloads")
+    assert world.status.message.endswith("no pod is created without its gang: the API server does not serve workloads")
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -856,7 +856,7 @@ def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -
     world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
     world.exits(1, code=1).restarted().running()
     assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
-    assert world.status.gang == api.Gang(kind="none", attempt=2, why="a restart enters no queue")
+    assert world.status.gang == api.Gang(kind="none", attempt=2, why="a restart does not join a queue")
     world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
     assert (world.status.reason, list(world.groups)) == ("WaitingForAdmission", ["digits"])
 

@@ -352,7 +352,9 @@ def test_the_start_deadline_releases_all_pods_and_a_later_attempt_tries_again() 
     world.after(120).settle()
     assert (world.status.state, world.status.attempt, world.status.start_retries) == ("Pending", 2, 1)
     message = world.status.message
-    assert message.startswith("1 of 2 nodes ran within startDeadlineSeconds: 120; all are released, next try at 07:1")
+    assert message.startswith(
+        "1 of 2 nodes ran within startDeadlineSeconds: 120; all pods are deleted, next try at 07:1"
+    )
     assert message.endswith(" UTC")
     world.stops_all().settle()
     assert (world.status.reason, world.status.message) == ("StartBackOff", message), "no pod is there to wait for"

@@ -93,7 +93,7 @@ def test_ranks_that_have_all_trained_alone_are_reported() -> None:
     """The script needs an option to form its group. Without it each rank trains its own model."""
     [(reason, message)] = found(rank(alone=True), rank(alone=True))
     assert reason == NO_PROCESS_GROUP
-    assert message.startswith("2 ranks ran and none has formed a process group with another: each has trained alone")
+    assert message.startswith("2 ranks ran, but none formed a process group with another: each trained a model")
 
 
 @pytest.mark.parametrize("ranks", [[True], [True, False], [True, None]])

@@ -494,7 +494,7 @@ def test_the_exit_code_of_the_guilty_rank_is_known_under_plain_torchrun() -> Non
             recorded(1, "PeerLost", exit_code=1, exception="RuntimeError: Timed out waiting 8000ms for recv operation"),
             "rank 1 (pod bert-1-1, node gpu-01) waited for another rank until its timeout (RuntimeError: Timed out "
             "waiting 8000ms for recv operation); no rank failed first: one hangs, is slower than "
-            "that, or does not call what the others call",
+            "that, or does not call the same collectives",
             "a timeout of rank 1",
         ),
         (
@@ -520,7 +520,7 @@ def test_the_exit_code_of_the_guilty_rank_is_known_under_plain_torchrun() -> Non
         ),
         (
             recorded(1, "Resumable", exit_code=75, step=41),
-            "rank 1 (pod bert-1-1, node gpu-01) stopped in order (exit code 75) because a rank was told to stop at "
+            "rank 1 (pod bert-1-1, node gpu-01) stopped cleanly (exit code 75) because a rank was told to stop at "
             "step 41",
             "a stop from outside",
         ),

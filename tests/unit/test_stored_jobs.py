@@ -227,7 +227,7 @@ def test_beyond_the_budget_of_its_namespace_a_job_waits_and_other_namespaces_con
     assert [cluster.status(key).get("attempt") for key in (first, second, third, other)] == [1, 1, None, 1]
     status = cluster.status(third)
     assert (status["state"], status["reason"]) == ("Pending", "WaitingForRoom")
-    assert "the jobs of namespace default that have begun fill what the operator keeps" in status["message"]
+    assert "the started jobs of namespace default fill the memory that the operator has for one" in status["message"]
     running = next(c for c in status["conditions"] if c["type"] == "Running")
     assert (running["status"], running["reason"]) == ("False", "WaitingForRoom")
     assert cluster.reconciles(third) == [], "nothing is read for one that waits"

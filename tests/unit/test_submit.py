@@ -235,7 +235,7 @@ def test_code_of_the_same_name_with_another_content_is_refused(
     """Somebody else created that ConfigMap, and its code would run as the user's own."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
-    ddpjob("submit", "train.py", "--name", "b", code=1, says="has not this code")
+    ddpjob("submit", "train.py", "--name", "b", code=1, says="exists with other code")
     assert cluster.find("ddpjobs", "b") is None, "a job that waits for its code for ever is not left behind"
 
 
@@ -251,7 +251,7 @@ def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
     """Without its code the job would wait for ever, and a second submit would find its name taken."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
-    ddpjob("submit", "train.py", code=1, says="Whether train was created is not known: ddpjob get train tells")
+    ddpjob("submit", "train.py", code=1, says="It is unknown if train was created: ddpjob get train tells")
     cluster.answers = {"create configmaps for real": (504, status)}
     assert ddpjob("submit", "train.py").code == 1
     assert cluster.objects == {}
@@ -293,7 +293,7 @@ def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpj
 def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder: Path, ddpjob: Ddpjob) -> None:
     """Otherwise a training of a week succeeds, and its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
-    lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which a pod loses at its end: mount a volume"
+    lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which are lost when the pod ends: mount a volume"
     assert lost in ddpjob("submit", "train.py", "--dry-run").err
     claim = "spec.template.spec.volumes=[{name: x, persistentVolumeClaim: {claimName: x}}]"
     assert lost not in ddpjob("submit", "train.py", "--dry-run", "--set", claim).err

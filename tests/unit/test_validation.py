@@ -40,7 +40,7 @@ def command(*words: str, **spec: Any) -> list[str]:
         ({"gang": "volcano"}, 'spec.gang: must be one of auto, kueue, native, none, is "volcano"'),
         (
             {"gang": "none", "topologyKey": "rack"},
-            "spec.gang: none places pods one by one, and topologyKey needs a gang. "
+            "spec.gang: none schedules pods one by one, but topologyKey needs a gang. "
             "Set gang to native or auto, or remove topologyKey.",
         ),
         (
@@ -51,8 +51,8 @@ def command(*words: str, **spec: Any) -> list[str]:
         ({"minNodes": 0}, "spec.minNodes: must be at least 1, is 0"),
         (
             {"backoffWindowSeconds": 60, "backoffLimit": 101},
-            "spec.backoffWindowSeconds: needs a backoffLimit of at most 100: the status keeps the time of each. "
-            "Lower backoffLimit.",
+            "spec.backoffWindowSeconds: needs a backoffLimit of at most 100: the status keeps the time of each "
+            "restart. Lower it.",
         ),
         (
             {"failurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {"values": [256]}}]}},
@@ -78,7 +78,7 @@ def command(*words: str, **spec: Any) -> list[str]:
         ),
         (
             {"backend": "mpi"},
-            'spec.backend: "mpi" needs a PyTorch built with MPI, and no published wheel is. '
+            'spec.backend: "mpi" needs a PyTorch built with MPI; no published wheel has it. '
             "Use gloo (CPU) or nccl (GPU).",
         ),
         (
@@ -155,7 +155,11 @@ def test_a_name_that_is_invalid_for_a_service_is_refused(name: str) -> None:
         (["torchrun", "--nnodes=1:2", "x.py"], 3, "--nnodes=1:2 contradicts spec.nodes: 3"),
         (["torchrun", "--nnodes=2:1", "x.py"], 2, "--nnodes=2:1 contradicts spec.nodes: 2"),
         (["ddprun", "--nnodes=1:2", "x.py"], 2, "ddprun cannot train with a changing number of nodes yet"),
-        (["torchrun", "--nnodes=1:2", "--rdzv-backend=static", "x.py"], 2, "an elastic job meet by c10d. Remove it"),
+        (
+            ["torchrun", "--nnodes=1:2", "--rdzv-backend=static", "x.py"],
+            2,
+            "an elastic job use the backend c10d. Remove it",
+        ),
         (["python", "-m", "torch.distributed.launch", "--node_rank=0", "x.py"], 2, "gives all 2 nodes the same rank"),
         (
             ["python3", "-m", "torch.distributed.run", "--master-addr", "localhost", "x.py"],
@@ -172,8 +176,12 @@ def test_a_name_that_is_invalid_for_a_service_is_refused(name: str) -> None:
             2,
             "--master_addr=1.2.3.4 is not an address at which 2 nodes can find rank 0",
         ),
-        (["torchrun", "--master-addr=m", "--master-port=0", "x.py"], 2, "port 0 is another port on each of 2 nodes"),
-        (["torchrun", "--master-port=0", "x.py"], 2, "port 0 is another port on each of 2 nodes"),
+        (
+            ["torchrun", "--master-addr=m", "--master-port=0", "x.py"],
+            2,
+            "port 0 is a different port on each of 2 nodes",
+        ),
+        (["torchrun", "--master-port=0", "x.py"], 2, "port 0 is a different port on each of 2 nodes"),
         (["torchrun", "--rdzv-endpoint", "localhost:0", "x.py"], 2, "Use $(MASTER_ADDR):$(MASTER_PORT)"),
         (["torchrun", "--rdzv-backend=c10d", "x.py"], 2, "each of 2 nodes waits at its own address"),
         (
@@ -187,13 +195,17 @@ def test_a_name_that_is_invalid_for_a_service_is_refused(name: str) -> None:
             "--nnodes=4 contradicts",
         ),
         (["sh", "-c", "torchrun --nproc_per_node `nproc --all` --nnodes=4 x.py"], 2, "--nnodes=4 contradicts"),
-        (["sh", "-c", "torchrun --rdzv_id $RANDOM x.py"], 2, "--rdzv_id=$RANDOM is another one on each of 2 nodes"),
-        (["sh", "-c", "torchrun --rdzv-id=job-$(date +%s) x.py"], 2, "is another one on each of 2 nodes"),
-        (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME} x.py"], 2, "is another one on each of 2 nodes"),
-        (["sh", "-c", "torchrun --rdzv-id=`hostname -s` x.py"], 2, "is another one on each of 2 nodes"),
-        (["torchrun", "--node-rank=1", "x.py"], 1, "--node_rank=1 waits for node 0, and spec.nodes: 1 has no other"),
+        (["sh", "-c", "torchrun --rdzv_id $RANDOM x.py"], 2, "--rdzv_id=$RANDOM differs on each of 2 nodes"),
+        (["sh", "-c", "torchrun --rdzv-id=job-$(date +%s) x.py"], 2, "differs on each of 2 nodes"),
+        (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME} x.py"], 2, "differs on each of 2 nodes"),
+        (["sh", "-c", "torchrun --rdzv-id=`hostname -s` x.py"], 2, "differs on each of 2 nodes"),
+        (
+            ["torchrun", "--node-rank=1", "x.py"],
+            1,
+            "--node_rank=1 waits for node 0, but spec.nodes: 1 is only this node",
+        ),
         (["torchrun", "--nproc-per-node=gpu", "x.py"], 2, "--nproc_per_node=gpu: the trainer's limits have no GPU"),
-        (["python", "-m", "torch.distributed.launch", "--no-python", "./x"], 1, "cannot hand over --local-rank"),
+        (["python", "-m", "torch.distributed.launch", "--no-python", "./x"], 1, "cannot pass --local-rank"),
         (
             ["python", "x.py", "--dist-url", "file:///tmp/meet"],
             2,

@@ -43,6 +43,6 @@ class NamedFinding(NamedTuple):
 
 def trained_alone(world_size: int) -> NamedFinding:
     """Return the finding of ranks that have all trained alone."""
-    text = f"{world_size} ranks ran and none has formed a process group with another: each has trained alone, with"
-    text += " a model of its own. Call init_process_group, or give the script the option with which it calls it"
+    text = f"{world_size} ranks ran, but none formed a process group with another: each trained a model of its own."
+    text += " Call init_process_group, or give the script the option with which it calls it"
     return NamedFinding(NO_PROCESS_GROUP, text)

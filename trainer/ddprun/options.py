@@ -343,7 +343,7 @@ def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
     if nodes == 1:
         return host, port or None
     if port == 0:
-        raise ValueError(f"--rdzv-endpoint: port 0 is another port on each of {nodes} nodes. Give one port.")
+        raise ValueError(f"--rdzv-endpoint: port 0 is a different port on each of {nodes} nodes. Give one port.")
     return host, port or PORT
 
 

@@ -29,7 +29,7 @@
 
 {{- define "ddpjob.serviceAccount" -}}
 {{- if not (or .Values.serviceAccount.name (include "ddpjob.createsServiceAccount" .)) -}}
-{{- fail "serviceAccount.name: must be set where serviceAccount.create is false, because the roles are bound to it" -}}
+{{- fail "serviceAccount.name: must be set if serviceAccount.create is false, because the roles are bound to it" -}}
 {{- end -}}
 {{- .Values.serviceAccount.name | default (include "ddpjob.name" .) -}}
 {{- end }}
@@ -124,13 +124,13 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- end -}}
 {{- range list "serviceMonitor" "prometheusRule" "dashboards" -}}
 {{- if and (eq $port 0) (get $metrics . | default dict).enabled -}}
-{{- fail (printf "metrics.%s.enabled: needs metrics.enabled, for nothing is served without it" .) -}}
+{{- fail (printf "metrics.%s.enabled: needs metrics.enabled, because otherwise no metrics are served" .) -}}
 {{- end -}}
 {{- end -}}
 {{- $kueue := (.Values.gang | default dict).kueue | default dict -}}
 {{- range list "places" "readsJobs" -}}
 {{- if and (not $kueue.enabled) (get $kueue . | default dict).enabled -}}
-{{- fail (printf "gang.kueue.%s.enabled: needs gang.kueue.enabled, and does nothing without it" .) -}}
+{{- fail (printf "gang.kueue.%s.enabled: needs gang.kueue.enabled; it has no effect without it" .) -}}
 {{- end -}}
 {{- end -}}
 {{- $set := include "ddpjob.variables" . | fromYaml -}}
@@ -140,7 +140,7 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- fail (printf "extraEnv: %s is set by the chart (%s)" .name (get $set .name)) -}}
 {{- end -}}
 {{- if hasKey $seen .name -}}
-{{- fail (printf "extraEnv: %s is there twice" .name) -}}
+{{- fail (printf "extraEnv: %s is given twice" .name) -}}
 {{- end -}}
 {{- $_ := set $seen .name true -}}
 {{- $seconds := float64 (toString .value) -}}
@@ -150,10 +150,10 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- end -}}
 {{- range $name, $_ := .Values.podLabels -}}
 {{- if hasPrefix "app.kubernetes.io/" $name -}}
-{{- fail (printf "podLabels: %s belongs to the chart, which finds its pods by such labels" $name) -}}
+{{- fail (printf "podLabels: %s belongs to the chart, which selects its pods by this label" $name) -}}
 {{- end -}}
 {{- if hasPrefix "training.ddpjob.io/" $name -}}
-{{- fail (printf "podLabels: %s belongs to the pods of jobs, among which the operator would count its own" $name) -}}
+{{- fail (printf "podLabels: %s belongs to the pods of jobs; the operator would take its own pods for these" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

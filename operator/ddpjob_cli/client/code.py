@@ -55,9 +55,7 @@ def into(job: Raw, archive: Archive) -> Raw:
     folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER
     mounted = [str(m.get("mountPath")).rstrip("/") for m in mappings(trainer, "volumeMounts")]
     if folder.rstrip("/") in mounted or any(v.get("name") == NAME for v in mappings(pod, "volumes")):
-        raise InputError(
-            f"--code: the job mounts a volume at {folder} already; leave --code away, or set another workingDir"
-        )
+        raise InputError(f"--code: the job mounts a volume at {folder} already; omit --code, or set another workingDir")
     _mount(pod, trainer, folder, {"name": NAME, "emptyDir": {}})
     pod["volumes"] += [{"name": ARCHIVE_VOLUME, "configMap": {"name": config_map(archive)["metadata"]["name"]}}]
     pod["initContainers"] = [_unpacker(trainer, folder), *(pod.get("initContainers") or ())]

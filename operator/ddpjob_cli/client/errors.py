@@ -45,7 +45,7 @@ def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> Cluste
         status = found if isinstance(found, dict) and found.get("kind") == "Status" else {}
     message = str(status.get("message") or body[:300].decode(errors="replace").strip() or f"HTTP {code}")
     if code == 401:
-        return ClusterError(f"{context}: the credentials are not accepted (401 Unauthorized); log in again")
+        return ClusterError(f"{context}: the credentials were rejected (401 Unauthorized); log in again")
     if code == 403 and (found := re.search(r'User "([^"]*)" cannot ', message)):
         where = f"namespace {asked.namespace}" if asked.namespace else "the cluster"
         role = f"; the ClusterRole ddpjob-{'view' if asked.verb in ('get', 'list') else 'edit'} allows it"
@@ -56,8 +56,8 @@ def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> Cluste
     if code == 404:
         return _not_found(asked, status, context)
     if code == 409 and status.get("reason") == "AlreadyExists":
-        return ExistsError(f"{asked.resource} {asked.name} is there already in namespace {asked.namespace}")
-    if code == 500 and asked.resource == "pods/log":  # the kubelet failed, or did not answer
+        return ExistsError(f"{asked.resource} {asked.name} exists already in namespace {asked.namespace}")
+    if code == 500 and asked.resource == "pods/log":  # the API server passes on the kubelet's answer, or its silence
         return NoAnswerError(f"{context} cannot read it (500): {message}")
     if code in (429, 500, 502, 503, 504):
         return NoAnswerError(f"{context} is overloaded or not ready ({code}): {message}")

@@ -94,7 +94,9 @@ def read(root: Path, without: str = "") -> tuple[Folder, Contents]:
     folder = scan(root)
     folder.files.pop(without, None)
     if len(folder.files) > FILES_MAX:
-        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is not a program. {_largest(folder)}")
+        raise InputError(
+            f"{folder.root}: more than {FILES_MAX:,} files, so it is no folder of code. {_largest(folder)}"
+        )
     if folder.bytes > READ_BYTES_MAX:
         raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
     return folder, dict(_contents(folder))
@@ -122,7 +124,9 @@ def scan(root: Path) -> Folder:
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
     """Scan one folder; return the subfolders to scan. below: its path in the root with a final slash, or ""."""
     if below.count("/") > FOLDERS_DEEP_MAX:
-        raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a program")
+        raise InputError(
+            f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no folder of code"
+        )
     ignored.enter(below)
     entries = _entries(folder.root / below)
     if below and any(fnmatch.fnmatchcase(entry.name, _SNAPSHOT_FILE) for entry in entries):
@@ -234,11 +238,11 @@ def _tar(contents: Contents, folder: Folder) -> bytes:
 
 def _remarks(folder: Folder) -> Iterator[str]:
     if folder.secrets:
-        yield f"left out, because they look like credentials: {_listed(folder.secrets)}; a Secret is the place for them"
+        yield f"left out, because they look like credentials: {_listed(folder.secrets)}; put them into a Secret"
     if folder.snapshots:
         yield f"left out, because they are snapshots of another training: {_listed(folder.snapshots)}"
     if folder.outside:
-        yield f"left out, because these links lead out of the folder or nowhere: {_listed(folder.outside)}"
+        yield f"left out, because these links lead out of the folder or are broken: {_listed(folder.outside)}"
 
 
 def _listed(paths: list[str]) -> str:

@@ -31,7 +31,7 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
         made = jobs.of_raw(cluster.create(jobs.path_of(cluster), body))
     except NoAnswerError as error:
         look = f"ddpjob get {name} tells; delete it before you submit it again"
-        raise ClusterError(f"{error}. Whether {name} was created is not known: {look}") from None
+        raise ClusterError(f"{error}. It is unknown if {name} was created: {look}") from None
     if archive:
         try:
             _give(cluster, code.config_map(archive), made.raw)
@@ -68,13 +68,13 @@ def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
         try:
             there = cluster.get(f"{_config_maps(cluster)}/{name}")
             if there.get("binaryData") != wanted["binaryData"] or not there["metadata"].get("ownerReferences"):
-                raise ClusterError(f"ConfigMap {name} is there, and has not this code: delete it")
+                raise ClusterError(f"ConfigMap {name} exists with other code: delete it")
             add = {"op": "add", "path": "/metadata/ownerReferences/-", "value": reference}
             cluster.patch(f"{_config_maps(cluster)}/{name}", [add], JSON_PATCH)
             return
         except NotFoundError:
             pass
-    raise ClusterError(f"ConfigMap {name} is created and removed all the time; try again")
+    raise ClusterError(f"ConfigMap {name} is created and deleted repeatedly; try again")
 
 
 def _remove(cluster: Cluster, name: str) -> None:
@@ -82,7 +82,7 @@ def _remove(cluster: Cluster, name: str) -> None:
     try:
         cluster.delete(jobs.path_of(cluster, name))
     except ClusterError as error:
-        raise ClusterError(f"{name} waits for code that was not stored, and could not be deleted: {error}") from None
+        raise ClusterError(f"{name} needs code that could not be stored, and could not be deleted: {error}") from None
 
 
 def _is_there(cluster: Cluster, name: str) -> str:

@@ -97,7 +97,7 @@ def check_all(
     scripts = [path for path in paths if path not in sources]
     if scripts and len(jobs) > 1 and not apart:
         raise InputError(
-            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
+            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, but it is unknown to which. Check the jobs one by one."
         )
     unread: list[str] = []
     read: list[tuple[str, CheckedJob]] = []
@@ -186,8 +186,8 @@ def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> 
         for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
-        if of_part == [check.unchecked(path)]:  # report a time-out once, even if thousands of cells follow
-            why = "the notebook takes too long to follow, so nothing is checked from this cell on"
+        if of_part == [check.unchecked(path)]:  # one line, also if thousands of cells follow
+            why = "the notebook takes too long to follow, so cells from this one on are not checked"
             findings[-1] = replace(findings[-1], message=why)
             break
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # nothing imports a notebook
@@ -238,8 +238,8 @@ def _not_read(document: Document, job: api.DDPJob) -> str:
     """Return why the job's script was not checked. Otherwise "nothing found" would seem to include the script."""
     started = launcher.facts(job.spec).started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
-    why = f"the command {by}names no script that is plain to see"
+    why = f"the command {by}names no script that can be recognized"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
     where = document.place(command_path(job.spec.template))
-    return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"
+    return f"{where}: {why}, so only the job was checked; name it: ddpjob check {document.source} SCRIPT"

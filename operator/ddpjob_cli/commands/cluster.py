@@ -75,7 +75,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--kubeconfig", metavar="FILE", help="The kubeconfig.  [$KUBECONFIG, or ~/.kube/config]")
     @click.option(
         "--request-timeout", type=Seconds(), metavar="TIME", default="10s", show_default=True,
-        help="How long the API server may take to answer; 0: no limit.",
+        help="Time for the API server to answer; 0: no limit.",
     )  # fmt: skip
     @functools.wraps(command)
     def with_cluster(
@@ -134,14 +134,14 @@ def _names_there(ctx: click.Context) -> list[str]:
 
 
 BOTH = "JOB and --selector exclude each other."
-SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with these labels: team=a,!old.")
+SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Jobs with these labels: team=a,!old.")
 
 
 @click.command(short_help="List the jobs of a cluster, or show some.", epilog="Example: ddpjob get -A -o wide")
 @click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
 @SELECTOR
 @click.option("-o", "--output", type=click.Choice(["text", "wide", "name", "json", "yaml"]), default="text")
-@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
+@click.option("-A", "--all-namespaces", is_flag=True, help="All namespaces.")
 @cluster_options
 def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: str, all_namespaces: bool) -> int:
     """List the DDPJobs of a namespace, or show some, in the columns of kubectl."""
@@ -197,7 +197,7 @@ def describe(connect: Connect, names: tuple[str, ...]) -> int:
 
 @click.command(short_help="Show the Events of a job.", epilog="Example: ddpjob events digits --pods")
 @JOB
-@click.option("--pods", is_flag=True, help="Those of its pods as well.")
+@click.option("--pods", is_flag=True, help="Also those of its pods.")
 @cluster_options
 def events(connect: Connect, job: str, pods: bool) -> int:
     """Show the Events of JOB, the newest last. A cluster keeps them for an hour."""
@@ -224,7 +224,7 @@ def events(connect: Connect, job: str, pods: bool) -> int:
 @click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
 @cluster_options
 def wait_for(connect: Connect, names: tuple[str, ...], selector: str | None, wanted: str, timeout: float | None) -> int:
-    """Wait until each JOB is in a state, and end with 1 as soon as one can no longer be, or after --timeout.
+    """Wait until each JOB is in a state. Exit with 1 after --timeout, or once a JOB can no longer get there.
 
     \b
     Exit codes: 0 done, 1 a job failed, or the cluster refused or did not answer,
@@ -241,7 +241,7 @@ def wait_for(connect: Connect, names: tuple[str, ...], selector: str | None, wan
 @JOBS
 @cluster_options
 def suspend(connect: Connect, names: tuple[str, ...]) -> int:
-    """Stop all pods of each JOB, with their grace period to save; `ddpjob resume` goes on."""
+    """Stop all pods of each JOB; they have their grace period to save. `ddpjob resume` continues."""
     from ddpjob_cli.client import actions, several
 
     cluster = connect()
@@ -249,7 +249,7 @@ def suspend(connect: Connect, names: tuple[str, ...]) -> int:
     return 0
 
 
-@click.command(short_help="Go on with suspended jobs.", epilog="Example: ddpjob resume digits")
+@click.command(short_help="Resume suspended jobs.", epilog="Example: ddpjob resume digits")
 @JOBS
 @cluster_options
 def resume(connect: Connect, names: tuple[str, ...]) -> int:
@@ -263,7 +263,7 @@ def resume(connect: Connect, names: tuple[str, ...]) -> int:
 
 STOP_TIMEOUT = click.option(
     "--timeout", type=Seconds(), metavar="TIME", default="10m", show_default=True,
-    help="How long its pods may take to end.",
+    help="Time for its pods to end.",
 )  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def restart(connect: Connect, job: str, timeout: float) -> int:
 @STOP_TIMEOUT
 @cluster_options
 def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
-    """Change the number of nodes of JOB. A job that runs is stopped first, and started with the new number."""
+    """Change the number of nodes of JOB. A running job is stopped, and started again with the new number."""
     from ddpjob_cli.client import actions
 
     actions.scale(connect(), job, nodes, timeout, say)
@@ -299,7 +299,7 @@ def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
 @click.option("--timeout", type=Seconds(), metavar="TIME", default="1m", show_default=True, help="How long to wait.")
 @cluster_options
 def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wait: bool, timeout: float) -> int:
-    """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
+    """Delete each JOB, its pods after their grace period, and the code that submit stored."""
     from ddpjob_cli.client import actions
 
     cluster = connect()
@@ -308,13 +308,13 @@ def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wa
 
 
 @click.command(short_help="Watch the progress of all jobs.", epilog="Example: ddpjob top -A")
-@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
-@click.option("--once", is_flag=True, help="Print the table once, as if stdout were no terminal.")
+@click.option("-A", "--all-namespaces", is_flag=True, help="All namespaces.")
+@click.option("--once", is_flag=True, help="Print the table once.")
 @cluster_options
 def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
-    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C.
+    """Show the state and progress of all jobs, refreshed every two seconds, until Ctrl-C.
 
-    Once, where stdout is not a terminal, or one that cannot be drawn on (TERM=dumb).
+    If stdout is no terminal, or TERM is dumb, the table is printed once.
     """
     from ddpjob_cli.client import top as live
 

@@ -48,8 +48,8 @@ class _WithDashes(click.Command):
 def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int:
     """Make DDPJobs from Kubeflow's PyTorchJob or TrainJob, or from a command line of torchrun or accelerate.
 
-    A TrainJob needs its TrainingRuntime or ClusterTrainingRuntime among the files. Each field without a counterpart is
-    named on stderr with its line and the reason; the DDPJobs go to stdout.
+    A TrainJob needs its TrainingRuntime or ClusterTrainingRuntime among the files. The DDPJobs go to stdout. Each field
+    without a counterpart is named on stderr, with its line and the reason.
     """
     from ddpjob_cli.commands.options import refuse_other_bytes
     from ddpjob_cli.manifest.yamlfile import InputError

@@ -26,16 +26,16 @@ IDLE_SECONDS = 1800.0
 )
 @click.argument("file", required=False, type=click.Path(dir_okay=False))
 @click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "--module", metavar="NAME", help="A module in place of a file.")
+@click.option("-m", "--module", metavar="NAME", help="Use a module, not a file.")
 @click.option("--nodes", metavar="N", help="Nodes.  [1]")
 @click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.  [1]")
 @click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
 @click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
-@click.option("--pdb", metavar="RANK", type=int, help="This rank has the terminal: breakpoint() works in it.")
+@click.option("--pdb", metavar="RANK", type=int, help="Give this rank the terminal, so that breakpoint() works in it.")
 @click.option(
     "--idle", type=Seconds(), metavar="TIME", default=IDLE_SECONDS,
-    help="End after so long without a save or a line of output; 0: never.  [30m]",
+    help="End after this time without a save or output; 0: never.  [30m]",
 )  # fmt: skip
 @click.option("--no-check", is_flag=True, help="Start even if `ddpjob check` finds errors.")
 @click.option("--cluster", is_flag=True, help="In a cluster: as a DDPJob that is deleted at the end.")
@@ -59,10 +59,10 @@ def dev(
     cluster: bool,
     **of_cluster: Any,
 ) -> int:
-    """Run a script, and start all its ranks again at each save, without importing torch again.
+    """Run a script, and restart all its ranks at each save, without importing torch again.
 
     \b
-    A failure, a syntax error and the end of the script leave the nodes standing until the next save.
+    After a failure, a syntax error or the end of the script the nodes wait for the next save.
     Enter starts the ranks again, Ctrl-C ends. What counts as a save: docs/debugging.md.
     With --cluster the saved files go to the pods by kubectl exec, and the end deletes the job.
     Exit codes: 130 ended by Ctrl-C or --idle, 1 the nodes failed, 2 wrong input.
@@ -113,7 +113,7 @@ def dev(
     source, why = sources.with_launcher(source, None, lambda: launchers.missing_here(os.environ))
     if source.launcher != launchers.DDPRUN:
         own = "the script starts the processes of its node by itself"
-        raise InputError(f"{file or module}: ddpjob dev needs ddprun, but {why or own}; ddpjob run takes it")
+        raise InputError(f"{file or module}: ddpjob dev needs ddprun, but {why or own}; use ddpjob run")
     document, job = sources.load(source)
     options = RunOptions(
         cpu=cpu,

@@ -51,7 +51,7 @@ def run(
     document, archive = submit.prepare(file, words, wishes, checked=check)
     parsed, _ = validation.parse(document.data)
     if not launcher.facts(parsed.spec).restarts_in_place:
-        raise InputError(f"{file}: ddpjob dev needs ddprun, which starts the ranks again; ddpjob submit takes it")
+        raise InputError(f"{file}: ddpjob dev needs ddprun, which starts the ranks again; use ddpjob submit")
     cluster, made = submit.create(connect, document, archive)
     held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())
     for number in (signal.SIGTERM, signal.SIGHUP):  # delete the job also if the terminal is closed

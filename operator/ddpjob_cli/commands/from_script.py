@@ -109,9 +109,7 @@ def read(name: str, text: str) -> FoundScript:
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{name}:1: not valid Python: {error}") from None
     except TooLongError:
-        return FoundScript(
-            notes=("The script takes too long to follow, so nothing is known of how it wants to be started.",)
-        )
+        return FoundScript(notes=("The script takes too long to follow, so it is unknown how it must be started.",))
 
 
 def _read(script: Script) -> FoundScript:
@@ -167,9 +165,9 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
         default = f" ({given['default']!r})" if given.get("default") is not None else ""
         (required if is_required else optional).append(name if is_required else f"{name}{default}")
     if required:
-        yield f"Arguments that it needs: {', '.join(required)}"
+        yield f"Required arguments: {', '.join(required)}"
     if optional:
-        yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
+        yield f"Optional arguments: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
 
 
 def _of_files(script: Script) -> Iterator[str]:
@@ -182,7 +180,7 @@ def _of_files(script: Script) -> Iterator[str]:
 
 def _lost(script: Script) -> Iterator[str]:
     if saves := script.calls_to("torch.save", "ddpjob.Snapshot"):
-        yield f"Line {saves[0].lineno} saves files, which a pod loses at its end: mount a volume that outlives it."
+        yield f"Line {saves[0].lineno} saves files, which are lost when the pod ends: mount a volume that keeps them."
 
 
 def files_lost(text: str) -> tuple[str, ...]:

@@ -54,14 +54,14 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
 @click.option(
-    "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; every=10s."
+    "--fail", "failures", metavar="FAULT", multiple=True, help="Inject a fault: rank=1,step=200,exit=3; every=10s."
 )
 @_rare("--pdb", metavar="RANK", type=int, help="has the terminal")
 @_rare("--dry-run", is_flag=True, help="prints pods")
 @_rare("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="as FILE")
 @_rare("-m", "--module", metavar="NAME", help="not FILE")
-@_rare("--no-check", is_flag=True, help="in any case")
-@_rare("--job", metavar="NAME", help="of many")
+@_rare("--no-check", is_flag=True, help="despite errors")
+@_rare("--job", metavar="NAME", help="of several")
 @_rare("--report", type=sections.AsPath(dir_okay=False), help="HTML")
 @_rare("--status", type=sections.AsPath(dir_okay=False), help="JSON")
 @_rare("--metrics-file", "metrics", type=sections.AsPath(dir_okay=False), help="metrics")
@@ -95,7 +95,7 @@ def run(
     dry_run: bool,
 ) -> int:
     """Run FILE here: a DDPJob, a script or a notebook, or - for stdin.
-    Options end at a script's first other word: the rest is the script's.
+    Options may also follow a script; from the first other word on, all goes to it.
     Exit codes: 0 succeeded, 1 failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob_cli.commands import check_files, launchers, sources
@@ -156,9 +156,9 @@ def run(
 )
 @click.argument("script", required=False, type=click.Path(dir_okay=False))
 @click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "--module", metavar="MODULE", help="A module in place of a file.")
-@click.option("--nodes", metavar="N", help="This many nodes; MIN:MAX: an elastic job.  [1]")
-@click.option("--nproc-per-node", "nproc", metavar="N", help="This many processes on each.  [1]")
+@click.option("-m", "--module", metavar="MODULE", help="Use a module, not a file.")
+@click.option("--nodes", metavar="N", help="Number of nodes; MIN:MAX: an elastic job.  [1]")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.  [1]")
 @click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3]")
 @sections.launcher("ddprun or torchrun; the image must have it.  [torchrun]", rare=False)
 def init(
@@ -170,9 +170,9 @@ def init(
     max_restarts: str | None,
     launcher: str | None,
 ) -> int:
-    """Print a DDPJob for a training script, with what the script shows in comments.
+    """Print a DDPJob for a training script; comments tell what was found in the script.
 
-    Options come before the script or right behind it; all from the first other word on is the script's.
+    Options come before the script or directly after it; from the first other word on, all goes to the script.
     """
     from dataclasses import replace
 
@@ -194,17 +194,19 @@ def init(
     short_help="Find DDP mistakes without running anything.", epilog="Example: ddpjob check train.py --nodes 2"
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
-@click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
-@click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
+@click.option("--nodes", metavar="N", help="Number of nodes to check for; MIN:MAX: elastic.")
+@click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Processes on each node to check for.")
 @click.option("--job", metavar="NAME", help="Which DDPJob, if a file has several.")
-@click.option("--parameters", metavar="N", help="Does a model of so many (350M, 7B) fit into a pod's memory limit?")
 @click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
+    "--parameters", metavar="N", help="Check if a model of this size (350M, 7B) fits into a pod's memory limit."
+)
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
 def check(
     paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, parameters: str | None, form: str
 ) -> int:
-    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
+    """Find common DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or a whole folder.
 
     \b
     Nothing is run or imported.

@@ -46,7 +46,7 @@ def refuse_other_bytes(words: Iterable[str]) -> None:
     """Refuse words that are not UTF-8, because neither an API server nor YAML accepts them. Raise InputError."""
     for word in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
-            raise InputError(f"{word!r}: not UTF-8, so no job can have it")
+            raise InputError(f"{word!r}: not UTF-8, so it cannot be part of a job")
 
 
 def applied(

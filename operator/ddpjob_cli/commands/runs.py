@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FOLDER = click.option(
     "--dir", "folder", metavar="DIR", type=sections.AsPath(file_okay=False),
-    help="The --logs of the runs.  [~/.local/state/ddpjob]",
+    help="Log folder of the runs, as --logs of ddpjob run.  [~/.local/state/ddpjob]",
 )  # fmt: skip
 
 
@@ -45,10 +45,10 @@ RUN = click.argument("job", type=RunName(), required=False)
 
 
 @click.command("list", short_help="List the runs of this machine.", epilog="Example: ddpjob list -o wide")
-@click.option("-o", "--output", type=click.Choice(["text", "wide", "json"]), default="text", help="How it is shown.")
+@click.option("-o", "--output", type=click.Choice(["text", "wide", "json"]), default="text", help="Output format.")
 @FOLDER
 def list_runs(output: str, folder: Path | None) -> int:
-    """List the runs of this machine, the newest first; of each job the last ten are kept."""
+    """List the runs of this machine, the newest first. The last ten runs of each job are kept."""
     import datetime as dt
     import json
 
@@ -66,19 +66,17 @@ def list_runs(output: str, folder: Path | None) -> int:
     return answer("".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(r.values()) for r in rows)])))
 
 
-@click.command(
-    short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
-)
+@click.command(short_help="Print the output of a run's nodes.", epilog="Example: ddpjob logs digits --rank 1 --follow")
 @RUN
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
-@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
-@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
-@click.option("-p", "--previous", is_flag=True, help="Of the attempt before the last.")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends, through its restarts.")
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="The last N lines; in a cluster.")
-@click.option("--since", type=Seconds(), metavar="TIME", help="Lines of the last 30s, 15m, 2h; in a cluster.")
-@click.option("--timestamps", is_flag=True, help="Begin each line with its time; in a cluster.")
-@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only the node of this rank.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Only this node.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Only this attempt.  [the last]")
+@click.option("-p", "--previous", is_flag=True, help="The attempt before the last.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until the job ends, also after restarts.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines; in a cluster.")
+@click.option("--since", type=Seconds(), metavar="TIME", help="Only lines of the last 30s, 15m, 2h; in a cluster.")
+@click.option("--timestamps", is_flag=True, help="Start each line with its time; in a cluster.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Use a job in a cluster; -n and --context imply it.")
 @FOLDER
 @cluster_options
 def logs(
@@ -95,10 +93,10 @@ def logs(
     timestamps: bool,
     in_cluster: bool,
 ) -> int:
-    """Print what the nodes of JOB's last run have printed; without JOB, of the last run of any job.
+    """Print the output of the nodes in JOB's last run; without JOB, in the last run of any job.
 
-    With -n, --context or --cluster, or if this machine has no run of JOB: of the JOB in the cluster.
-    The ranks of a node share a log. A line of several nodes begins with [node:rank], as in ddpjob run.
+    With -n, --context or --cluster, or if this machine has no run of JOB, it prints the output of JOB in the cluster.
+    The ranks of a node share a log. With several nodes each line begins with [node:rank], as in ddpjob run.
     """
     from ddpjob_cli.commands import logs as shown
 
@@ -122,7 +120,7 @@ def logs(
 def report(job: str | None, folder: Path | None) -> int:
     """Print the report of JOB's last run as one HTML page; without JOB, of the last run of any job.
 
-    It has the metrics over the steps, the attempts over time, where the time went, the failures, and links to the logs.
+    It shows the metrics over the steps, the attempts over time, how the time was spent, failures, and links to logs.
     """
     import datetime as dt
 
@@ -133,16 +131,16 @@ def report(job: str | None, folder: Path | None) -> int:
     return answer(reports.page(run, run.history(), dt.datetime.now(dt.timezone.utc)))
 
 
-@click.command(short_help="Show where the ranks of a job are.", epilog="Example: ddpjob stacks digits --rank 1")
+@click.command(short_help="Show the stacks of a job's ranks.", epilog="Example: ddpjob stacks digits --rank 1")
 @RUN
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of this rank.")
-@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Use a job in a cluster; -n and --context imply it.")
 @FOLDER
 @cluster_options
 def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | None, in_cluster: bool) -> int:
-    """Show the stacks of JOB's ranks, each once with the ranks that share it; without JOB, of the last run here.
+    """Show the stacks of JOB's ranks, the same stack only once; without JOB, of the last run on this machine.
 
-    The ranks go on. ddprun must have started them; in a cluster kubectl must be there, with the right to exec.
+    The ranks keep running. ddprun must have started them; in a cluster this needs kubectl and the right to exec.
     """
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddprun.core import folded_stacks

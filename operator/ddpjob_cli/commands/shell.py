@@ -17,7 +17,7 @@ Examples:
 
 @click.command(short_help="Print the JSON Schema, for editors.", epilog="Example: ddpjob schema > ddpjob.schema.json")
 def schema() -> int:
-    """Print the JSON Schema of DDPJob: completion and checks for YAML in an editor."""
+    """Print the JSON Schema of DDPJob, with which editors complete and check its YAML."""
     from ddpjob_operator.job.schema import to_json
 
     return answer(to_json())

@@ -160,7 +160,7 @@ def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
     size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
     if count > PROCESSES_MAX and not allowed:
         raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
-    return f"{size} on {cores} cores: they take turns" if count > 4 * cores else ""
+    return f"{size} on {cores} cores: they share the cores" if count > 4 * cores else ""
 
 
 def _document(source: Source) -> tuple[Document, bool]:
@@ -201,7 +201,7 @@ def _refuse_two_values(source: Source) -> None:
     ):
         other = next((s for s in source.settings if s.partition("=")[0].strip() == field), None)
         if value is not None and other is not None:
-            raise InputError(f"{option} {value} and --set {other}: two values for {field}. Give one of them.")
+            raise InputError(f"{option} {value} and --set {other}: two values for {field}. Give only one.")
 
 
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
@@ -213,7 +213,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
     if not command.read(words).files or tuple(words[len(head) :]) != given:
         place = document.place(command_path(job.spec.template))
         raise InputError(
-            f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
+            f"{place}: the command names no script that can be recognized, so -- ARGS cannot be its arguments"
         )
     # After `--` in the launcher's options, all words belong to the script, so no second `--` is added.
     has_dashes = head[-1:] == ["--"] or command.options_begin(words) is None

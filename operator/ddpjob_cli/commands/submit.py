@@ -85,7 +85,7 @@ def submit(
 ) -> int:
     """Run FILE in a cluster: a script or a notebook, with the folder it is in, or a DDPJob's YAML.
 
-    Options come before a script or right behind it; all from the first other word on is the script's.
+    Options come before a script or directly after it; from the first other word on, all goes to the script.
 
     \b
     The folder (900 kB packed at most; .gitignore applies) is stored as a ConfigMap that is

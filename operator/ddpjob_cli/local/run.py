@@ -96,7 +96,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
         job, slots = debugging.undisturbed(job), [dataclasses.replace(slot, terminal=given) for slot in slots]
     folder = _run_folder(job.metadata.name, options)
     if options.pdb is not None:
-        notes.append(f"--pdb: rank {options.pdb} has this terminal; what the others print is in {folder.path}")
+        notes.append(f"--pdb: rank {options.pdb} has this terminal; the output of the others is in {folder.path}")
     try:
         runner = Runner(job, slots, folder, options)
     except OSError as error:
@@ -196,7 +196,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
     if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.facts(job.spec).restarts_in_place:
         return []
     return [
-        f"Nothing will notice a hang of this script: {path.name} reports no steps, so stall.timeoutSeconds has no "
+        f"A hang of this script will not be detected: {path.name} reports no steps, so stall.timeoutSeconds has no "
         "effect; call ddpjob.progress(), or start it with ddprun"
     ]
 
@@ -384,7 +384,7 @@ class Runner:
 
     def _print(self, pod: LocalPod, lines: list[str]) -> None:
         try:
-            with self._whatever_disk("stdout", f"what the nodes print is in {self.folder.path} only"):
+            with self._whatever_disk("stdout", f"the output of the nodes is only in {self.folder.path}"):
                 self.screen.log(pod, lines)
         except screen.OutputClosedError:
             self._stop_reasons.append("a closed output")

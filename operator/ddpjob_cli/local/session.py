@@ -77,7 +77,7 @@ class DevSession:
         self._thread = threading.Thread(target=self._watch, args=(wake,), daemon=True)
         self._thread.start()
         enter = ", or Enter," if self._has_keyboard else ""
-        cut = " More folders than are watched are below: start it in the folder of the code." * self._files.is_cut
+        cut = " There are too many folders to watch all: start it in the folder of the code." * self._files.is_cut
         return [f"A saved file{enter} starts all ranks again; Ctrl-C ends.{cut}"]
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def _step(data: Any, part: str | int, setting: str) -> Any:
         raise InputError(f"--set {setting}: there is no item [{part}]")
     if not isinstance(data, dict):
         hint = f" A list item is written [{part}]." if isinstance(data, list) else ""
-        raise InputError(f"--set {setting}: there is no field {part} to go into.{hint}")
+        raise InputError(f"--set {setting}: there is no field {part}.{hint}")
     if data.get(part) is None:
         data[part] = {}
     return data[part]

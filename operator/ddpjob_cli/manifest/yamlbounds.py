@@ -52,7 +52,7 @@ class _BoundedReader:
             self.nodes += 1
             self.above.append(_Open(event.anchor))
             if len(self.above) > DEPTH_MAX:
-                raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} lists and mappings in each other")
+                raise OutOfBoundsError(_line(event), f"more than {DEPTH_MAX} levels of lists and mappings")
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = self.above.pop()
             self._end(ended.anchor, ended.nodes)
@@ -68,7 +68,7 @@ class _BoundedReader:
         if self.above:
             self.above[-1].nodes += nodes
         if self.nodes > NODES_MAX:
-            what = f"more than {NODES_MAX:,} keys, values and items, with what aliases stand for"
+            what = f"more than {NODES_MAX:,} keys, values and items, with aliases expanded"
             raise OutOfBoundsError(_line(event), what)
 
 

@@ -259,7 +259,7 @@ class _Walk:
         """Return a key as a text, as JSON requires. It is a new node: an alias may use the old node as a value."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
-            raise self._wrong(key, f"{kind} cannot be a key; a key is a text")
+            raise self._wrong(key, f"{kind} cannot be a key; a key must be text")
         self._check_text(key)
         if key.tag == f"{_TAG}merge":
             return key
@@ -267,7 +267,7 @@ class _Walk:
 
     def _check_text(self, node: Any) -> None:
         if "\0" in node.value:
-            raise self._wrong(node, "a text with a NUL character: no program can be given one. Remove it.")
+            raise self._wrong(node, "a text with a NUL character, which no program can receive. Remove it.")
 
     def _check_number(self, node: Any) -> None:
         """Refuse numbers that JSON does not have, and long numbers, because Python takes a second for many digits."""
@@ -276,7 +276,7 @@ class _Walk:
                 raise ValueError
             yamlvalues.number(node.value)
         except ValueError:
-            text = f'{_short(node.value)} is not a number that JSON has; where a text is meant, put it into "…"'
+            text = f'{_short(node.value)} is not a number that JSON has; if it is meant as text, put it into "…"'
             raise self._wrong(node, text) from None
 
     def _wrong(self, node: Any, what: str) -> InputError:

@@ -71,7 +71,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
             data = _dumped((function, tuple(arguments)))
         except _TooLargeError:
             limit = f"more than {FUNCTION_BYTES_MAX / 1e6:.2g} MB{_culprits(function, arguments)}"
-            text = f"{name}: its code with what it refers to is {limit}"
+            text = f"{name}: its code and the objects that it uses are {limit}"
             raise InputError(f"{text}; load or build it within the function, or read it from a file") from None
         except Exception as error:
             raise InputError(f"{name}: cannot be sent{_culprits(function, arguments)}: {error}") from None
@@ -108,7 +108,7 @@ def loaded(data: bytes) -> Any:
     try:
         return _cloudpickle().loads(data)
     except Exception as error:
-        raise UnsentError(f"what came back cannot be loaded here: {type(error).__name__}: {error}") from error
+        raise UnsentError(f"the result cannot be loaded here: {type(error).__name__}: {error}") from error
 
 
 def _cloudpickle() -> Any:

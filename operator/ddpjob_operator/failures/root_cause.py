@@ -41,7 +41,7 @@ CONFIG_ERROR = "CreateContainerConfigError"
 # Reasons of the condition DisruptionTarget, as parts of a sentence.
 DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
-    "EvictionByEvictionAPI": "was evicted: its node is drained, or its place is wanted",
+    "EvictionByEvictionAPI": "was evicted: its node is being drained, or another pod needs its place",
     "DeletionByTaintManager": "was ended because of a taint on its node",
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",

@@ -99,13 +99,13 @@ def _complaint(failure: api.JobFailure) -> str:
     """Return a rank's error about a lost or missing peer as text."""
     at, why = _at(failure), _why(failure)
     if rules.port_in_use(failure.exception) is not None:
-        return f"could not listen at the address that it was given{why}"
+        return f"could not listen on the address of the rendezvous{why}"
     node = root_cause.evidence_of(failure).silent_node
     means = "" if node else ": often the ranks have different numbers of batches, and ddprun names the rank"
     what = "lost its peers"
     if rules.has_timed_out(failure.exception):
         what = "waited for another rank until its timeout"
-        means = ": one hangs, is slower than that, or does not call what the others call"
+        means = ": one hangs, is slower than that, or does not call the same collectives"
     network = f"; node {node} did not report for a while, so its network may have failed" if node else ""
     return f"{what}{at}{why}; no rank failed first{means}{network}"
 
@@ -143,8 +143,8 @@ _PHRASES = {
     root_cause.CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),
     root_cause.STOPPED: "was stopped from outside{code}: the pod was deleted, or its node drained",
-    root_cause.RESUMABLE: "stopped in order{code} because a rank was told to stop",
-    "SupervisorLost": "was lost: what started its processes on this machine is gone",
+    root_cause.RESUMABLE: "stopped cleanly{code} because a rank was told to stop",
+    "SupervisorLost": "was lost: the process that started its ranks on this machine is gone",
     "Evicted": "was evicted by the kubelet",
     rules.POD_DEADLINE: "was ended{code}: the activeDeadlineSeconds of the pod's template are over",
     **root_cause.DISRUPTIONS,

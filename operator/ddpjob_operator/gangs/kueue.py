@@ -119,7 +119,7 @@ def read(raw: Raw) -> Admission:
         why = text(evicted.get("message")) or text(evicted.get("reason"))
         return Admission("evicted", why, holds_quota=True)
     if _is_true(raw, "Finished"):
-        return Admission("evicted", "its Workload says that it is finished")
+        return Admission("evicted", "its Workload is marked finished")
     if holds_quota and _is_true(raw, "Admitted"):
         return Admission("admitted")
     if (raw.get("spec") or {}).get("active") is False:
@@ -127,7 +127,7 @@ def read(raw: Raw) -> Admission:
     if holds_quota:
         checks = [c for c in status.get("admissionChecks") or () if c.get("state") != "Ready"][:_NAMES_MAX]
         told = (f"{text(c.get('name'))}: {text(c.get('message')) or text(c.get('state'))}" for c in checks)
-        return Admission("waiting", f"it has its quota, and waits for {', '.join(told) or 'its admission'}")
+        return Admission("waiting", f"its quota is reserved; it waits for {', '.join(told) or 'its admission'}")
     return Admission("waiting", text(reserved.get("message")) or text(reserved.get("reason")))
 
 

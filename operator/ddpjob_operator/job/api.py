@@ -49,28 +49,29 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """The desired state, written by the user."""
 
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
-    """Pods of the job, one per node. Changes only while the job is suspended, or with minNodes set. The scale
+    """Number of nodes, one pod each. Changes only while the job is suspended, or if minNodes is set. The scale
     subresource sets it."""
     min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
-    """Elastic: trains with this many nodes to `nodes`, as torchrun's --nnodes=MIN:MAX. Needs torchrun in the command.
-    `nodes` may then change while the job runs."""
+    """Makes the job elastic: it trains with minNodes to `nodes` nodes, as torchrun's --nnodes=MIN:MAX, and `nodes` may
+    change while it runs. Needs torchrun in the command."""
     nproc_per_node: Annotated[int, Meta(ge=1, le=bounds.NPROC_MAX)] | Literal["auto"] = "auto"
-    """Processes per node. auto: as the launcher in the command says, else a rank a GPU, else 1."""
+    """Processes per node. auto: the launcher's number in the command, else one per GPU, else 1."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """The torch.distributed backend for ddpjob.init(). auto: nccl with GPUs, else gloo. mpi is refused."""
     suspend: bool = False
-    """true stops all pods gracefully, or keeps them from starting; false starts a new attempt."""
+    """true stops all pods gracefully and creates none; false starts a new attempt."""
     backoff_limit: Count = budget.BACKOFF_LIMIT
     """Restarts charged to the application before the job fails; lost nodes and evictions are not charged."""
     backoff_window_seconds: Seconds | None = None
     """Only restarts within this window count against backoffLimit. Unset: all, as in a batch/v1 Job."""
     restart_grace_seconds: SecondsOrZero | None = None
-    """How long the other ranks get to stop after one has failed: a pod at least 1. Unset: 10, or the pod's grace if
-    less; 0.1 where ddprun restarts them in place."""
+    """Time for the other ranks to stop after one has failed; at least 1 for a pod. Unset: 10, or the pod's grace period
+    if shorter; 0.1 if ddprun restarts in place."""
     active_deadline_seconds: Seconds | None = None
-    """The job fails when it is not finished this long after it (last) started. Unset: no limit."""
+    """The job fails if it is not finished this long after it (last) started. Unset: no limit."""
     start_deadline_seconds: Seconds | None = None
-    """All nodes must run by then, else all pods are released and tried again after 1 to 30 min. Unset: no limit."""
+    """If not all nodes run within this time, all pods are deleted, and made again after 1 to 30 min. Unset: no
+    limit."""
     ttl_seconds_after_finished: SecondsOrZero | None = None
     """The job and its pods are deleted this long after it finished. Unset: they stay."""
     clean_pod_policy: Literal["None", "Running", "All"] = "Running"
@@ -78,21 +79,21 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     one_pod_per_node: bool | Literal["auto"] = "auto"
     """At most one pod of this job on a node. auto: yes for jobs with GPUs."""
     dns: Literal["auto", "leader", "all"] = "auto"
-    """Which pods have a DNS name JOB-N.JOB. leader: node 0, whose name all need. all: every node, for scripts that name
-    others (MPI). auto: leader; all where torchrun numbers the nodes itself. Never changes."""
+    """Which pods have a DNS name JOB-N.JOB. leader: node 0, to which all connect. all: every node, for scripts that use
+    other names (MPI). auto: leader, or all if torchrun numbers the nodes itself. Cannot be changed."""
     failure_policy: FailurePolicy | None = None
     """What an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
     stall: Stall | None = None
-    """When a job that reports, and makes no step, is restarted."""
+    """When a job that reports, but makes no step, is restarted."""
     preflight: Literal["Never", "OnRestart", "Always"] = "OnRestart"
-    """When ddprun first measures the nodes, to name a slow one. OnRestart: after two infrastructure failures."""
+    """When ddprun measures the nodes before a start, to find a slow one. OnRestart: after two infrastructure
+    failures."""
     gang: Literal["auto", "none", "native", "kueue"] = "auto"
-    """All pods or none. native: a PodGroup of Kubernetes 1.36 or newer. kueue: a queue of Kueue, the one that the job's
-    label kueue.x-k8s.io/queue-name names, else `default`. auto: kueue where the job has that label; native where the
-    job has several nodes; each only where operator and API server have it. Another value counts from the next attempt
-    on."""
+    """Starts all pods or none. native: with a PodGroup of Kubernetes 1.36 or newer. kueue: with the Kueue queue in the
+    label kueue.x-k8s.io/queue-name, else `default`. auto: kueue if the job has that label, else native if it has
+    several nodes; only if operator and API server support it. A change takes effect at the next attempt."""
     topology_key: Annotated[str, Meta(max_length=317)] = ""
-    """A node label, such as topology.kubernetes.io/rack: all pods go where it has one value. Needs a gang."""
+    """A node label, such as topology.kubernetes.io/rack: all pods go to nodes with the same value. Needs a gang."""
     managed_by: Annotated[str, Meta(max_length=63)] = ""
     """Another controller that runs this job (as in batch/v1 Job). Empty: this operator."""
     template: dict[str, Any] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class FailureRule(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     action: failure_policy.Action = "Count"
     """FailJob: the job fails at once. Ignore: restart without a charge. Count: restart, charged to backoffLimit."""
     on_exit_codes: OnExitCodes
-    """The exit codes that the rule is for: of the culprit rank where it is known, else of the container."""
+    """Exit codes that the rule matches: of the rank that failed first if known, else of the container."""
 
 
 class OnExitCodes(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -135,44 +136,44 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The observed state, written by the operator alone."""
 
     state: State | None = None
-    """One word for people: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
+    """In one word: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
     reason: Text = ""
-    """Why, as one CamelCase word; the reference lists them."""
+    """Why, as one CamelCase word; docs/messages.md lists them."""
     message: Annotated[str, Meta(max_length=4096)] = ""
     """Why, as a sentence: who, what, since when, and what happens next."""
     state_time: Time | None = None
-    """Since when the state holds."""
+    """When the job entered this state."""
     observed_generation: int | None = None
-    """The metadata.generation that this status speaks of."""
+    """The metadata.generation that this status is about."""
     attempt: Count = 0
-    """The number of the present set of pods; every restart, resume and retry of the start takes the next one."""
+    """Number of the current set of pods; each restart, resume and retry of the start takes the next number."""
     attempt_time: Time | None = None
-    """When the pods of this attempt were (or, in the future, will be) created."""
+    """When the pods of this attempt were created; if in the future, when they will be."""
     running_time: Time | None = None
-    """When the trainers of all nodes (of an elastic job, of minNodes) ran in this attempt for the first time."""
+    """When the trainers of all nodes (elastic: minNodes) first ran in this attempt."""
     first_step_time: Time | None = None
     """When this attempt reported its first step."""
     start_retries: Count = 0
-    """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
+    """How often in a row all pods were deleted because not all ran within startDeadlineSeconds."""
     starting_since: Time | None = None
-    """Since when attempts follow each other without all pods having started: startDeadlineSeconds counts from here.
+    """Start of the first of several attempts in which not all pods started; startDeadlineSeconds counts from here.
     Unset: from attemptTime."""
     unconfigured_since: Time | None = None
-    """Since when a ConfigMap or Secret is missing."""
+    """When a ConfigMap or Secret was first missing."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
     """How many nodes the job wants, and how many run now."""
     gang: Gang | None = None
-    """Who admits all pods at once, and why; unset where the operator has no such API switched on."""
+    """What admits all pods at once, and why; unset if the operator has no such API enabled."""
     attempt_nodes: Count | None = None
-    """spec.nodes when this attempt began; only of an elastic job, whose spec.nodes may have changed since."""
+    """spec.nodes when this attempt began; only for elastic jobs, where it may change later."""
     started_nodes: Ranges = ""
     """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
     replacements: Annotated[dict[str, Count], Meta(max_length=NODES_MAX)] = {}
-    """How often the pod of a node was replaced alone in this attempt, by node rank; needs ddprun."""
+    """How often single pods were replaced in this attempt (with ddprun), by node rank."""
     in_place: InPlace | None = None
-    """What the agent of node 0 has restarted in place in this attempt, as far as `restarts` counts it."""
+    """Restarts in place in this attempt that node 0's agent has reported and `restarts` includes."""
     completed_nodes: Ranges = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
     selector: Text = ""
@@ -182,30 +183,30 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     completion_time: Time | None = None
     """When the job succeeded or failed and its last pod had ended."""
     master_addr: Text = ""
-    """The address of the rendezvous, that of rank 0, as host:port."""
+    """Address of the rendezvous, on the node of rank 0, as host:port."""
     progress: Progress | None = None
     """What the training reports."""
     resumed_step: Count | None = None
-    """The step of the state from which the ranks that train now went on; unset where they have loaded none."""
+    """Step of the state that the present ranks loaded; unset if they loaded none."""
     resumed_from: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
-    """Where that state was: a folder, or the memory of the nodes of which ranks."""
+    """Source of that state: a folder, or the memory of named nodes."""
     not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
-    """Why the state is not kept in memory, in which pods, and what to do; a restart goes on from the last save.
-    Unset where it is kept, or where nobody has tried."""
+    """Why the state is not kept in memory, in which pods, and what to do; a restart continues from the last save.
+    Unset if it is kept, or if no rank has tried."""
     save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
     """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds."""
     furthest_step: Count | None = None
-    """The furthest step of all ranks before those that train now; unset while none has reported a step."""
+    """Furthest step reported before the last restart; unset if none was reported."""
     last_failure: JobFailure | None = None
     """The root cause of the last failure."""
     failures: Annotated[list[FailureLine], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
-    """The last 10 failures, short, the newest last."""
+    """The last 10 failures in short, the newest last."""
     findings: Annotated[list[StoredFinding], Meta(max_length=bounds.FINDINGS_MAX)] = []
     """Facts that make a success suspicious."""
     avoided_nodes: Annotated[list[AvoidedNode], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
-    """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
+    """Nodes on which this job failed repeatedly; its new pods avoid them for a time."""
     goodput: Goodput | None = None
-    """Where the time went, up to stateTime."""
+    """What the time was spent on, up to stateTime."""
     display: Display | None = None
     """The texts that `kubectl get` shows."""
     conditions: Annotated[list[Condition], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
@@ -223,17 +224,17 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """Who admits all pods of an attempt at once."""
+    """What admits all pods of an attempt at once."""
 
     kind: Literal["none", "native", "kueue"]
-    """none: nobody, pods are placed one by one. native: the scheduler of Kubernetes, by a PodGroup.
-    kueue: a queue, before a pod is made."""
+    """none: pods are scheduled one by one. native: the Kubernetes scheduler, with a PodGroup.
+    kueue: a queue, before pods are created."""
     attempt: Count = 0
     """The attempt that it was chosen for."""
     why: Annotated[str, Meta(max_length=bounds.WHY_MAX)] = ""
     """Why it was chosen."""
     waiting_since: Time | None = None
-    """Since when a queue has not admitted the job."""
+    """When the job began to wait for admission."""
 
 
 class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -245,36 +246,37 @@ class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     application: Count = field(default_factory=int)
     """Charged to backoffLimit."""
     infrastructure: Count = field(default_factory=int)
-    """Nodes, evictions, preemption: never charged to the application."""
+    """For lost nodes, evictions and preemptions; not charged to backoffLimit."""
     stall: Count = field(default_factory=int)
-    """No step for too long."""
+    """Because no step was made for too long."""
     total: Count = field(default_factory=int)
-    """All of them."""
+    """Sum of these three."""
     in_a_row: Count = 0
-    """Restarts without a new step since the last one: the back-off follows it."""
+    """Restarts since the last new step; the back-off grows with them."""
     charged_in_a_row: Count = 0
-    """Those of them charged to application or stall: three stop a job that reports steps."""
+    """Those of inARow charged to application or stall; after three a job that reports steps fails."""
     charged_at: Annotated[list[Time], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
-    """When the application was charged, where backoffWindowSeconds is set."""
+    """When the application was charged, if backoffWindowSeconds is set."""
     uncharged_in_a_row: Count = 0
-    """Restarts charged to infrastructure since the last new step: a hundred stop the job."""
+    """Restarts charged to infrastructure since the last new step; after a hundred the job fails."""
     peers_lost: Count = 0
-    """Those of them for which only complaints about lost peers were found: the next one is the application's."""
+    """Those of unchargedInARow in which ranks only reported lost peers; the next such failure is charged to the
+    application."""
 
 
 class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """Restarts without new pods, as one agent counts them in its life."""
+    """Restarts without new pods, as counted by one agent."""
 
     replacement: Count = 0
-    """Which pod of node 0 it runs in."""
+    """How often node 0's pod had been replaced before the agent's."""
     earlier: Count = 0
-    """Restarts in place that were counted in this attempt by agents in earlier pods of node 0."""
+    """Restarts in place in this attempt by agents in earlier pods of node 0."""
     application: Count = 0
     """Charged to backoffLimit."""
     infrastructure: Count = 0
-    """Lost connections between nodes."""
+    """For lost connections between nodes."""
     stall: Count = 0
-    """No step for too long."""
+    """Because no step was made for too long."""
 
 
 class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
@@ -283,7 +285,7 @@ class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
     total: Count = 0
     """Nodes that the job wants."""
     ready: Count = 0
-    """Nodes whose trainer runs and is ready now."""
+    """Nodes whose trainer is running and ready."""
 
 
 class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -292,29 +294,29 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     step: Count
     """Optimizer steps done."""
     total_steps: Count | None = None
-    """Optimizer steps of the whole training, where it is known."""
+    """Optimizer steps of the whole training, if known."""
     percent: Annotated[int, Meta(ge=0, le=100)] | None = None
-    """step of totalSteps."""
+    """Share of totalSteps that is done."""
     eta_seconds: Count | None = None
-    """How long it will take at the present pace."""
+    """Time left at the present pace."""
     samples_per_second: float | None = None
     """Samples of all ranks together."""
     world_size: Count | None = None
-    """The number of ranks that the training itself sees; other than nodes x nprocPerNode, it did not form one group."""
+    """Number of ranks in the script's process group; if not nodes x nprocPerNode, it is not one group."""
     saved_step: Count | None = None
-    """The step of the newest checkpoint of ddpjob.Snapshot: a restart goes on from it."""
+    """Step of the newest checkpoint of ddpjob.Snapshot; a restart continues from it."""
     metrics: Annotated[dict[Text, Text], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = {}
-    """At most 16 values with a name, as text."""
+    """At most 16 named values, as text."""
     attempt: Count = 0
     """The attempt that reported."""
     generation: Count = 0
-    """How often the ranks that reported had been restarted in their pods."""
+    """How often these ranks had been restarted in their pods."""
     updated: Time
     """When the report arrived."""
 
 
 class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """Why a failure is the root cause, and of its class: kept because its pod may be gone when that is asked again."""
+    """What shows the root cause and its class; kept because the pod may be gone when they are decided again."""
 
     precedence: Annotated[str, Meta(max_length=16)]
     """Its precedence among possible causes, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
@@ -323,60 +325,60 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     container_reason: Annotated[str, Meta(max_length=128)] = ""
     """The container's reason in its status."""
     pod_reason: Annotated[str, Meta(max_length=128)] = ""
-    """The pod's own reason."""
+    """The pod's reason in its status."""
     pod_message: Annotated[str, Meta(max_length=300)] = ""
-    """The sentence with it."""
+    """The pod's message in its status."""
     disruption: Annotated[str, Meta(max_length=128)] = ""
     """The reason of the pod's condition DisruptionTarget."""
     deletion_requested: bool = False
-    """Whether somebody had asked for the pod's deletion before it ended."""
+    """True if the pod was being deleted before it ended."""
     vanished: bool = False
-    """Whether its pod, or its node, is gone without a report."""
+    """True if the pod or its node disappeared without an exit code."""
     stalled: bool = False
     """True if the rank was stopped because it made no step."""
     hidden: bool = False
-    """True if the failed rank's container ended with 0."""
+    """True if the container of the failed rank exited with 0."""
     silent_node: Annotated[str, Meta(max_length=128)] = ""
-    """If ranks only complained about lost peers: a node of the attempt that had not reported for a while."""
+    """If ranks only reported lost peers: a node of the attempt that had not reported for a while."""
 
 
 class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """The root cause of a failure: the earliest that is not a symptom of a lost peer."""
+    """The root cause: the earliest failure that is not a symptom of a lost peer."""
 
     attempt: Count
     """The attempt that failed."""
     rank: Count | None = None
-    """The global rank, where it is known."""
+    """The global rank, if known."""
     node_rank: Count
     """The node's rank in the job."""
     pod: Text = ""
     """The pod's name."""
     init_container: Text = ""
-    """The init container that failed; the trainer never ran then."""
+    """The init container that failed before the trainer started."""
     node: Text = ""
     """The cluster node it ran on."""
     exit_code: int | None = None
-    """The exit code of the culprit rank where it is known, else of the container."""
+    """The exit code of the failed rank if known, else of the container."""
     signal: Text = ""
-    """The signal's name where a signal ended it: SIGKILL."""
+    """The signal that killed it, such as SIGKILL."""
     reason: Text = ""
     """The kubelet's or the process's reason, one word: OOMKilled, Error, NodeLost, Stalled."""
     failure_class: Text = field(default="", name="class")
     """application, outOfMemory, infrastructure, stall or permanent; unset until all pods of the attempt have ended."""
     charged_to: Text = ""
-    """The restart that paid for it: application, infrastructure or stall. Unset: none."""
+    """What the restart was charged to: application, infrastructure or stall. Unset: no restart."""
     step: Count | None = None
     """The last step that the training had reported."""
     generation: Count | None = None
-    """How often the ranks that it ended had been restarted in their pods, as far as was known when it was recorded."""
+    """How often these ranks had been restarted in their pods, as known when the failure was recorded."""
     exception: Text = ""
-    """The exception's line, where the log has one."""
+    """The exception's line in the log, if there is one."""
     where: Annotated[str, Meta(max_length=128)] = ""
-    """The line of the script that raised it, where the log has its traceback: train.py:41."""
+    """The line of the script that raised it, such as train.py:41; needs a traceback in the log."""
     log_tail: Annotated[str, Meta(max_length=2048)] = ""
     """The end of the log."""
     evidence: Evidence | None = None
-    """What the operator has seen of it. Unset: its reason says all."""
+    """What the operator has observed. Unset: the reason is enough."""
     time: Time
     """When it happened."""
 
@@ -387,11 +389,11 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     attempt: Count
     """The attempt that failed."""
     message: Annotated[str, Meta(max_length=300)]
-    """Who and what."""
+    """Who failed, and how."""
     reason: Text = ""
     """The kubelet's or the process's reason, as in lastFailure; unset for an init container."""
     failure_class: Text = field(default="", name="class")
-    """What it was, as in lastFailure."""
+    """The class, as in lastFailure."""
     node: Text = ""
     """The cluster node."""
     time: Time
@@ -402,18 +404,18 @@ class StoredFinding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_
     """A fact that is suspicious in a job that succeeded."""
 
     reason: Annotated[str, Meta(max_length=64)]
-    """NoProcessGroup, ReplicasDiffer, FailureInLog."""
+    """One word, such as NoProcessGroup, ReplicasDiffer or FailureInLog."""
     message: Annotated[str, Meta(max_length=300)]
     """A sentence."""
 
 
 class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """A node that failed this job repeatedly."""
+    """A node on which this job failed repeatedly."""
 
     node: Text
     """Its name."""
     until: Time
-    """New pods may go there again."""
+    """When new pods may go there again."""
     message: Annotated[str, Meta(max_length=300)] = ""
     """Why."""
     lifted: bool = False
@@ -421,31 +423,31 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """Where the time went, up to stateTime; the state that holds now is not counted yet."""
+    """What the time was spent on, up to stateTime; the current state is not counted yet."""
 
     productive_seconds: Count = 0
-    """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
+    """All nodes ran, and steps were made at the expected pace."""
     idle_seconds: Count = 0
-    """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started again
-    in place made one, or until a node was given up."""
+    """All nodes ran, but no step was made: for longer than expected, until ranks restarted in place made one, or until
+    a node was given up."""
     unreported_seconds: Count = 0
-    """All nodes ran, and no step was ever reported: whether they trained is not known."""
+    """All nodes ran, but no step was ever reported, so it is unknown whether they trained."""
     starting_seconds: Count = 0
     """Waiting for nodes, images, peers and the first step."""
     restarting_seconds: Count = 0
     """After a failure, until all nodes trained again."""
     lost_steps: Count = 0
-    """Steps that had to be repeated after a restart: none where it went on from the state in memory."""
+    """Steps repeated after restarts; none if the state in memory was loaded."""
     ratio: float | None = None
-    """productiveSeconds of all seconds; unset where no step was ever reported."""
+    """productiveSeconds divided by all seconds; unset if no step was ever reported."""
     idle_since: Time | None = None
-    """Since when no step is made, while that lasts."""
+    """Time of the last step, while no new one is made."""
     counted_until: Time | None = None
-    """Up to when the seconds are counted, where that is later than stateTime."""
+    """Time up to which the seconds are counted, if later than stateTime."""
 
 
 class Display(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """The texts that `kubectl get` shows; printer columns cannot join two fields."""
+    """The texts that `kubectl get` shows."""
 
     nodes: Text = ""
     """2/2"""
@@ -463,17 +465,17 @@ class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only
     """metav1.Condition."""
 
     type: Text
-    """Which one."""
+    """The condition."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """True if the condition holds."""
     reason: Text
     """Why, as one CamelCase word."""
     message: Annotated[str, Meta(max_length=bounds.CONDITION_MAX)] = ""
-    """Why, as a sentence. That of the state has status.message; Accepted, what is wrong with the spec."""
+    """Why, as a sentence. For the state's condition: status.message; for Accepted: what is wrong with the spec."""
     last_transition_time: Time
-    """Since when the status of this condition holds."""
+    """When the status of this condition last changed."""
     observed_generation: int | None = None
-    """The metadata.generation that it speaks of."""
+    """The metadata.generation that it is about."""
 
 
 class Metadata(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

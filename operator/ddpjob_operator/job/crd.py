@@ -86,7 +86,7 @@ def _same(field: str, default: str) -> str:
 SAME_MANAGER = _same("managedBy", "''")
 # The Service is created only once, so its fields cannot follow a change.
 SAME_DNS = _same("dns", "'auto'")
-NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
+NEVER_CHANGES = "cannot be changed. Delete the job, and apply the new one."
 
 
 def _differs(field: str) -> str:

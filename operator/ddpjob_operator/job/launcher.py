@@ -183,7 +183,7 @@ def _without_variables(spec: api.Spec) -> Iterator[str]:
         else:
             apart = spec.nodes > 1 and taken.needed(one.started.options, nodes=True)
         if apart or (what != "python" and nproc > 1 and taken.needed(one.started.options, nodes=False)):
-            means = f"each of the {spec.nodes} nodes trains alone, or waits for the others in vain"
+            means = f"each of the {spec.nodes} nodes trains alone, or waits for the others forever"
             means = means if apart else f"it starts one process and not {nproc}"
             yield f"`{taken.by}` withholds the job's variables from {what}, so {means}; {taken.fix}"
 
@@ -250,10 +250,10 @@ def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")
     if facts(spec).min_nodes is not None and backend != "c10d":
-        yield f"--rdzv_backend={backend}: the nodes of an elastic job meet by c10d. Remove it: the job sets it."
+        yield f"--rdzv_backend={backend}: the nodes of an elastic job use the backend c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
     if spec.nodes == 1 and _number(rank) > 0:
-        yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
+        yield f"--node_rank={rank} waits for node 0, but spec.nodes: 1 is only this node. Remove it: the job sets it."
 
 
 def _range(launcher: Command) -> tuple[int, int]:
@@ -266,7 +266,7 @@ def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
     most = _number(options.get("nnodes", "").rpartition(":")[2])
     if most > spec.nodes:
         yield (
-            f"--nnodes={options['nnodes']} with spec.nodes: {spec.nodes}: each start waits torchrun's last call (30 s) "
+            f"--nnodes={options['nnodes']} with spec.nodes: {spec.nodes}: each start waits 30 s (torchrun's last call) "
             "for nodes that do not come"
         )
     if _number(options.get("max_restarts", "0")) > spec.backoff_limit:
@@ -295,14 +295,14 @@ def _several_nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
         )
     run_id = options.get("rdzv_id", "")
     if command.shell_script(facts(spec).command) is not None and _OTHER_ON_EACH_NODE.search(run_id):
-        yield f"--rdzv_id={run_id} is another one on each of {spec.nodes} nodes. Remove it: the job sets it."
+        yield f"--rdzv_id={run_id} differs on each of {spec.nodes} nodes. Remove it: the job sets it."
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
         if NO_RENDEZVOUS_HOST.match(host):
             fix = "Remove it: the job sets it." if "addr" in name else "Use $(MASTER_ADDR):$(MASTER_PORT)."
             yield f"--{name}={options[name]} is not an address at which {spec.nodes} nodes can find rank 0. {fix}"
         elif port == "0":
-            yield f"port 0 is another port on each of {spec.nodes} nodes, so they never connect. Use $(MASTER_PORT)."
+            yield f"port 0 is a different port on each of {spec.nodes} nodes, so they cannot meet. Use $(MASTER_PORT)."
 
 
 def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
@@ -320,7 +320,7 @@ def _processes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     if wanted == "gpu" and not facts(spec).gpus:
         yield "--nproc_per_node=gpu: the trainer's limits have no GPU. Remove it: the job sets the option."
     if launcher.launcher.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
-        yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
+        yield "--no_python cannot pass --local-rank. Add --use_env, or use torchrun."
 
 
 def _rendezvous_file(spec: api.Spec) -> Iterator[str]:

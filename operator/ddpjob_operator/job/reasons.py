@@ -26,98 +26,98 @@ INVALID_SPEC = _warning(
 )
 UNREADABLE_STATUS = _warning(
     "UnreadableStatus",
-    "Condition and event only: the operator cannot read a field of the status, and does nothing for the job.",
-    "Run the newer operator, or fix the field: `kubectl edit ddp NAME --subresource=status`.",
+    "Condition and event only: the operator cannot read a field of the status, so it does nothing for the job.",
+    "Run the operator version that wrote it, or fix the field: `kubectl edit ddp NAME --subresource=status`.",
 )
-ACCEPTED = Reason("Accepted", "Event only: the spec is valid, or the status can be read, and was not before.")
+ACCEPTED = Reason("Accepted", "Event only: the spec is valid now, or the status is readable now.")
 NAME_TAKEN = _warning(
     "NameTaken",
-    "An object with a name that the job needs belongs to someone else.",
+    "An object of another owner has a name that the job needs.",
     "Delete or rename the object that the message names, or give the job another name.",
 )
 WAITING_FOR_DELETED_JOB = Reason(
     "WaitingForDeletedJob",
-    "Pods of a deleted job of the same name are still there.",
-    "Wait for their grace period. One that stays: `kubectl describe pod` shows its finalizers and its node.",
+    "Pods of a deleted job of the same name still exist.",
+    "Wait for their grace period. If a pod stays: `kubectl describe pod` shows its finalizers and its node.",
 )
 WAITING_FOR_OLD_PODS = Reason(
     "WaitingForOldPods",
-    "Pods of the attempt before must end before this one may start.",
-    "Wait for their grace period. One that stays: `kubectl describe pod` shows its finalizers and its node.",
+    "Pods of the previous attempt must end before this one starts.",
+    "Wait for their grace period. If a pod stays: `kubectl describe pod` shows its finalizers and its node.",
 )
 START_BACK_OFF = _warning(
     "StartBackOff",
-    "Not all nodes ran by startDeadlineSeconds; all were released, to try again later.",
-    "Nothing, if the cluster is only full; the message says when the next try is. Else see `Unschedulable`.",
+    "Not all nodes ran within startDeadlineSeconds; all pods were deleted, and are created again later.",
+    "Nothing, if the cluster is only full: the message has the time of the next try. Otherwise see `Unschedulable`.",
 )
 UNREADABLE = _warning(
     "Unreadable",
-    "Event only: an object of the job cannot be read; nothing is done until it can be.",
+    "Event only: an object of the job cannot be read; until it can, the operator does nothing for the job.",
     "Fix or delete the object that the message names.",
 )
 GANG_UNAVAILABLE = _warning(
     "GangUnavailable",
-    "The job asks for a gang that this operator or this API server does not have.",
-    "Do what the message says of the chart or of the API server, or set `spec.gang: none`.",
+    "The job needs a kind of gang that this operator or this API server does not support.",
+    "Change the chart or the API server as the message says, or set `spec.gang: none`.",
 )
 QUEUE_NOT_SERVED = _warning(
     "QueueNotServed",
-    "Event only: the job names a queue of Kueue, and this operator asks none, so the pods start at once.",
+    "Event only: the job names a queue of Kueue, but this operator does not use Kueue, so the pods start at once.",
     "Set `gang.kueue.enabled=true` in the chart and apply the job again, or remove the label.",
 )
 WAITING_FOR_ADMISSION = Reason(
     "WaitingForAdmission",
-    "The queue has not admitted the job; no pod is made before that.",
-    "Wait: the message has the queue's own sentence.",
+    "The queue has not admitted the job yet; pods are created after that.",
+    "Wait: the message has the queue's own reason.",
 )
 WAITING_FOR_ROOM = _warning(
     "WaitingForRoom",
-    "The operator has no room in its memory for one more job that has begun; no pod is made before that.",
-    "Nothing: it begins when others end or are suspended. Smaller templates need less; a larger "
-    "`resources.limits.memory` of the chart has more room.",
+    "The operator has no memory for one more started job, so it creates no pods yet.",
+    "Nothing: the job starts when others end or are suspended. To start more jobs: use smaller templates, or raise "
+    "`resources.limits.memory` of the chart.",
 )
 EVICTED = _warning(
     "Evicted",
-    "The queue has taken its admission back; the pods stop as for a suspension, until it admits the job again.",
+    "The queue withdrew its admission; the pods stop as for a suspension, until it admits the job again.",
     "Nothing: no restart is charged.",
 )
 CREATING_PODS = Reason("CreatingPods", "The Service and the pods are being created.")
 CREATE_REFUSED = _warning(
     "CreateRefused",
-    "The server refuses a pod or the Service: quota, PodSecurity, a typo.",
-    "Do what the server's sentence asks: raise the quota, change the template. It is tried again by itself.",
+    "The API server refuses a pod or the Service: quota, PodSecurity, a typo.",
+    "Fix what the API server's message names, such as the quota or the template. The operator retries by itself.",
 )
 UNSCHEDULABLE = _warning(
     "Unschedulable",
-    "The scheduler finds no node for some pods; the message is its own, with the number of pods where it differs.",
-    "Free or add nodes, or request less. `kubectl describe pod` has the scheduler's count of nodes.",
+    "The scheduler finds no node for some pods; the message is the scheduler's own.",
+    "Free or add nodes, or request less. `kubectl describe pod` shows the scheduler's count of nodes.",
 )
 AVOIDANCE_OVER = _warning(
     "AvoidanceOver",
-    "Pods fit on no other node for a minute, or the time is over: they may go to the node that was avoided.",
-    "Look at the node that the message names. If it is bad: `kubectl cordon` it, and add a node for the job.",
+    "Pods may go to an avoided node again: for a minute they fit on no other node, or the time is over.",
+    "Check the node that the message names. If it is bad: `kubectl cordon` it, and add a node for the job.",
 )
 CANNOT_START = _warning(
     "CannotStart",
-    "The kubelet cannot start a trainer: an image, a mount or a configuration.",
-    "`kubectl describe pod` names the image, the volume or the ConfigMap. It is tried again by itself.",
+    "The kubelet cannot start a trainer, because of its image, a mount or a ConfigMap.",
+    "Fix the image, volume or ConfigMap that `kubectl describe pod` names. The kubelet retries by itself.",
 )
 WAITS_LONG = _warning(
     "WaitsLong",
-    "What the job waits for has taken more than ten minutes; the message says what it is.",
-    "Do what the message says of the pods and nodes that it names.",
+    "The job has waited more than ten minutes; the message says for what.",
+    "Check the pods and nodes that the message names, as it says.",
 )
 OTHERS_COMPLETED = _warning(
     "OthersCompleted",
-    "Some nodes completed more than ten minutes ago, and others still run.",
-    "`kubectl logs` of the pods that still run: their ranks may wait in a collective for ranks that have ended.",
+    "Some nodes completed more than ten minutes ago, and others are still running.",
+    "Read `kubectl logs` of the pods that are running: their ranks may wait in a collective for ranks that have ended.",
 )
-STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are pulled and containers started.")
+STARTING_TRAINERS = Reason("StartingTrainers", "All pods have a node; images are being pulled and containers started.")
 ALL_NODES_RUN = Reason("AllNodesRun", "The trainers of all nodes are running.")
 ENOUGH_NODES_RUN = Reason(
     "EnoughNodesRun",
     "At least minNodes trainers are running; the message says what the others wait for.",
-    "Nothing: a node that comes later joins. To free what the others ask for: `kubectl scale ddp NAME --replicas N`.",
+    "Nothing: nodes that start later join. To stop waiting for them: `kubectl scale ddp NAME --replicas N`.",
 )
 RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed; the group starts again with that many nodes.")
 RANK_FAILED = _warning(
@@ -132,50 +132,50 @@ DISRUPTED = _warning(
 )
 NODE_LOST = _warning(
     "NodeLost",
-    "A node with a pod of the job is not ready, or its Node object is gone, for lostNodeSeconds.",
-    "Nothing: the restart is not charged to backoffLimit. The node itself wants a look.",
+    "A node with a pod of the job has been not ready, or without a Node object, for lostNodeSeconds.",
+    "Nothing for the job: the restart is not charged to backoffLimit. Check the node.",
 )
 STALLED = _warning(
     "Stalled",
-    "A rank reports, and has made no step for too long.",
-    "Look for the line where the rank stands still: `kubectl logs` of the pod that the message names.",
+    "A rank reports, but has made no step for too long.",
+    "Find the line where the rank hangs: `kubectl logs` of the pod that the message names.",
 )
 STALL_SUSPECTED = _warning(
     "StallSuspected",
-    "No step for unusually long; the job goes on.",
-    "Nothing, if a step may take so long: declare it with `ddpjob.pause`, or raise `stall.timeoutSeconds`.",
+    "No step was made for unusually long; the job continues.",
+    "If a step may take that long: declare it with `ddpjob.pause`, or raise `stall.timeoutSeconds`.",
 )
-RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole group starts again.")
-REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is created again (ddprun).")
+RESTARTING = Reason("Restarting", "The cause is known, and the restart charged; all pods are created again.")
+REPLACING = Reason("Replacing", "The cause is known, and the restart charged; lost pods are created again (ddprun).")
 RESTARTED_IN_PLACE = _warning(
     "RestartedInPlace",
     "Event only: all ranks were restarted in their pods (ddprun).",
-    "Read the cause in the message. Training has gone on.",
+    "Read the cause in the message. Training continues.",
 )
 BACKOFF_LIMIT_EXCEEDED = _warning(
     "BackoffLimitExceeded",
-    "One more restart would be beyond backoffLimit; lastFailure says why.",
+    "One more restart would exceed backoffLimit; lastFailure has the cause.",
     "Fix the cause in `status.lastFailure`, then delete the job and apply it again.",
 )
 NO_PROGRESS = _warning(
     "NoProgress",
-    "Three charged restarts in a row brought no new step.",
-    "Fix the cause in `status.lastFailure`: it comes back before the first new step.",
+    "Three charged restarts in a row made no new step.",
+    "Fix the cause in `status.lastFailure`: it recurs before the first new step.",
 )
 PERMANENT_FAILURE = _warning(
     "PermanentFailure",
-    "Another try cannot help: failurePolicy, 126/127, a module that is missing.",
+    "A retry cannot succeed: failurePolicy says FailJob, exit code 126 or 127, a missing module.",
     "Fix command, image or script, then delete the job and apply it again.",
 )
 TOO_MANY_INFRASTRUCTURE_FAILURES = _warning(
     "TooManyInfrastructureFailures",
-    "A hundred restarts in a row for the nodes' sake, without a new step.",
-    "Look at the nodes in `status.failures`: jobs do not survive on them.",
+    "A hundred restarts in a row because of nodes, without a new step.",
+    "Check the nodes in `status.failures`: jobs fail on them.",
 )
 TOO_MANY_STALLS = _warning(
     "TooManyStalls",
     "More than ten restarts because no step was made.",
-    "Look for the line where ranks stand still; `ddprun` writes their stacks to the log.",
+    "Find the line where ranks hang: `ddprun` writes their stacks to the log.",
 )
 DEADLINE_EXCEEDED = _warning(
     "DeadlineExceeded",
@@ -191,7 +191,7 @@ SUSPENDED = Reason(
 ALL_NODES_COMPLETED = Reason("AllNodesCompleted", "The trainers of all nodes ended with 0.")
 RESTART_POLICY_CHANGED = Reason(
     "RestartPolicyChanged",
-    "Event only: the template's restartPolicy becomes Never, its trainer's is left out.",
+    "Event only: the template's restartPolicy becomes Never, and that of its trainer container is removed.",
     "Leave `restartPolicy` out of the template.",
 )
 GRACE_RAISED = Reason(
@@ -206,27 +206,28 @@ RENDEZVOUS_OVERRIDDEN = _warning(
 )
 LAUNCHER_OPTION = _warning(
     "LauncherOption",
-    "Event: the launcher, or an option of it, matters. Condition Suspicious: each node trained alone, or none.",
-    "Read the message; it names it, and what to write in its place.",
+    "Event: the launcher or one of its options has a side effect. Condition Suspicious: each node trained alone, or "
+    "none trained.",
+    "Replace the launcher or option as the message says.",
 )
 
 EXIT_CODE_LOST = _warning(
     "ExitCodeLost",
-    "Event: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee. In a local run also "
-    "a condition Suspicious: the command ended before its launcher.",
-    "Do what the message says of the command.",
+    "Event: the command's shell exits with 0 although its launcher fails, as in a pipe to tee. Condition Suspicious, "
+    "in local runs only: the command ended before its launcher.",
+    "Change the command as the message says.",
 )
 
 DEVICES_NOT_COUNTED = _warning(
     "DevicesNotCounted",
-    "Event only: the template claims devices (resourceClaims), of which the job does not know whether they are GPUs.",
+    "Event only: the template claims devices (resourceClaims), and the operator cannot know if they are GPUs.",
     "Set the fields that the message names.",
 )
 
 NO_PROCESS_GROUP = _warning(
     "NoProcessGroup",
-    "Condition Suspicious and event: several ranks ended with 0, and none has formed a process group.",
-    "Each rank has trained alone: call `init_process_group`, or give the script the option with which it does.",
+    "Condition Suspicious and event: several ranks exited with 0, but none formed a process group.",
+    "Each rank trained alone: call `init_process_group`, or pass the option with which the script does.",
 )
 REPLICAS_DIFFER = _warning(
     "ReplicasDiffer",
@@ -235,23 +236,23 @@ REPLICAS_DIFFER = _warning(
 )
 FAILURE_IN_LOG = _warning(
     "FailureInLog",
-    "Condition Suspicious and event, of local runs; in a cluster a line of `submit --follow`, `wait` and `describe`: "
-    "the log ends with the failure of a rank, or shows that of a thread, and the exit code is 0.",
-    "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun it would be certain.",
+    "The exit code is 0, but the log ends with the failure of a rank, or shows that of a thread. Condition Suspicious "
+    "and event in local runs; in a cluster a line of `submit --follow`, `wait` and `describe`.",
+    "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun no failure is lost.",
 )
 
 NOT_KEPT_IN_MEMORY = Reason(
     "NotKeptInMemory",
     "Event only: the state is not kept in memory, so restarts go on from the last save.",
-    "Read the message; where the memory limit is too small, it says which field to raise and to what.",
+    "Read the message. If the memory limit is too small, it names the field and the value to set.",
 )
 
 SAVE_FAILED = _warning(
     "SaveFailed",
-    "Event and condition only: a checkpoint could not be written. The training goes on, and the next save tries again. "
-    "With the condition Suspicious: the job has succeeded, and its last state is not in the folder.",
-    "Read the message: make room, or make the folder writable, before the job ends; a job whose last state is not in "
-    "its folder fails.",
+    "Event and condition only: a checkpoint could not be written. Training continues, and the next save tries again. "
+    "With the condition Suspicious: the job succeeded, but its last state is not in the folder.",
+    "Before the job ends, free disk space or make the folder writable, as the message says. Otherwise the job fails at "
+    "its end, because its last state is not in the folder.",
 )
 
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}

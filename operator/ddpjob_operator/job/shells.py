@@ -52,16 +52,16 @@ _FIX_OF_PIPE = {
     False: "begin with `set -o pipefail;`",
 }
 PIPEFAIL_IN_SH = (
-    "`set -o pipefail` in sh: where that is dash (Debian, Ubuntu), the option is unknown and the script exits at once "
-    "with 2; use bash"
+    "`set -o pipefail` in sh: dash (sh in Debian and Ubuntu) does not know this option and exits at once with 2; use "
+    "bash"
 )
 _NO_SIGTERM = (
-    "{shell} in front of {launcher} gets SIGTERM and does not forward it, so nothing is saved when the pod is drained "
-    "or the job is stopped; end the script with `exec {launcher} …`"
+    "{shell} in front of {launcher} does not forward SIGTERM to it, so nothing is saved when the pod is drained or the "
+    "job is stopped; end the script with `exec {launcher} …`"
 )
 _ENDS_TOO_EARLY = (
-    "the shell in front of {launcher} exits as soon as its trap for SIGTERM has run, and the container with it, so "
-    "{launcher} is killed while it saves; `wait` in the trap as well"
+    "the shell in front of {launcher} exits once its trap for SIGTERM has run. This ends the container, so {launcher} "
+    "is killed while it saves; `wait` in the trap as well"
 )
 
 
@@ -92,7 +92,7 @@ def pipefail_in_sh(words: list[str]) -> bool:
 
 def sigterm_warning(words: list[str]) -> str:
     """Return a sentence if the shell keeps SIGTERM from a launcher, or leaves it no time to save; else ""."""
-    for shell_named, sh_is_dash in (("the shell", False), ("sh, where that is dash (Debian, Ubuntu),", True)):
+    for shell_named, sh_is_dash in (("the shell", False), ("dash (sh in Debian and Ubuntu)", True)):
         if launcher := without_sigterm(words, sh_is_dash=sh_is_dash):
             return _NO_SIGTERM.format(shell=shell_named, launcher=launcher)
     signals = _signals(words, sh_is_dash=True)

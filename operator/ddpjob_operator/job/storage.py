@@ -225,13 +225,11 @@ class Room:
         """Return why there is no room for `more` bytes; "" if there is."""
         if self._in_namespace[namespace] + more > self._of_namespace:
             return (
-                f"the jobs of namespace {namespace} that have begun fill what the operator keeps in memory for one "
+                f"the started jobs of namespace {namespace} fill the memory that the operator has for one "
                 f"namespace ({_mib(self._of_namespace)})"
             )
         if self._sum + more > self._total:
-            return (
-                f"the jobs of all namespaces that have begun fill what the operator keeps of them ({_mib(self._total)})"
-            )
+            return f"the started jobs of all namespaces fill the operator's memory for them ({_mib(self._total)})"
         return ""
 
 

@@ -45,7 +45,7 @@ class SpecRule:
 
 
 NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
-MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
+MPI_REFUSED = '"mpi" needs a PyTorch built with MPI; no published wheel has it. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
 PROBLEMS_MAX = 200  # problems of a template that are reported; each takes 20 µs, and a tenant may write 9,000
@@ -64,13 +64,14 @@ RULES = (
         "backoffWindowSeconds",
         f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
         lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,
-        f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each. Lower backoffLimit.",
+        f"needs a backoffLimit of at most {WINDOWED_LIMIT_MAX}: the status keeps the time of each restart. Lower it.",
     ),
     SpecRule(
         "gang",
         "!has(self.topologyKey) || self.topologyKey == '' || !has(self.gang) || self.gang != 'none'",
         lambda s: bool(s.topology_key) and s.gang == "none",
-        "none places pods one by one, and topologyKey needs a gang. Set gang to native or auto, or remove topologyKey.",
+        "none schedules pods one by one, but topologyKey needs a gang. Set gang to native or auto, or remove "
+        "topologyKey.",
     ),
     SpecRule(
         "topologyKey",

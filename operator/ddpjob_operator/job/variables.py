@@ -36,7 +36,9 @@ def overridden(template: Mapping[str, Any]) -> list[str]:
 def remark(template: Mapping[str, Any]) -> str:
     """Return a sentence about the overridden variables; "" if there are none."""
     names = ", ".join(overridden(template))
-    return f"{names}: your value and not the job's; the ranks meet only if it is right on every node" if names else ""
+    return (
+        f"{names}: your value replaces the job's; the ranks connect only if it is right on every node" if names else ""
+    )
 
 
 def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> Iterator[tuple[int, str, str]]:

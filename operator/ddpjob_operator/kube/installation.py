@@ -77,8 +77,8 @@ async def reports(url: str) -> str:
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
         raise BrokenError(f"{url} does not answer ({error or type(error).__name__}): see docs/operations.md") from None
     if status != 401:
-        raise BrokenError(f"{url} answers {status} to a report without a token, where 401 is right: is it another's?")
-    return f"{url} takes reports from pods with a token"
+        raise BrokenError(f"{url} answers {status} to a report without a token, not 401: is it another server?")
+    return f"{url} accepts reports from pods, with a token"
 
 
 async def check(

@@ -83,131 +83,142 @@ RECONCILE_ERRORS = Metric(
 RECONCILE_SECONDS = Metric(
     "controller_runtime_reconcile_time_seconds",
     "histogram",
-    "How long a reconcile took, its requests included.",
+    "Duration of a reconcile, including its requests.",
     ("controller",),
     QUICK,
 )
-ACTIVE_WORKERS = Metric("controller_runtime_active_workers", "gauge", "Reconciles that are under way.", ("controller",))
-QUEUE_DEPTH = Metric("workqueue_depth", "gauge", "Keys that are due and wait for their turn.", ("name",))
-QUEUE_ADDS = Metric("workqueue_adds", "counter", "Requests to look at a key.", ("name",))
+ACTIVE_WORKERS = Metric("controller_runtime_active_workers", "gauge", "Reconciles that are running.", ("controller",))
+QUEUE_DEPTH = Metric("workqueue_depth", "gauge", "Keys that are due and wait to be worked on.", ("name",))
+QUEUE_ADDS = Metric("workqueue_adds", "counter", "Keys that were added to the queue.", ("name",))
 QUEUE_RETRIES = Metric("workqueue_retries", "counter", "Keys that were put back after a failure.", ("name",))
 QUEUE_SECONDS = Metric(
     "workqueue_queue_duration_seconds",
     "histogram",
-    "How long a key that was due has waited for its turn.",
+    "Time that a key waited after it was due.",
     ("name",),
     QUICK,
 )
 WORK_SECONDS = Metric(
-    "workqueue_work_duration_seconds", "histogram", "How long the work on a key took.", ("name",), QUICK
+    "workqueue_work_duration_seconds", "histogram", "Duration of the work on a key.", ("name",), QUICK
 )
 LONGEST_SECONDS = Metric(
     "workqueue_longest_running_processor_seconds",
     "gauge",
-    "How long the work that waits longest for an answer has been waiting for it.",
+    "Longest time that unfinished work has waited for an answer of the API server.",
     ("name",),
 )
 UNFINISHED_SECONDS = Metric(
     "workqueue_unfinished_work_seconds",
     "gauge",
-    "How long all work that is under way has been waiting for answers, together.",
+    "Total time that unfinished work has waited for answers of the API server.",
     ("name",),
 )
 QUEUE_OLDEST = Metric(
-    "ddpjob_queue_oldest_seconds", "gauge", "Since when the oldest key that is due waits for its turn.", ("name",)
+    "ddpjob_queue_oldest_seconds", "gauge", "Time that the oldest key has waited since it was due.", ("name",)
 )
 REQUESTS = Metric(
     "rest_client_requests",
     "counter",
-    f"Requests to the API server, by their answer; code {NO_CODE}: none came.",
+    f"Requests to the API server, by the code of the answer; {NO_CODE}: no answer came.",
     ("method", "verb", "resource", "code"),
 )
 REQUEST_SECONDS = Metric(
     "rest_client_request_duration_seconds",
     "histogram",
-    "How long the API server took to answer; of a watch until it began.",
+    "Time until the API server answered; for a watch, until it began.",
     ("verb", "resource"),
     QUICK,
 )
 WATCH_RESTARTS = Metric(
     "ddpjob_watch_restarts",
     "counter",
-    "Watches that ended and were started again. end: the server's time-out, every few minutes; error: anything else.",
+    "Watches that ended and were started again. end: the server's time-out, every few minutes; error: all others.",
     ("resource", "cause"),
 )
 MISSED = Metric(
     "ddpjob_watch_missed",
     "counter",
-    "Objects whose newest change a watch has left out, as a later list has shown. Deletions are not counted.",
+    "Objects whose newest change a watch missed and a later list showed. Deletions are not counted.",
     ("resource",),
 )
 LEADER = Metric("leader_election_master_status", "gauge", "1 for the operator that holds the Lease.", ("name",))
-LEADS = Metric("ddpjob_operator_leads", "gauge", "The same without a label: 1 for the operator that acts.")
+LEADS = Metric(
+    "ddpjob_operator_leads",
+    "gauge",
+    "1 for the operator that acts, as leader_election_master_status, but without a label.",
+)
 INFO = Metric("ddpjob_operator", "info", "The version of this operator.", ("version",))
 CACHE_OBJECTS = Metric("ddpjob_cache_objects", "gauge", "Objects in the operator's copy of the cluster.", ("resource",))
 
-JOBS = Metric("ddpjob_jobs", "gauge", "Jobs by namespace and state, finished ones too.", ("namespace", "state"))
+JOBS = Metric("ddpjob_jobs", "gauge", "Jobs by namespace and state, including finished ones.", ("namespace", "state"))
 FINISHED = Metric(
     "ddpjob_jobs_finished",
     "counter",
-    "Jobs that succeeded or failed, with the reason of their status.",
+    "Jobs that succeeded or failed, by the reason in their status.",
     ("state", "reason"),
 )
 ATTEMPTS = Metric(
-    "ddpjob_attempts", "counter", "Sets of pods that were begun: first starts, restarts, resumes, retries of a start."
+    "ddpjob_attempts", "counter", "Attempts that were begun: first starts, restarts, resumes, retries of a start."
 )
 RESTARTS = Metric(
     "ddpjob_restarts",
     "counter",
-    "Restarts, by what they were charged to and what was started again.",
+    "Restarts, by what they were charged to and what was restarted.",
     ("class", "scope"),
 )
 SPENT_SECONDS = Metric(
     "ddpjob_seconds", "counter", "Time of all jobs, by what it was spent on; it adds up to wall time.", ("spent",)
 )
-STEPS = Metric("ddpjob_steps", "counter", "Steps that jobs have reported, repeated ones too.")
-LOST_STEPS = Metric("ddpjob_lost_steps", "counter", "Steps that were to be made again after a restart.")
+STEPS = Metric("ddpjob_steps", "counter", "Steps that jobs have reported, including repeated ones.")
+LOST_STEPS = Metric("ddpjob_lost_steps", "counter", "Steps that had to be repeated after a restart.")
 DETECTION = Metric(
     "ddpjob_failure_detection_seconds",
     "histogram",
-    "From a failure until it is recorded, by what was started again for it.",
+    "Time from a failure until it is recorded, by what was restarted.",
     ("scope",),
     SLOW,
 )
 RESTART_SECONDS = Metric(
     "ddpjob_restart_seconds",
     "histogram",
-    "From a failure until all nodes run again (not for ranks, whose pods run on), and until the first step.",
+    "Time from a failure until all nodes run again, and until the first step. Restarts of ranks in place have only the "
+    "second, because their pods keep running.",
     ("scope", "until"),
     SLOW,
 )
 START_SECONDS = Metric(
     "ddpjob_start_seconds",
     "histogram",
-    "From the start of a job until all its nodes run, and until its first step; restarts are not counted.",
+    "Time from the start of a job until all its nodes run, and until its first step; restarts are not counted.",
     ("until",),
     SLOW,
 )
 
 JOB = ("namespace", "job_name")
 JOB_STATE = Metric("ddpjob_job_state", "stateset", "The state of a job: 1 for the one that holds.", JOB)
-JOB_STATE_TIME = Metric("ddpjob_job_state_timestamp_seconds", "gauge", "Since when the state holds.", JOB)
-JOB_ATTEMPTS = Metric("ddpjob_job_attempts", "counter", "status.attempt.", JOB)
+JOB_STATE_TIME = Metric("ddpjob_job_state_timestamp_seconds", "gauge", "Time when the job entered its state.", JOB)
+JOB_ATTEMPTS = Metric("ddpjob_job_attempts", "counter", "Attempts of the job (status.attempt).", JOB)
 JOB_RESTARTS = Metric(
-    "ddpjob_job_restarts", "counter", "status.restarts, by what they were charged to.", (*JOB, "class")
+    "ddpjob_job_restarts",
+    "counter",
+    "Restarts of the job (status.restarts), by what they were charged to.",
+    (*JOB, "class"),
 )
 JOB_SECONDS = Metric(
-    "ddpjob_job_seconds", "counter", "Where the job's time went until now; it adds up to wall time.", (*JOB, "spent")
+    "ddpjob_job_seconds",
+    "counter",
+    "Time of the job, by what it was spent on; it adds up to wall time.",
+    (*JOB, "spent"),
 )
-JOB_LOST_STEPS = Metric("ddpjob_job_lost_steps", "counter", "Steps that were to be made again after restarts.", JOB)
+JOB_LOST_STEPS = Metric("ddpjob_job_lost_steps", "counter", "Steps that had to be repeated after restarts.", JOB)
 JOB_NODES = Metric("ddpjob_job_nodes", "gauge", "Nodes that the job wants.", JOB)
-JOB_READY = Metric("ddpjob_job_nodes_ready", "gauge", "Nodes whose trainer runs.", JOB)
+JOB_READY = Metric("ddpjob_job_nodes_ready", "gauge", "Nodes whose trainer is running.", JOB)
 JOB_STEP = Metric("ddpjob_job_step", "gauge", "Steps done, as last reported; a restart may set it back.", JOB)
-JOB_STEPS_WANTED = Metric("ddpjob_job_steps_wanted", "gauge", "Steps of the whole training, where it is known.", JOB)
+JOB_STEPS_WANTED = Metric("ddpjob_job_steps_wanted", "gauge", "Steps of the whole training, if known.", JOB)
 JOB_SAVED_STEP = Metric("ddpjob_job_saved_step", "gauge", "The step of the newest checkpoint that was reported.", JOB)
 JOB_SAMPLES = Metric("ddpjob_job_samples_per_second", "gauge", "Samples of all ranks together.", JOB)
 JOB_PROGRESS_TIME = Metric(
-    "ddpjob_job_progress_timestamp_seconds", "gauge", "When the progress that the status shows was reported.", JOB
+    "ddpjob_job_progress_timestamp_seconds", "gauge", "Time when the progress in the status was reported.", JOB
 )
 
 OF_OPERATOR = (

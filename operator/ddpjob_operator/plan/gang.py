@@ -23,7 +23,7 @@ from ddpjob_operator.plan.view import View, name_pods
 
 NEIGHBOURS_MAX = 3
 EXACT_PLACES = 10
-ASKED = "a place is asked for"
+ASKED = "the queue has not answered yet"
 
 
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
@@ -56,7 +56,7 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
         return had, "a restart keeps its place in the queue"
     is_there = had == "none" or not choice.unavailable(had, view.seen.gang_apis)
     if _is_queue(view, kind) and not _is_queue(view, had) and is_there:
-        return had, "a restart enters no queue"
+        return had, "a restart does not join a queue"
     return kind, why
 
 
@@ -70,7 +70,7 @@ def evicted(view: View, status: api.Status) -> Decision | None:
     # A job that is admitted again while its pods are stopping continues as if resumed: its pods stop first.
     if is_admitted or (was_suspended and not active):
         return None
-    why = "its group is gone" if group is None else group.admission.why
+    why = "its Workload was deleted" if group is None else group.admission.why
     stopping = f"; {name_pods(active)} still stopping" if active else ""
     return lifecycle.stop_all(view, status, reasons.EVICTED, f"evicted from its queue: {why}{stopping}")
 
@@ -259,7 +259,7 @@ def _place(place: int | None) -> str:
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)
-    return f"place {place}: " if place <= EXACT_PLACES else f"place {place // step * step} or later: "
+    return f"position {place}: " if place <= EXACT_PLACES else f"position {place // step * step} or later: "
 
 
 def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:

@@ -95,7 +95,7 @@ def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
     later = new_attempt(status, view.now)
     later = replace(later, starting_since=status.starting_since or status.attempt_time)
     reason, why = _why_late(view, status, late)
-    text = f"{why}; {trigger[1].pod} gave up waiting for them, so all pods are made again: attempt {later.attempt}"
+    text = f"{why}; {trigger[1].pod} gave up waiting for them, so all pods are created again: attempt {later.attempt}"
     state: api.State = "Restarting" if status.state == "Restarting" else "Pending"
     return Decision(enter(later, state, reason, text, view.now))
 

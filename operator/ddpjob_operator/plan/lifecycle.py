@@ -78,7 +78,7 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
     if group == nproc < ranks and not (why or view.is_elastic):
         own = wording.count(nproc, "rank")
-        text = f"rank 0 was in a group of {own}, and the job has {ranks}: each node has trained a model of its own"
+        text = f"rank 0 was in a group of {own}, but the job has {ranks}: each node trained a model of its own"
         yield reasons.NO_PROCESS_GROUP, text
 
 
@@ -126,7 +126,7 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
     if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
         return None
     state: api.State = "Suspended" if status.attempt else "Pending"
-    text = f"waiting for room: {view.seen.no_room}. It begins when others have ended or are suspended"
+    text = f"waiting for room: {view.seen.no_room}. The job starts when others have ended or are suspended"
     return Decision(replace(enter(status, state, reasons.WAITING_FOR_ROOM, text, view.now), start_time=None))
 
 

@@ -69,7 +69,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
     count = sum(p.trainer.state == "running" for p in view.pods.values())
     text = (
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
-        f"all are released, next try at {wording.clock(again)}"
+        f"all pods are deleted, next try at {wording.clock(again)}"
     )
     # Allow avoided nodes again: with a deadline shorter than the usual wait for this, no node would ever be found.
     later = _lifted(status, view.now) if _unschedulable(view) else status
@@ -87,7 +87,7 @@ def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
     """Wait if the fields that pods are made from cannot be read. Running pods continue, and none is added."""
     if not invalid_spec.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
         return None
-    text = f"no pod can be made while the spec is invalid: {invalid_spec.sentence(view.problems)}"
+    text = f"no pod can be created while the spec is invalid: {invalid_spec.sentence(view.problems)}"
     return _waiting(view, status, "Pending", reasons.INVALID_SPEC, text)
 
 
@@ -96,7 +96,7 @@ def gang_unavailable(view: View, status: api.Status) -> Decision | None:
     why = gang.unavailable(view, status)
     if not why or not _to_create(view, status):
         return None
-    return _waiting(view, status, "Pending", reasons.GANG_UNAVAILABLE, f"no pod is made without its gang: {why}")
+    return _waiting(view, status, "Pending", reasons.GANG_UNAVAILABLE, f"no pod is created without its gang: {why}")
 
 
 def name_taken(view: View, status: api.Status) -> Decision | None:

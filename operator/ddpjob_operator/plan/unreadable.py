@@ -52,6 +52,6 @@ def _is_accepted(condition: object) -> bool:
 
 def _sentence(why: str) -> str:
     return (
-        f"{why[:_WHY_MAX]}. This operator cannot read it, so it does nothing for the job. Set the field right "
+        f"{why[:_WHY_MAX]}. This operator cannot read it, so it does nothing for the job. Correct the field "
         f"(kubectl edit --subresource=status {api.KIND.lower()}), or run the version of the operator that wrote it."
     )

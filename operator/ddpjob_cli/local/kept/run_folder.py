@@ -37,9 +37,7 @@ class RunFolder:
         self.uid = str(uuid.uuid4())
         jobs = (base or state_home() / "ddpjob").absolute() / job
         if jobs.is_symlink() and jobs.lstat().st_uid not in (os.geteuid(), 0):
-            raise InputError(
-                f"{jobs}: is a link that another user has made, and is not followed; choose another --logs"
-            )
+            raise InputError(f"{jobs}: is a link of another user, and is not followed; choose another --logs")
         jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
         _clear_old(jobs, job)
         self.path = jobs / self.uid

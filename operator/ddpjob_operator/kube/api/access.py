@@ -70,7 +70,7 @@ PLACES_RIGHT = Right(
     "visibility.kueue.x-k8s.io",
     "localqueues/pendingworkloads",
     ("get",),
-    "the place of a job that waits, if gang.kueue.places.enabled is set",
+    "the position of a waiting job, if gang.kueue.places.enabled is set",
 )
 
 

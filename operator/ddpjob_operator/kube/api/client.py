@@ -66,7 +66,7 @@ def login() -> kopf.ConnectionInfo:
     except (OSError, KeyError, TypeError, AttributeError, ValueError, kopf.LoginError) as error:
         raise LoginError(f"the kubeconfig cannot be used: {error!r}") from None
     if info is None or not info.server:
-        raise LoginError("neither KUBECONFIG, nor a service account's token, nor ~/.kube/config is there")
+        raise LoginError("neither KUBECONFIG, nor a service account's token, nor ~/.kube/config exists")
     return info  # type: ignore[no-any-return]
 
 
@@ -298,7 +298,7 @@ class Client:
         # Access reviews are sent by POST but change nothing.
         changes_something = method != "GET" and not path.startswith(f"/apis/{_REVIEWS}/")
         if changes_something and not self._may_write():
-            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
+            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, because another operator may lead now")
         url = info.server.rstrip("/") + path
         try:
             data = None if request.body is None else orjson.dumps(request.body)

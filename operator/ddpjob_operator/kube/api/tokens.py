@@ -199,7 +199,7 @@ def _pod(claims: dict[str, Any]) -> BoundPod:
     match claims.get("kubernetes.io"):
         case {"namespace": str(namespace), "pod": {"name": str(name), "uid": str(uid)}} if uid:
             return BoundPod(namespace, name, uid)
-    raise BadTokenError("the token is bound to no pod; only a pod's projected token is taken")
+    raise BadTokenError("the token is bound to no pod; only a pod's projected token is accepted")
 
 
 def _reason(error: jwt.PyJWTError) -> str:

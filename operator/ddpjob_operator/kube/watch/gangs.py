@@ -55,7 +55,7 @@ class GangWatch:
             changed(key, triggers.group_changed(adapter.admits_first, new))
 
         self.adapter, self._what = adapter, f"{adapter.plural}.{adapter.group}"
-        self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
+        self.api = GangApi(why_not=f"the API server has not yet answered whether it serves {adapter.plural}")
         self._refused: dict[str, GangApi] = {}
         """Namespaces whose objects may not be listed. A deleted namespace, for example, has no Role any more."""
         self.store: Store[ObservedGroup] = Store(observe.group(adapter), key_of, told)

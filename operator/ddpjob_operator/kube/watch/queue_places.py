@@ -49,7 +49,7 @@ class QueuePlaces:
                 await self.look()
             except Exception:
                 # Do not raise: the end of this task would end the operator.
-                self._runtime.log.exception("the places of jobs in their queues were not read")
+                self._runtime.log.exception("the positions of jobs in their queues were not read")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
@@ -79,11 +79,11 @@ class QueuePlaces:
             return kueue.read_places(await self._client.get(path))
         except ApiError as error:
             if error.status != 404:
-                self._log_once(f"no places are told by {path}: {error}")
-            # Either the queue does not exist, which the job's message reports, or this version is not served any more.
+                self._log_once(f"no queue positions from {path}: {error}")
+            # Usually the queue does not exist, which the job's message reports. Or the version is not served any more.
             self._api_version = "" if error.status == 404 else self._api_version
         except (AttributeError, LookupError, TypeError) as error:
-            self._log_once(f"the places that {path} tells cannot be read: {error!r}")
+            self._log_once(f"the queue positions from {path} cannot be read: {error!r}")
         return {}
 
     async def _served(self) -> str:
@@ -94,15 +94,13 @@ class QueuePlaces:
         try:
             served = await self._client.get(f"/apis/{kueue.PLACES_GROUP}")
         except ApiError as error:
-            self._log_once(f"no places in queues are told: the API {kueue.PLACES_GROUP} does not answer: {error}")
+            self._log_once(f"no queue positions: the API {kueue.PLACES_GROUP} does not answer: {error}")
             return ""
         found = {version.get("groupVersion") for version in served.get("versions") or ()}
         wanted = (f"{kueue.PLACES_GROUP}/{version}" for version in kueue.PLACES_VERSIONS)
         self._api_version = next((version for version in wanted if version in found), "")
         if not self._api_version:
-            self._log_once(
-                f"no places in queues are told: {kueue.PLACES_GROUP} is served in none of the known versions"
-            )
+            self._log_once(f"no queue positions: {kueue.PLACES_GROUP} is served in none of the known versions")
         return self._api_version
 
     def _is_recent(self, at: float) -> bool:

@@ -151,7 +151,7 @@ class Reflector:
         at = await take(pages, self._sink, put, partial(self._check, seen), namespace=self.namespace)
         if missed:
             self._meter.count(names.MISSED, self._plural, by=len(missed))
-            text = "%s: the watch has not shown %d changes, among them one of %s; a list did"
+            text = "%s: the watch missed %d changes, among them one of %s; a list showed them"
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):

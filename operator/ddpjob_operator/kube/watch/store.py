@@ -199,7 +199,7 @@ class Store(Generic[T]):
 
     def _set_unreadable(self, key: Key, place: ObjectKey, uid: str, error: UnreadableError) -> None:
         if not self._is_unreadable(place, uid):
-            _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
+            _LOGGER.warning("%s: %s; it is ignored, and everything else continues", "/".join(place), error)
         self._unreadable[place] = Unreadable(key, uid, f"{place[1]}: {error}")
         self._changed(key, None, None)
 
