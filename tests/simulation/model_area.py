@@ -15,7 +15,7 @@ PARTS = 3
 
 
 class State(NamedTuple):
-    """A state of a job: that of all ranks of a generation at a step."""
+    """The state of all ranks of a generation at one step."""
 
     life: int
     """Number of the generation. The next generation has this state until it makes a step."""

@@ -34,13 +34,13 @@ def check(seeds: range) -> None:
 
 
 def test_each_generation_begins_with_the_newest_complete_state() -> None:
-    """A job that resumes too early repeats hours of training. A mixture of two states gives a wrong result."""
+    """A job that resumes from an old step repeats hours of training. A mixture of two states gives a wrong result."""
     check(range(BY_DAY))
 
 
 # Seeds that have once broken a rule. Each comment says how, or why this matters to users.
 ONCE_WRONG = {
-    # A state may contain the cause of the failure. The job would fail three more times.
+    # The state may contain the cause of the failure. Loaded again, it would fail the job three more times.
     "after three loads of a state the folder counts and not a state a step before": 701221,
     # The judge counted a forgotten report as lost, but the agent repeats its report unless the agent is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,

@@ -56,13 +56,13 @@ def test_the_report_of_torchrun_is_counted_and_later_output_of_the_shell_is_show
 
 
 def test_a_stopped_torchrun_prints_nothing() -> None:
-    """Otherwise Ctrl-C prints 40 to 80 lines of SignalException."""
+    """Ctrl-C must not print 40 to 80 lines of SignalException."""
     shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
     assert not [line for line in shown if "torch" in line or "Signal" in line]
 
 
 def test_cpp_frames_of_torch_are_only_counted_and_useful_warnings_are_shown() -> None:
-    """Otherwise a successful run ends with 25 frightening lines."""
+    """A successful run must not end with 25 frightening lines."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
     fold = Fold()
     assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]

@@ -83,7 +83,7 @@ def test_the_pod_group_is_created_before_the_pods_and_the_status_gives_the_reaso
 
 
 def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> None:
-    """Otherwise some of its pods hold nodes for which another job waits."""
+    """Some of its pods would hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
     assert world.status.message == f"no pod is made without its gang: {OFF}"
@@ -116,7 +116,7 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
 def test_a_finished_or_suspended_job_leaves_no_group(end: str) -> None:
-    """A leftover group counts against its quota, and puzzles readers."""
+    """A leftover group still counts against a quota, and users wonder what it is for."""
     world = gang(backoffLimit=0).running().admits()
     if end == "suspended":
         world.change(suspend=True).settle()
