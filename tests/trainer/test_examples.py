@@ -1,5 +1,5 @@
-"""The examples reach what they promise, with any number of processes and after interruptions. Ranks are forked from
-this process, because importing torch takes seconds. Several tests share one run."""
+"""The examples reach the results in their documentation, with any number of processes and after interruptions. Ranks
+are forked from this process, because importing torch takes seconds. Several tests share one run."""
 
 import functools
 import importlib.util
@@ -234,7 +234,7 @@ class Recorded:
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
-            "    time.sleep(0.01)\n"  # a test that waits for a step sees it long before the end
+            "    time.sleep(0.01)\n"  # slow enough for a test that waits for a step
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )

@@ -75,7 +75,7 @@ def test_the_end_writes_what_the_last_save_could_not(tmp_path, disk):
 @pytest.mark.parametrize("way", ["returns", "exits", "stops", "closes"])
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, disk, way, has_group):
-    """Otherwise it ends with 0, or with 75 after a stop, and nobody learns that the newest snapshot is an old one."""
+    """If it ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is an old one."""
 
     def body(_rank: int) -> None:
         world = ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1) if has_group else None
@@ -115,7 +115,7 @@ def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, 
 
 
 def test_a_claim_that_somebody_has_tidied_away_is_made_again(tmp_path):
-    """Otherwise the next attempt takes the same writer number, and its states are mixed up with ours."""
+    """The claim reserves our writer number: without it the next attempt uses the same number and mixes up states."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
     (tmp_path / "writer-000001.json").unlink()
@@ -145,7 +145,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
-    """Nothing is lost yet at the start, but hours later it would be. A failed claim must also leave no file behind."""
+    """At the start nothing is lost yet; hours later it would be. A failed claim must also leave no file behind."""
 
     def refuse(path: Path, _: bytes) -> None:
         path.touch()

@@ -405,7 +405,7 @@ def ends(start_script: Any, script: str, **environ: Any) -> int:
 
 
 def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
-    """Otherwise `torchrun a.py || torchrun b.py` counts as failed although b has trained."""
+    """`torchrun a.py || torchrun b.py` would count as failed although b has trained."""
     assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
     assert message(log)["rank"] == 1
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0
@@ -443,7 +443,7 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
 
 
 def test_a_parent_that_goes_on_by_itself_removes_the_failure_of_its_children(log, start_script):
-    """A parent with `except ProcessRaisedException: train_alone()` has handled the failure."""
+    """A parent with `except ProcessRaisedException: train_alone()` has handled the failure of its children."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank():\n"
