@@ -244,7 +244,7 @@ def labelled(namespace: Namespace) -> list[str]:
 def test_only_the_leader_has_the_label_and_gets_reports_even_after_one_that_hangs(
     namespace: Namespace, replicas: Callable[[str], Replica]
 ) -> None:
-    """If the leader hangs, the new leader must take its label. Otherwise half of the reports are lost."""
+    """If the leader hangs, the new leader must take its label, or half of the reports are lost."""
     for name in "ab":  # pods that represent the two operators in the API server
         spec = {"containers": [{"name": "operator", "image": "none"}]}
         body = {"metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec}

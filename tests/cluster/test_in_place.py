@@ -223,7 +223,7 @@ with ddpjob.init() as world:
 @pytest.mark.usefixtures("with_torch")
 def test_a_pod_beyond_its_memory_limit_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
     """With cgroups v2 the kernel kills the agent too, and the pod's memory is lost: the new pod gets the state from its
-    peer. The folder of snapshots is inside the pod and empty, so otherwise all 30 steps would be repeated."""
+    peer. The folder of snapshots is inside the pod and empty: without the peer all 30 steps would be repeated."""
     body = ddprun("hungry", TAKES_TOO_MUCH)
     resources = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     trainer(body)["resources"] = resources

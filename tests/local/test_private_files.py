@@ -39,7 +39,7 @@ def open_umask() -> object:
 
 
 def test_files_of_a_run_have_mode_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
-    """Otherwise everybody can read status, history and logs in a copy of the folder."""
+    """In a copy of the folder everybody could read status, history and logs."""
     done = cli.run("run", cli.file(PRINTS), "--logs", "logs", code=0)
     (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
     copy = shutil.copytree(run, cli.folder / "copy")
@@ -97,7 +97,7 @@ def marked(folder: Path, job: str) -> Path:
 
 
 def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a user who can write into --logs could cause the removal of the folders of all agents."""
+    """A user who can write into --logs could cause the removal of the folders of all agents."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
     others.mkdir(parents=True)

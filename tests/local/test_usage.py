@@ -49,7 +49,7 @@ def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> Seen
 
 
 def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node) -> None:
-    """Otherwise users see the values of a sleeping launcher instead of the training below it."""
+    """Users would see the values of a sleeping launcher instead of the training below it."""
     busy = node("held = bytearray(300_000_000)\nwhile True: pass")
     idle = node(SLEEP)
     usages = Usages(seconds=0.3)
@@ -65,7 +65,7 @@ def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node)
 
 
 def test_the_pids_are_those_of_the_ranks_and_not_of_launchers_or_workers(node: Node, tmp_path: Path) -> None:
-    """Otherwise users run py-spy on the pid in the table, and see torchrun's stack."""
+    """Users would run py-spy on the pid in the table, and see torchrun's stack."""
     launcher = f"""
         import os, subprocess, sys, time
         worker = "import time; time.sleep(1000)"

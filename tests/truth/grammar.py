@@ -181,7 +181,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     """Return one more kill, or nothing if no step is left. It comes early in the remaining steps if `left` is large."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
-    if how == "TERM" and not stops:  # otherwise the script stops in an epoch and skips the work at its end
+    if how == "TERM" and not stops:  # the script would leave the epoch and skip the work at its end
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
