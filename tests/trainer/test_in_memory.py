@@ -277,7 +277,7 @@ def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("each", "left"), [(1, 9), (2, None)])
-def test_a_rank_within_its_step_first_passes_the_values_of_it_if_it_does_so_after_each_step(
+def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
     """The other ranks may have completed that step, so nobody has the step before. If a script passes values only now
