@@ -52,7 +52,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
 
 
 def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Launcher) -> None:
-    """Results would differ by the number of threads, and requested logs would be missing."""
+    """A setting that is not applied changes results by the number of threads, or leaves out requested logs."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
     assert forked == fresh

@@ -93,7 +93,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """Every kill would lose the training since the last save: for a large model an hour of all its GPUs."""
+    """Without memory every kill loses the training since the last save: for a large model an hour of all its GPUs."""
     kill = {
         "0": [["forward", 9, 1]],  # nothing is saved until here
         "1": [["all-reduce", 12, 0]],

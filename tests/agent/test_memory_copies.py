@@ -9,7 +9,7 @@ import killed_training
 from agents import Launcher
 from killed_training import began, words
 
-# Weights are clipped at the beginning of each step, so they change between the last boundary and the optimizer's step.
+# Weights are clipped at the beginning of each step, so they change between should_stop() and the optimizer's step.
 TRAIN = """
 import hashlib, json, os, signal
 import torch

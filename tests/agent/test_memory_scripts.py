@@ -113,7 +113,7 @@ with ddpjob.init() as world:
 def test_no_sample_is_skipped_or_repeated_if_dataloader_workers_read_ahead(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The epoch would miss batches that workers have read but no rank has trained on. No metric shows this."""
+    """The epoch must not miss batches that workers have read but no rank has trained on. No metric shows this."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
     # Kills: in the middle of an epoch, between two steps, and right after the last batch.
     kill = {"0": ["forward", 1, 7], "1": ["boundary", 0, 10], "2": ["boundary", 1, 12]}

@@ -21,7 +21,7 @@ LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
 
 
 class Node:
-    """An agent's memory, and the cells in it that its ranks write."""
+    """An agent's memory, and what its ranks write into it."""
 
     def __init__(self) -> None:
         self.agents = Memory(2)

@@ -336,7 +336,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launch
 def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    """The kernel would end the agent by the signal, and its folder in /tmp would stay."""
+    """If the kernel ends the agent by the signal, the agent's folder in /tmp stays."""
     script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in a single write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
     assert job.stdout is not None

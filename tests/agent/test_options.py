@@ -240,7 +240,7 @@ def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
 
 
 def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
-    """Seventeen lines of usage would hide the line that names the wrong option."""
+    """Seventeen lines of usage must not hide the line that names the wrong option."""
     first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
     assert "--nprocs-per-node" in first or "training_script" in first
     assert second == "(ddprun --help has all options)"

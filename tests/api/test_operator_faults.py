@@ -162,7 +162,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
-    """An operator that is running but does nothing would start and restart no job."""
+    """If the operator did not list again, it would be running but start and restart no job."""
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):

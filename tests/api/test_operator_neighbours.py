@@ -92,7 +92,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """Both releases would silently restart the same jobs and delete each other's pods."""
+    """Two releases that act on one namespace silently restart the same jobs and delete each other's pods."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
     namespace.has_pods("one-1-0")

@@ -523,7 +523,7 @@ def test_the_notes_name_settings_that_differ_from_the_default(tmp_path: Path) ->
 
 
 def test_the_notes_warn_about_a_scraper_that_the_network_policy_blocks(tmp_path: Path) -> None:
-    """Prometheus would report the targets as down, and the alert that no operator leads would fire."""
+    """If the policy blocks Prometheus, the targets look down, and the alert that no operator leads fires."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
     assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
@@ -706,7 +706,7 @@ def test_no_variable_of_the_chart_can_be_set_twice() -> None:
     [("DDPJOB_LEASE_SECONDS", "abc"), ("DDPJOB_LEASE_RENEW_SECONDS", "0.0"), ("DDPJOB_LEASE_RETRY_SECONDS", "86400.0")],
 )
 def test_an_invalid_duration_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
-    """Pods would restart repeatedly, and only their logs would show the reason."""
+    """With an invalid duration pods restart repeatedly, and only their logs show the reason."""
     done = template(f"extraEnv[0].name={name}", f"extraEnv[0].value={value}")
     assert done.returncode != 0
     assert f'extraEnv: {name} must be seconds above 0 and below a day, is "{value}"' in done.stderr

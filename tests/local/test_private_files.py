@@ -89,7 +89,7 @@ def test_a_record_that_is_a_pipe_does_not_block_the_list_of_runs(tmp_path: Path)
 
 
 def marked(folder: Path, job: str) -> Path:
-    """Create a folder with the mark of a run, and return it."""
+    """Create a folder with the marker file of a run, and return it."""
     folder.mkdir(parents=True)
     mark = {"job": job, "run": folder.name, "inode": folder.stat().st_ino}
     (folder / MARK).write_text(json.dumps(mark))

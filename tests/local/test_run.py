@@ -260,7 +260,7 @@ print("started", os.environ["RANK"], flush=True)
 
 
 def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) -> None:
-    """The job would start four times, and fail each time for what `ddpjob check` finds in 0.2 seconds."""
+    """Without the check the job starts four times, and fails each time for what `ddpjob check` finds in 0.2 seconds."""
     job = cli.file(NCCL)
     done = cli.run("run", job)
     assert (done.returncode, done.stdout) == (2, "")

@@ -102,7 +102,7 @@ def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None
 
 
 def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) -> None:
-    """Logs and volumes of all runs would fill the disk."""
+    """Logs and volumes of all runs must not fill the disk."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.Monkey
 
 
 def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
-    """A second run of a job would remove the volumes of the first run."""
+    """A second run of a job must not remove the volumes of the first run."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
     run_often(tmp_path)
@@ -213,7 +213,7 @@ def test_a_file_in_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) 
     "mark", ["", "{}", "null", "[" * 4000, '{"job": "job"}', '{"job":"job","run":"x","inode":1}', "\udcff", "\0" * 10]
 )
 def test_a_marker_file_copied_from_another_folder_is_ignored(tmp_path: Path, mark: str) -> None:
-    """A file with the mark's name, by chance or copied, must not cause the removal of a user's folder."""
+    """A marker file that has the right name by chance, or is a copy, must not cause the removal of a user's folder."""
     for i in range(RUNS):
         theirs = tmp_path / "job" / f"x{i}"
         fill(theirs)

@@ -29,7 +29,7 @@ CALLS_MAX = 150_000
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
 def test_no_job_accepted_by_an_api_server_blocks_the_operator_for_others(seed: int) -> None:
-    """One job of 205 kB in one namespace would stop both operators of a cluster, until the job is deleted."""
+    """Without limits, one job of 205 kB in one namespace stops both operators of a cluster until the job is deleted."""
     what, raw = job(random.Random(seed))
     with warm():
         for name, work in steps(raw):

@@ -25,7 +25,7 @@ def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(0, 1))
 def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: int, present: int, share: float) -> None:
-    """On a busy machine a single measurement may be too low, and training would be slower than announced."""
+    """On a busy machine a single measurement may be too low. Training must not be slower than announced."""
     every = copies.corrected(1 << wanted, 1 << present, share)
     assert every >= 1 << wanted
     assert every > 1 << present or share <= copies.COST_MAX or every == copies.EVERY_MAX
@@ -72,7 +72,7 @@ def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...])
 def test_random_states_of_the_newest_state_are_never_overwritten(
     versions: list[Version | None], held: Version | None, loaded: Version | None
 ) -> None:
-    """The rank would draw other random numbers after a restart."""
+    """A rank that has lost its random states draws other random numbers after a restart."""
     slot = copies.slot_for(versions, held, loaded)
     newest = max((version for version in (held, loaded) if version is not None), default=None)
     assert versions[slot] is None or versions[slot] != newest or set(versions) == {newest}
@@ -81,7 +81,7 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """The other ranks would copy at other steps."""
+    """A rank that reads another plan copies at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 

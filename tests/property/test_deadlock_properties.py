@@ -221,7 +221,7 @@ def sure(*, default_only: bool) -> st.SearchStrategy[World]:
 @settings(max_examples=EXAMPLES)
 @given(st.booleans().flatmap(lambda alone: sure(default_only=alone)), st.integers(0, 2**32))
 def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(world: World, seed: int) -> None:
-    """The job would hold its GPUs until a limit of half an hour."""
+    """A deadlock that is not found holds the job's GPUs until a limit of half an hour."""
     chance = random.Random(seed)
     while world.step(chance):
         pass

@@ -334,7 +334,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
-    """A restart would resume from a mixture of two steps."""
+    """A restart must not resume from a mixture of two steps."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen

@@ -186,7 +186,7 @@ def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
 
 @given(jobs)
 def test_an_idle_job_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
-    """A job that is soon to be deleted would be kept forever."""
+    """If the operator still had work, the job would not be read for it: a job that must be deleted would stay."""
     raw = of_size(1, *given_job)
     for seconds in (None, 0, 100):
         timed = raw | {"spec": raw["spec"] | ({} if seconds is None else {"ttlSecondsAfterFinished": seconds})}

@@ -261,7 +261,7 @@ class Crowd(Simulation):
         if grace_seconds >= full and self.training.saves(group.training[0], step):
             self.saves[process.job_uid] += 1
 
-    # ---------------------------------------------------------------- deeds and the end
+    # ---------------------------------------------------------------- actions and the end
 
     def _user(self, deed: Deed) -> None:
         name = self._aim(deed)

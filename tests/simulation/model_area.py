@@ -47,7 +47,7 @@ class Place:
 
     @property
     def whole(self) -> Whole | None:
-        """The truth about the state in this area; None if it is incomplete."""
+        """The complete state that is really in this area; None if it is incomplete."""
         if self.writer is None or len(set(self.parts)) > 1:
             return None
         return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
@@ -79,7 +79,7 @@ class Area:
 
     @property
     def held(self) -> Held | None:
-        """The cells of the newest state."""
+        """The description of the newest state, as the agent reads it."""
         return self.newest.held
 
     @property

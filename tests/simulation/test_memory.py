@@ -81,7 +81,7 @@ def test_a_thousand_more_memory_seeds_are_correct(first: int) -> None:
 
 
 def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
-    """Bug: the cells call a state complete before its first part is written."""
+    """Bug: a state counts as complete before its first part is written."""
 
     def begin(_: Area, place: Place, held: Held) -> None:
         place.held = held

@@ -65,7 +65,7 @@ def test_one_process_needs_no_group(monkeypatch, world_size):
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_ranks_that_expect_different_world_sizes_report_it_within_their_limit(end_ranks, meeting_file, sizes):
-    """One rank would take two for the whole group, and the other would wait half an hour for a third rank."""
+    """Without the report one rank trains as if two were all, and the other waits half an hour for a third rank."""
 
     def body(rank: int) -> None:
         place = {"init_method": meeting_file, "rank": rank, "world_size": sizes[rank]}

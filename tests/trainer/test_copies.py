@@ -199,7 +199,7 @@ def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should
 def test_facts_that_rank_0_learned_about_save_survive_a_restart(
     nodes: Node,
 ) -> None:
-    """A node that never saves would make all ranks copy at should_stop() again."""
+    """A node that never saves must not make all ranks copy at should_stop() again."""
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40

@@ -346,7 +346,7 @@ def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_co
 
 @pytest.mark.parametrize(("answer", "says"), [(0, ""), (712, "cudaHostRegister answers 712")])
 def test_memory_is_pinned_for_the_device_of_the_rank(told: Told, answer: int, says: str) -> None:
-    """A thread uses GPU 0 by default, where each rank would need memory."""
+    """A new thread uses GPU 0, where each rank would need memory if the thread did not select the rank's device."""
     told.answer = answer
     assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
     assert told.calls == ["on cuda:1", "pinned 64 1"]

@@ -168,7 +168,7 @@ def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fetching_one_batch_of_a_loader_removes_none_from_the_training(workers, capfd):
-    """The samples of the fetched batch, and those that workers read ahead, would not be trained."""
+    """The fetched batch, and the samples that workers read ahead, must still be trained."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
     loader = DataLoader(range(32), batch_sampler=sampler, num_workers=workers)
@@ -582,7 +582,7 @@ def test_the_error_about_a_loss_function_without_a_scalar_tensor_says_what_to_re
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """Gradients would be eight times too large here, and users would only see a model that learns badly."""
+    """Here gradients would be eight times too large, and users would only see a model that learns badly."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

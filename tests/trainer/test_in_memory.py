@@ -80,7 +80,7 @@ def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Nod
 
 
 def test_loading_a_snapshot_takes_no_extra_memory_for_existing_tensors(node: Node) -> None:
-    """Each rank would hold a second copy of the model and the optimizer's state until the end."""
+    """Each rank must not hold a second copy of the model and the optimizer's state until the end."""
 
     def load() -> tuple[int, list[bool]]:
         objects = parts()
@@ -157,7 +157,7 @@ def test_two_calls_of_load_use_the_same_step_however_often_it_was_loaded(
 
 
 def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> None:
-    """The second call would load the optimizer from memory, which is newer than the model in the folder."""
+    """Memory is newer here, so an optimizer from memory does not fit the model from the folder."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
@@ -178,7 +178,7 @@ def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: No
 
 
 def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
-    """A script that always fails in its next step would load the same state again and again."""
+    """If the count began again, a script that always fails in its next step would load the same state for ever."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -725,7 +725,7 @@ def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_lo
 def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One state would be that of the last step, and the other that of the last save."""
+    """With memory for only one of them, one state would be that of the last step, the other that of the last save."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -793,7 +793,7 @@ def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step
 def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An average that is updated at the end of an epoch would lose that update."""
+    """An average that is updated at the end of an epoch must not lose that update."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -1252,7 +1252,8 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk ended a rank. The next generation cannot write its claim, but must not lose the training."""
+    """A full disk ended a rank. The next generation cannot reserve its writer number, but must not lose the
+    training."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")

@@ -239,7 +239,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, stall):
-    """Half an hour of evaluation on rank 0 would end the ranks that wait for it, also after each restart."""
+    """Half an hour of evaluation on rank 0 must not end the ranks that wait for it, also after each restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)

@@ -56,7 +56,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
 
 
 def test_each_rank_gets_its_own_reader_and_values_back(run_ranks: Any, tmp_path: Path) -> None:
-    """Both ranks would read rank 0's shard, and the samples of the other shard would never be trained."""
+    """If both ranks read rank 0's shard, the samples of the other shard are never trained."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
         reader = Reader(9)

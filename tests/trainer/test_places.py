@@ -62,7 +62,7 @@ def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None
 
 
 def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted() -> None:
-    """A restart would have a learning rate one step behind, and report that no step was repeated."""
+    """Memory has the rate from before the scheduler's step. A restart with it would be one step behind, silently."""
     places = Places()
     places.boundary({"scheduler": 1}, named=True)
     assert places.unsettled({"scheduler": 2}) == ["scheduler"]

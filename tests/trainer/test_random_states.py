@@ -57,7 +57,7 @@ PYTHON_DRAWS: dict[str, Draw] = {
 
 @pytest.mark.parametrize("first", PYTHON_DRAWS)
 def test_the_written_random_state_of_python_is_the_current_one_too(first: str) -> None:
-    """The library compares the bytes of Python's state. A draw that changes none of them would be repeated."""
+    """The library detects a change of Python's state by its bytes. A draw that it misses would be repeated."""
     random.seed(5)
     for second in PYTHON_DRAWS.values():
         for draw in (PYTHON_DRAWS[first], second, second):

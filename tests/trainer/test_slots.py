@@ -185,7 +185,7 @@ def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_state
 def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The rank would get another rank's buffers, although the log only mentions random numbers."""
+    """The rank must not get another rank's buffers while the log only mentions random numbers."""
     rank, early = Rank(), Early(0)
     for _ in range(3):
         rank.model(torch.ones(2, 4))

@@ -167,7 +167,7 @@ def test_a_damaged_file_is_named_and_the_previous_one_is_used(tmp_path, capfd, d
 
 
 def test_a_large_file_is_never_in_memory_in_addition_to_its_state(tmp_path):
-    """Eight ranks of a node would hold the file's bytes eight times, in addition to the state."""
+    """Eight ranks of a node must not hold the file's bytes eight times, in addition to the state."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
     tracemalloc.start()  # torch's tensor memory does not count here
     try:
@@ -672,7 +672,7 @@ def ended(pid: int, how: int) -> None:
 def test_the_folder_of_another_running_job_is_refused_and_that_job_continues(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """The second job would continue from the weights of the first one, and then each would end the other."""
+    """If both jobs used the folder, the second would continue from the first one's weights and then end it."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -822,7 +822,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """Each later resume would silently differ, and unread states would fill rank 0's store."""
+    """Without them each later resume silently differs, and states that nobody reads fill rank 0's store."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -961,7 +961,7 @@ def test_a_ddp_model_and_a_plain_one_can_load_each_others_states(run_ranks, tmp_
 
 
 def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
-    """Each rank would believe that it is rank 0 of 1, and they would remove each other's files."""
+    """If the group were ignored, each rank would think that it is rank 0 of 1, and remove the others' files."""
 
     def body(rank: int) -> Any:
         dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)

@@ -85,7 +85,7 @@ NOT_READ_BACK: dict[str, Any] = {
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
 def test_a_value_that_would_be_restored_differently_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
-    """The loss would be noticed only after a crash, when days of training are lost."""
+    """Users would notice a wrong value only after a crash, when days of training are lost."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
     assert not list(tmp_path.glob("*.pt"))

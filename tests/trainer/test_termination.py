@@ -405,7 +405,7 @@ def ends(start_script: Any, script: str, **environ: Any) -> int:
 
 
 def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
-    """`torchrun a.py || torchrun b.py` would count as failed although b has trained."""
+    """`torchrun a.py || torchrun b.py` must not count as failed after b has trained."""
     assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
     assert message(log)["rank"] == 1
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0

@@ -513,7 +513,7 @@ NOT_PASSED = {
 def test_ranks_that_each_train_as_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
-    """Each of these ranks would train its own model, and the job would be Succeeded."""
+    """Without this finding each rank trains its own model, and the job is Succeeded."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
@@ -548,8 +548,8 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """Scripts like those of apex, timm and maskrcnn-benchmark would fail in NCCL, after all nodes have pulled the
-    image."""
+    """Scripts like those of apex, timm and maskrcnn-benchmark fail in NCCL here, but only after all nodes have pulled
+    the image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -583,7 +583,7 @@ def test_a_command_that_needs_no_edit_of_the_script_is_named(job_file, names: st
 
 @pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
 def test_a_command_is_named_if_the_local_rank_option_is_required_or_refused(job_file, by: list[str]) -> None:
-    """A message that only says to change the script would hide the simpler fix."""
+    """A message that only says to change the script hides the simpler fix."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
     assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
@@ -622,7 +622,7 @@ VARIABLES = [
 def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
-    """All nodes would wait for each other, and only an Event would warn."""
+    """With such a variable all nodes wait for each other, and only an Event warns."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
     errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
@@ -769,7 +769,7 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(
     ],
 )
 def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
-    """torchrun would only print its usage and exit."""
+    """torchrun without a script only prints its usage and exits."""
     assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
 
 
@@ -804,7 +804,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
 def test_a_world_size_that_differs_from_that_of_the_job_is_found_if_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
-    """The group would wait for ranks that nobody starts, until torch's timeout of 30 minutes."""
+    """With a larger world size the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
     job = CheckedJob(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])

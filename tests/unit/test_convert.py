@@ -233,7 +233,7 @@ def test_a_runtime_whose_metadata_is_a_text_is_refused_without_a_traceback() -> 
 
 
 def test_references_to_the_container_name_follow_its_renaming() -> None:
-    """The kubelet would not find the container `pytorch`, which is now `trainer`, and the pod would not start."""
+    """The container `pytorch` becomes `trainer`. With an old reference the kubelet does not start the pod."""
 
     def cpus(name: str) -> dict[str, Any]:
         reference = {"containerName": name, "resource": "limits.cpu"}

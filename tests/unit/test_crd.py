@@ -170,7 +170,7 @@ def test_the_template_is_kept_completely_and_needs_a_named_container() -> None:
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind: str) -> None:
-    """The mistake would show only when pods are created, hours later for a queued job."""
+    """Without the refusal the mistake shows only when pods are created, hours later for a queued job."""
     listed = SPEC["properties"]["template"]["properties"]["spec"]["properties"][kind]
     container = listed["items"]["properties"]
     assert listed["x-kubernetes-validations"] == [crd.ONE_OF_EACH_NAME]
@@ -185,7 +185,7 @@ def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind:
 
 
 def test_no_other_controller_can_take_over_an_existing_job() -> None:
-    """The job would be silently disowned: its pods continue, and nobody restarts a lost pod."""
+    """A job with another controller is silently disowned: its pods continue, and nobody restarts a lost pod."""
     assert rules_of(ROOT)[".spec.managedBy"] == crd.NEVER_CHANGES
 
 

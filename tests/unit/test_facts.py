@@ -124,7 +124,7 @@ def test_a_failing_sidecar_does_not_undo_the_success_of_the_trainer() -> None:
 
 
 def test_a_trainer_recorded_as_completed_stays_completed_if_its_pod_is_evicted_later() -> None:
-    """The completed rank would be trained again, by a group whose other ranks have completed."""
+    """The completed rank must not be trained again by a group whose other ranks have completed."""
     world = digits().running().exits(0, phase="Running").after(60).settle()
     assert world.status.completed_nodes == "0"
     world.evicted(0, "Evicted").settle().exits(1).settle()
@@ -162,7 +162,7 @@ def forgotten(world: World, rank: int, phase: str) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
 def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwards(nodes: int, phase: str) -> None:
-    """The job would restart every ten minutes for ever, and its message would blame a restarted node."""
+    """The job must not restart every ten minutes for ever with a message that blames a restarted node."""
     world = never_configured(digits(nodes=nodes))
     for rank in range(nodes):
         forgotten(world, rank, phase)

@@ -132,5 +132,5 @@ def test_the_cause_among_equal_failures_is_the_first_observed() -> None:
     [(9, "SIGKILL"), (10, "SIGUSR1"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (33, "SIG33"), (99, "SIG99")],
 )
 def test_a_signal_has_one_name_even_if_python_has_no_name_for_it(number: int, name: str) -> None:
-    """Signal 40 would have different names in an agent and in a local run."""
+    """Signal 40 must have the same name in an agent and in a local run."""
     assert failures.signal_name(number) == name

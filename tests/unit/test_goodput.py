@@ -165,7 +165,7 @@ def test_no_second_is_counted_twice_or_lost(events: list[tuple[str, int]]) -> No
 
 
 def test_a_script_that_reports_huge_step_numbers_leaves_a_readable_status() -> None:
-    """The lost steps would exceed what a status may hold, and the operator could not read its own status."""
+    """The lost steps must not exceed what a status may hold, or the operator cannot read its own status."""
     world = digits().running()
     for _ in range(2):
         world.reports_step(bounds.COUNT_MAX).settle().exits(0, code=75).restarted().after(400).running()

@@ -850,7 +850,7 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 @LAUNCHERS
 def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_completed(command: str) -> None:
-    """The others may complete before the last pod is created. A new attempt would repeat finished work."""
+    """The others may complete before the last pod is created. A new attempt must not repeat their work."""
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).vanishes(2).exits(0)

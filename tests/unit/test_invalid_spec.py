@@ -87,7 +87,7 @@ def test_an_invalid_spec_is_reported_in_the_message_the_condition_and_one_event(
 
 
 def test_the_remark_occurs_once_however_often_the_job_is_reconciled() -> None:
-    """A message that is kept between reconciles, as in a back-off, would grow by a sentence each time."""
+    """A message that is kept between reconciles, as in a back-off, must not grow by a sentence each time."""
     world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
@@ -152,7 +152,7 @@ NO_POD = {"template": {"spec": True}}
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
 def test_an_unreadable_spec_does_not_reduce_two_nodes_to_one(spec: dict[str, Any]) -> None:
-    """The job would be Succeeded when rank 0 ends, and rank 1 would be stopped in the middle of its training."""
+    """With one node the job is Succeeded when rank 0 ends, and rank 1 is stopped in the middle of its training."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}
     parsed, world.problems = validation.parse({**without, **spec})

@@ -71,7 +71,7 @@ def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
 def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
-    """All reconciles would wait for one namespace's webhook, and after ten minutes the probe would restart the
+    """One namespace's webhook must not hold up all reconciles: after ten minutes the probe would restart the
     operator."""
 
     async def story() -> None:
@@ -324,7 +324,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing(
 def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(
     calls: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
-    """Each place that is not given back would reduce the limit until the operator restarts."""
+    """A place that is not given back lowers the limit until the operator restarts."""
     served: list[int] = []
 
     async def story() -> None:

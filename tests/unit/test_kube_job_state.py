@@ -18,8 +18,8 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 
 def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> None:
-    """An operator whose clock is ahead would give up a healthy node, and start the next attempt while the last attempt
-    is still running."""
+    """An operator whose clock is ahead must not give up a healthy node, and start the next attempt next to the last
+    one."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)

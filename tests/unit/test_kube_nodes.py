@@ -278,7 +278,7 @@ def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[st
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache, phase: str) -> None:
-    """From the fourth attempt on, a refused deletion of an old pod would stop the job from creating pods."""
+    """From the fourth attempt on, a job whose old pods cannot be deleted creates no pods."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes, phase)
@@ -286,7 +286,7 @@ def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache
 
 
 def test_an_operator_that_may_not_read_nodes_requests_none(nodes: NodeCache) -> None:
-    """The operator relies on the node controller. A refused read of a node would keep the job waiting for ever."""
+    """The operator relies on the node controller. A refused read of a node must not keep the job waiting for ever."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)
     assert server.deleted == 1

@@ -56,7 +56,7 @@ class World:
 def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two releases would restart the same jobs and delete each other's pods."""
+    """Two releases that act on one namespace restart the same jobs and delete each other's pods."""
     marks = Marks(team="team/theirs")
 
     async def story() -> None:

@@ -265,7 +265,7 @@ def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
 
 
 def test_a_pod_that_is_already_gone_when_deleted_is_forgotten() -> None:
-    """The pod would count as not yet deleted, and cost a request per minute."""
+    """If it were remembered, it would count as not yet deleted, and cost a request per minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)
     for place in range(2):

@@ -231,7 +231,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None:
-    """The job would count as busy for ever, and its events would have no effect."""
+    """The job must not count as busy for ever, while its events have no effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:

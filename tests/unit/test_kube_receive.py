@@ -210,7 +210,7 @@ def test_while_the_keys_of_the_cluster_are_unavailable_the_answer_is_to_retry_la
 
 
 def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connection(world: World) -> None:
-    """A leader that is cut off would swallow the reports of all trainers connected to it."""
+    """A leader that is cut off must not swallow the reports of all trainers connected to it."""
     with closing(http.client.HTTPConnection("127.0.0.1", world.receiver.port)) as kept:
         for leads, status, closes in ((True, 204, False), (False, 503, True)):
             world.leads = leads

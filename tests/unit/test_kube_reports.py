@@ -86,7 +86,7 @@ class Desk:
     ids=["ranks start in place", "and make a step", "a start that was lost", "a resume from a snapshot"],
 )
 def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """STEP, PROGRESS and ETA would be blank for 12 s of training, just when users look."""
+    """STEP, PROGRESS and ETA must not be blank for 12 s of training, just when users look."""
     desk = Desk()
     desk.hears(**before)
     assert desk.after(1).hears(**after) == FIRST_REPORT_SECONDS

@@ -197,7 +197,7 @@ def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
 
 
 def test_the_event_of_our_own_write_causes_no_reconcile_even_if_it_precedes_the_answer() -> None:
-    """Each write of a status would cause another reconcile, which may write again."""
+    """A write of a status must not cause another reconcile, which may write again."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5) | {"spec": {"nodes": 2}})

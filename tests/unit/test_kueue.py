@@ -386,7 +386,7 @@ def test_kueue_assigns_nodes_if_the_lowest_level_of_its_topology_is_the_node(lev
 def test_a_pod_avoids_a_bad_node_only_if_kueue_has_not_assigned_that_node(
     names_nodes: bool, avoided: tuple[str, ...]
 ) -> None:
-    """The pod would fit nowhere, and the job would hold its quota for an hour, until the avoidance is over."""
+    """A pod that avoids its assigned node fits nowhere, and the job holds its quota until the avoidance is over."""
     world = admitted()
     placement = Placement(by_topology=True, names_nodes=names_nodes)
     world.groups = {n: replaced(g, placement=placement) for n, g in world.groups.items()}
@@ -423,7 +423,7 @@ def test_a_pod_that_kueue_queues_by_itself_gets_a_message_with_the_fix() -> None
     assert seen(body).unschedulable == "", "a pod that is not asked about yet waits for nobody"
 
 
-# ---------------------------------------------------------------- what Kueue is told
+# ---------------------------------------------------------------- what Kueue gets from the operator
 
 
 def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
@@ -507,7 +507,7 @@ def test_the_end_of_a_job_is_written_to_its_workload_once() -> None:
 
 
 def test_a_job_keeps_its_quota_across_restarts_and_replacements_and_reports_when_it_runs() -> None:
-    """Other jobs would take the nodes between two attempts, and the job would queue again."""
+    """Other jobs must not take the nodes between two attempts, so that the job queues again."""
     world = admitted()
     assert world.told == ["ready"]
     world.exits(0, code=1).restarted().running()
@@ -633,7 +633,7 @@ def test_a_suspended_job_releases_its_quota_when_its_pods_have_ended_and_queues_
 
 
 def test_a_job_that_is_resumed_while_its_pods_stop_keeps_its_quota() -> None:
-    """The job would go to the end of the queue, for quota that its own pods have just released."""
+    """The job must not go to the end of the queue for quota that its own pods have just released."""
     world = admitted().change(suspend=True).settle().change(suspend=False).settle()
     assert world.status.message == "resumes when 2 pods have ended"
     world.stops_all().settle()
@@ -753,7 +753,7 @@ def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() ->
 
 
 def test_a_partially_admitted_job_keeps_running_if_a_new_operator_cannot_reach_its_queue() -> None:
-    """Its pods would be stopped so that the job can grow to spec.nodes, and then nobody could admit new pods."""
+    """If its pods were stopped so that the job can grow to spec.nodes, nobody could admit new pods."""
     world = admitted_in_part()
     known, world.groups = world.groups, {}
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
@@ -841,7 +841,7 @@ def test_a_job_that_is_stopped_in_its_queue_stays_stopped_whatever_its_labels_be
 
 @pytest.mark.parametrize("how", ["label", "field"])
 def test_a_restart_keeps_the_quota_even_if_the_job_will_leave_its_queue(how: str) -> None:
-    """After its next failure the job would train outside its queue, on resources that were promised to others."""
+    """The job must not train outside its queue after its next failure, on resources promised to others."""
     world = admitted()
     world = (relabelled(world) if how == "label" else world.change(gang="none")).settle()
     world.exits(1, code=1).restarted().running()
@@ -852,7 +852,7 @@ def test_a_restart_keeps_the_quota_even_if_the_job_will_leave_its_queue(how: str
 
 
 def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
-    """A failure would take the job's nodes away for as long as the queue is full."""
+    """A failure must not take the job's nodes away for as long as the queue is full."""
     world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
     world.exits(1, code=1).restarted().running()
     assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
@@ -881,7 +881,7 @@ def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None
 
 
 def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its_queue() -> None:
-    """The steps since the last snapshot would be lost."""
+    """With a shorter grace period the steps since the last snapshot are lost."""
     world = admitted().admits("evicted", "preempted", holds_quota=True)
     world.step()
     world = relabelled(world)

@@ -1,4 +1,4 @@
-"""What the plan promises to users: one test for each situation of a job."""
+"""What plan() decides, and what users see: one test for each situation of a job."""
 
 from __future__ import annotations
 
@@ -402,7 +402,7 @@ def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(pol
 
 
 def test_clean_pod_policy_all_also_removes_pods_of_earlier_attempts() -> None:
-    """The failed pod of attempt 1 would keep its name, an IP and a local volume."""
+    """A failed pod of attempt 1 that stays keeps its name, an IP and a local volume."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
     world.running().exits(0).exits(1).settle()
@@ -689,7 +689,7 @@ def test_wide_columns_show_the_restarts_by_their_class() -> None:
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
 def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> None:
-    """`kubectl describe` would print the same 200 characters up to five times."""
+    """If all repeated it, `kubectl describe` would print the same 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]

@@ -76,7 +76,7 @@ def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> N
 
 
 def test_a_replacement_that_has_trained_waits_for_the_next_replacement() -> None:
-    """Each second loss in a job of two pods would cost the steps since the last save."""
+    """Without this each second loss in a job of two pods costs the steps since the last save."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
     world.exits(0, code=137).settle()
@@ -441,7 +441,7 @@ def test_agents_get_the_restart_grace_set_by_the_user() -> None:
 
 
 def test_steps_that_agents_already_counted_are_no_new_progress_for_the_operator() -> None:
-    """A checkpoint that crashes every start would be tried backoffLimit times instead of three times."""
+    """A checkpoint that crashes every start must be tried three times, not backoffLimit times."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
     world.settle()

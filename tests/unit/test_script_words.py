@@ -121,7 +121,7 @@ def test_an_option_before_the_script_is_ours_even_if_the_script_declares_it(cli:
 
 
 def test_a_misplaced_option_of_ours_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
-    """Each rank would print the script's own error, which does not say that the order is wrong."""
+    """The script's own error, which each rank prints, does not say that the order is wrong."""
     done = cli.here("init", "train.py", "--lr", "1", "--nodes", "2")
     assert done.returncode == 0
     assert "--nodes goes to train.py, which declares no such option" in done.stderr

@@ -92,7 +92,7 @@ def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() 
 
 
 def test_at_80_columns_the_least_important_figures_are_omitted() -> None:
-    """A terminal of the usual width would cut a line in the middle of a number."""
+    """A terminal of the usual width must not cut a line in the middle of a number."""
     lines = text(moment(status(progress=progress(312, 40)), 41), 80)
     assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
@@ -228,7 +228,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 
 def test_only_as_many_of_forty_nodes_are_shown_as_fit() -> None:
-    """The first lines of the table, which show the state, would leave the screen."""
+    """The first lines of the table, which show the state, must stay on the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17

@@ -118,7 +118,7 @@ def test_an_unknown_field_that_resembles_no_known_one_is_left_to_a_newer_api_ser
 
 
 def test_the_operator_refuses_no_unknown_field() -> None:
-    """A cluster newer than the operator would lose its new fields."""
+    """A cluster newer than the operator must not lose its new fields."""
     assert refused(env=[{"name": "A", "valeu": "b"}], imagePullPolicy="Sometimes") == []
 
 

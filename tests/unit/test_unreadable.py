@@ -106,7 +106,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
 def test_a_finished_job_with_an_unreadable_status_is_never_restarted(status: dict[str, Any], where: str) -> None:
-    """The whole training would run a second time, over the checkpoints of the first."""
+    """The whole training must not run a second time, over the checkpoints of the first."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
     cluster.reconciles()
@@ -187,7 +187,7 @@ def test_an_invalid_rank_in_a_log_does_not_make_the_status_unreadable(rank: str)
 def test_a_refused_condition_is_retried_with_growing_pauses_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each event of a pod would cause a request and a line in the operator's log."""
+    """A refused condition must not cause a request and a line in the operator's log at each event of a pod."""
     cluster = Cluster(broken(attempt=-1), ApiError(422, "Invalid", "status.x: Invalid value"))
     pauses = []
     for _ in range(9):
