@@ -40,9 +40,9 @@ def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **
     script = launcher.script(text)
     done = finish(
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
-    )  # shorter than pytest's own limit
+    )  # seconds; shorter than pytest's own limit
     assert done.returncode == 0, done.stderr
-    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # of multiprocessing: a killed process cannot remove them
+    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # a killed process cannot remove them
         shutil.rmtree(folder)
     return done
 

@@ -20,7 +20,7 @@ from shell import eventually, lives
 from ddprun.core.leader_state import REPEATS
 from ddprun.forkserver import CRASH_DESCRIPTOR
 
-# Both ways of starting a rank must pass the same tests.
+# Ranks may be new processes or forks of a server. Both must pass the same tests.
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
 

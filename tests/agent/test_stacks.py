@@ -75,7 +75,7 @@ class Waiting:
 
 
 def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(launcher: Launcher) -> None:
-    r"""Users would see nothing of a hang until a limit is reached, and Ctrl-\ would end the training."""
+    r"""Without this signal users see nothing of a hang until a limit is reached, and Ctrl-\ ends the training."""
     run = Waiting(launcher, TRAIN, ranks=4)
     printed = run.asked(times=3)
     assert printed.startswith("ranks 0-3, innermost call first:"), printed
@@ -144,7 +144,7 @@ def test_without_a_running_rank_one_sentence_reports_it(launcher: Launcher) -> N
 
 
 def test_64_ranks_at_two_positions_give_two_stacks() -> None:
-    """Sixty-four stacks would push the important ones off the screen."""
+    """Sixty-four stacks push the important ones off the screen."""
     here = {"stack": ["train.py:9 in backward"], "sequence": 25, "op": "all_reduce", "done": False}
     there = {"stack": ["train.py:4 in load"], "sequence": 24, "op": "all_reduce", "done": True}
     ranks = [RankStack(rank, 1000 + rank, 7, there if rank == 40 else here) for rank in range(64)]

@@ -338,7 +338,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
     [
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, waits(1, "all_reduce"))],
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, Position(1))],
-        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # it has run in the meantime
+        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # rank 1 has run in the meantime
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )

@@ -21,7 +21,7 @@ from clusters import Operator, job, until
 from queues import GPUS, QUEUE_LABEL, TAINT, Queue
 
 pytestmark = pytest.mark.alone
-WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has its own kind Workload if GenericWorkload is on
+WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # the full name, because Kubernetes may serve a kind Workload of its own
 
 
 @pytest.fixture

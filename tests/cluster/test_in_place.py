@@ -14,7 +14,7 @@ from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer,
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, possibly on a slow machine
 Status = dict[str, Any]
 
-# Ranks without torch, which know their generation. They meet like torch's ranks, and then fail or end.
+# Ranks without torch, which know their generation. They connect as torch's ranks do, and then fail or end.
 TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
 # torch.distributed.launch, and torchrun with the c10d rendezvous.
 LAUNCHED_OTHERWISE = "launch-underscore", "torchrun-c10d"
-# Replaces the script of an example, and prints the rank's place.
+# Replaces the script of an example, and prints the rank's numbers.
 PLACE = """
 import os, sys
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"

@@ -44,7 +44,7 @@ def run_often(base: Path, times: int = RUNS) -> None:
 
 
 def test_no_file_outside_is_removed_through_a_link(tmp_path: Path) -> None:
-    """Users would lose the files to which a link in a run's folder points."""
+    """Users must not lose the files to which a link in a run's folder points."""
     outside = tmp_path / "outside"
     fill(outside)
     before = files_below(outside)
@@ -89,7 +89,7 @@ def test_a_copy_of_a_run_belongs_to_the_user_and_is_kept(tmp_path: Path) -> None
 
 
 def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None:
-    """Users would lose notes and checkpoints that they put next to the logs."""
+    """Users must not lose notes and checkpoints that they put next to the logs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("log")

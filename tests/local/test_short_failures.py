@@ -33,7 +33,7 @@ def test_a_killed_rank_under_torchrun_adds_at_most_15_lines_to_the_output_of_the
 
 
 def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
-    """The path of a temporary script, which no longer exists, would not help users."""
+    """The temporary script no longer exists, so its path does not help users."""
     cells = ["import os", "def load(path):\n    raise ValueError(f'no such shard: {path}')", "\nload(7)"]
     document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
     (cli.folder / "try.ipynb").write_text(json.dumps(document))

@@ -60,7 +60,7 @@ class Rank:
         if op.how in ("sync", "backward"):
             self.waits_for = calls
         elif op.how == "pause":
-            self.waits_for = [call for calls in self.begun.values() for call in calls]  # as handle.wait() of all calls
+            self.waits_for = [call for calls in self.begun.values() for call in calls]  # handle.wait() for each call
 
     def _begin(self, op: Op) -> Begun:
         calls = self.begun.setdefault(op.group, [])

@@ -125,7 +125,7 @@ class Walk:
         self.best: list[Version | None] = [None] * len(self.nodes)
         self.stories = {"copies": 0, "begin": 0, "counted": 0}
         self.gap = self.chance.choice([1, 1, 2])
-        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # of devices compared with hosts
+        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # speed of devices compared with hosts
         for node in self.nodes:
             node.empty()
 

@@ -41,7 +41,7 @@ def start(
     import torch._dynamo  # imports everything that a fork server imports
 
     torch.set_num_threads(1)  # threads of a pool do not exist in a forked process
-    _ends_early = ends_early  # for the fork
+    _ends_early = ends_early  # the forked process reads this
     return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -303,8 +303,8 @@ def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
 
 @pytest.mark.parametrize("makes_it", [True, False])
 def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_completed(node: Node, makes_it: bool) -> None:
-    """On a busy machine this rank may be late by milliseconds, and a step that all ranks have made would be repeated.
-    If it waits in vain, it writes the state that it has."""
+    """On a busy machine this rank may be late by milliseconds. A step that all ranks have made must not be repeated. If
+    it waits in vain, it writes the state that it has."""
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
@@ -416,7 +416,7 @@ def test_the_log_gives_the_reason_if_a_state_is_not_used_after_lost_steps(
 def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Training may need the memory that the state would take, and would be killed again."""
+    """Training may need the memory that the state takes, and would then be killed again."""
     monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.step is None
@@ -1252,8 +1252,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk ended a rank. The next generation cannot reserve its writer number, but must not lose the
-    training."""
+    """A full disk ended a rank. The next generation cannot reserve its number, but must not lose the training."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")

@@ -123,7 +123,7 @@ def test_a_state_that_is_no_regular_file_is_ignored(folder, outside, plant):
 
 @pytest.mark.parametrize("plant", [a_pipe, an_endless_device, a_link])
 def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
-    """A pipe instead of the newest claim (writer-N.json) would block each later start for ever."""
+    """If the newest claim (writer-N.json) is a pipe, opening it would block each later start for ever."""
     plant(folder / "writer-000007.json", outside)
     train_one_step(folder)
     assert (folder / "writer-000008.json").exists()

@@ -107,7 +107,7 @@ CHANGES: dict[str, Callable[[Rank], Any]] = {
 
 @pytest.mark.parametrize("first", CHANGES)
 def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank, first: str) -> None:
-    """A learning rate or a running mean of the last step would silently change the result."""
+    """A learning rate or a running mean of an earlier step silently changes the result."""
     for second in CHANGES.values():
         for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
             change(rank)

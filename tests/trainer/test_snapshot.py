@@ -328,7 +328,7 @@ def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, 
 
 
 def test_a_sampler_read_ahead_by_a_loader_is_named_once(tmp_path, capfd):
-    """A resume would skip batches that workers have fetched but training has not used."""
+    """Workers may have fetched batches that training has not used, and a resume skips these."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
@@ -603,7 +603,7 @@ def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
     """Such a process may be a notebook, or a script that reads the step before it spawns the ranks."""
 
     def training(folder: Path, step: int) -> None:
-        ddpjob.process.current.writers.clear()  # the parent's list of writers
+        ddpjob.process.current.writers.clear()  # the list was inherited from the parent process
         saved(ddpjob.Snapshot(folder), step)
 
     in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))

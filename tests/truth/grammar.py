@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-EPOCH = 10  # steps of an epoch
+EPOCH = 10  # steps per epoch
 TOTAL = 40
-KILLS_MAX = 6  # in one run
+KILLS_MAX = 6  # kills per run
 PLAIN = (0.8, 0.6, 0.3)  # probabilities for the first option of each choice; a script draws one of these
 
 # The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.

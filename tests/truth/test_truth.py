@@ -36,7 +36,7 @@ def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined()
 
 
 def test_every_option_is_drawn_by_some_seed() -> None:
-    """An option that a rule always replaces would never be tested."""
+    """An option that a rule always replaces is never tested."""
     seen = {part for seed in range(3000) for part in parts_of(drawn(seed).recipe).items()}
     options = {(name, option) for name, its in CHOICES.items() for option in its[1:]}
     assert options - seen == set()
@@ -199,7 +199,7 @@ def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -
 @pytest.mark.long  # slow; SCRIPTS has typical scripts, and tests/trainer has each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
-    """A failure of a known kind would rarely occur among thousands of random draws."""
+    """Random draws alone would test a known kind of failure only once in thousands."""
     for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 

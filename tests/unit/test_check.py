@@ -1579,7 +1579,7 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
 def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """Users would learn it only after the first steps, when the job has waited a night for its GPUs."""
+    """Without the check users learn it only after the first steps, when the job has waited a night for its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said

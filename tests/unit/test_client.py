@@ -410,7 +410,7 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
 def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they_have_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Users who look for the new pods at once would think that the command did nothing."""
+    """Users who look for the new pods at once must not think that the command did nothing."""
     job = cluster.add("ddpjobs", stored(state="Suspended", startTime="2026-01-01T00:00:00Z"))
     job["spec"]["suspend"] = True
     said = "digits is resumed; it starts again when the last of its pods has ended\n"
@@ -421,7 +421,7 @@ def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they
 
 
 def test_suspending_a_finished_job_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The API server would accept it, and nothing would happen."""
+    """The API server accepts the change, but nothing happens."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     for words in (["suspend", "digits"], ["restart", "digits"], ["scale", "digits", "--nodes", 3]):
         ddpjob(*words, code=2, says="has Succeeded")
@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Suspending and resuming at once would change nothing."""
+    """If both were done at once, nothing would change."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0

@@ -174,7 +174,7 @@ def test_a_field_of_run_policy_becomes_the_field_of_the_same_meaning(spec: Any, 
     ],
 )
 def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str) -> None:
-    """Users would notice a dropped field only when the job does something else at night."""
+    """Without this message users notice a dropped field only when the job does something else at night."""
     assert named in remarks(converted(**spec))
 
 
@@ -393,7 +393,7 @@ def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None
 
 
 def test_options_that_identify_the_machine_are_removed_from_the_command() -> None:
-    """--nnodes=1:3 would be refused, and a rendezvous at a fixed address would wait for ever."""
+    """In a DDPJob --nnodes=1:3 is refused, and a rendezvous at a fixed address waits for ever."""
     words = "torchrun --nnodes=1:3 --rdzv-backend c10d --rdzv_endpoint=h:1 --tee 3 train.py --nnodes 9".split()
     result = converted(pytorchReplicaSpecs=replicas(command=words))
     assert trainer(result)["command"] == ["torchrun", "--tee", "3", "train.py", "--nnodes", "9"]
@@ -914,7 +914,7 @@ def test_the_job_is_named_after_the_script() -> None:
     ],
 )
 def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:
-    """A job of one node would wait for the others at an address of another cluster."""
+    """With such options a job of one node waits for the others at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 

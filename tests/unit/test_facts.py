@@ -104,7 +104,7 @@ def test_exit_0_counts_as_success_only_once_the_phase_confirms_it() -> None:
 
 
 def test_a_pod_remembers_that_its_node_did_not_report_for_a_while() -> None:
-    """Ranks may report a lost peer long after their node is healthy again: the script would be blamed."""
+    """Ranks may report a lost peer long after their node is healthy again. The script must not be blamed then."""
 
     def conditions(ready: str, **reason: str) -> Raw:
         listed = [{"type": "Ready", "status": ready, **reason}, {"type": "ContainersReady", "status": "True"}]
@@ -174,7 +174,7 @@ def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwar
 
 
 def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
-    """The next pod has the same limit: the job would restart for free, for ever."""
+    """The next pod has the same limit, so without a charge the job restarts for ever."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

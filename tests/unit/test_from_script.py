@@ -257,7 +257,7 @@ def test_a_number_of_nodes_cannot_inject_a_line_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
 def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) -> None:
-    """Reading it would take 50 s and 4 GB of memory."""
+    """Reading such a file takes 50 s and 4 GB of memory."""
     path = tmp_path / name
     with path.open("wb") as file:
         file.truncate(2 << 30)

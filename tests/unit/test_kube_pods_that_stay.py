@@ -193,7 +193,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
     for pod in pods:
         del pod["metadata"]["labels"][naming.LABEL_JOB]
         cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    del cluster.objects["digits-1-0"]  # one of them is really gone
+    del cluster.objects["digits-1-0"]  # this pod is really gone
     cluster.answers_in = RECONCILE_SECONDS / 10
     asked = cluster.reconciles()
     assert 0 < len(asked) < nodes / 2

@@ -312,7 +312,7 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
     ],
 )
 def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why: str) -> None:
-    """Users would learn only the next morning that training resumes at the last save."""
+    """Without the reason users learn only the next morning that training resumes at the last save."""
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
     said = told.stopped("digits", api.Status(progress=progress), 12, ended)

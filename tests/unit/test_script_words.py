@@ -102,7 +102,7 @@ def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_afte
 def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
-    """A script that itself has --env, --report or --logs would silently not get the option."""
+    """A script that itself has --env, --report or --logs must not silently lose the option."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

@@ -431,7 +431,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
 def test_an_error_in_a_notebook_is_reported_with_its_cell(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
 ) -> None:
-    """Lines of a deleted file in /tmp would not help."""
+    """The script in /tmp is deleted, so its line numbers do not help."""
     (folder / "nb.ipynb").write_text(text)
     (folder / "sub").mkdir()
     done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words, code=2)
