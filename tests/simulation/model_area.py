@@ -1,4 +1,4 @@
-"""A model of an agent's memory: its areas, the slots of its ranks, and the truth about their content."""
+"""A model of an agent's memory: its areas, the slots of its ranks, and what they really contain."""
 
 from __future__ import annotations
 

@@ -320,8 +320,8 @@ class Training:
         self._end(process, failure.code, failure.reason, failure.message)
 
     def _leaves(self, group: Group, process: Process, complains: bool) -> bool:
-        """End the group. If `complains`, all ranks report only lost peers; otherwise all but this rank, which ends in
-        its own way. Return True if this rank must still be ended."""
+        """End the group. If `complains`, all ranks report only lost peers. Otherwise this rank ends in its own way, and
+        all others report lost peers. Return True if this rank must still be ended."""
         if group.started_at is None or not self._whole(group):
             return False
         group.broken = True

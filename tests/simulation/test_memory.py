@@ -142,7 +142,7 @@ def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
 
 
 def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a copy counts as soon as it is written, although another rank may not have reached that boundary."""
+    """Bug: a copy counts as soon as it is written, although another rank may not have completed that step."""
     close = Copying._close
 
     def at_once(copying: Copying) -> None:

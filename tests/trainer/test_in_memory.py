@@ -416,7 +416,7 @@ def test_the_log_gives_the_reason_if_a_state_is_not_used_after_lost_steps(
 def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Training may need the memory that the state takes, and would then be killed again."""
+    """If the state were kept, training might lack that memory, and the pod would be killed again."""
     monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.step is None

@@ -273,7 +273,7 @@ def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
 
 
 def test_a_scheduler_reaches_an_optimizer_that_wraps_another_one_after_a_restart() -> None:
-    """PostLocalSGDOptimizer keeps param_groups that the inner optimizer has replaced: new rates had no effect."""
+    """PostLocalSGDOptimizer keeps the old param_groups of the inner optimizer, so new rates have no effect."""
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     averager = types.SimpleNamespace(step=0, average_parameters=lambda params: None)

@@ -209,7 +209,7 @@ def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
 
 
 def test_the_loss_has_a_curve_of_20_characters() -> None:
-    """Users would need another tool to see if the model learns."""
+    """Without a curve users need another tool to see if the model learns."""
     line = text(moment(*_shown(trained())), 120)[1]
     assert line.startswith("1 s/step  5,210 samples/s  loss 0.025 █")
     assert len(line.split()[-1]) == 20
