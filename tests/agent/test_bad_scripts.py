@@ -148,7 +148,7 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
 
 @pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
 def test_the_error_about_an_unwritable_folder_names_the_fix(launcher: Launcher, way: str) -> None:
-    """Otherwise a read-only root without an emptyDir ends in a traceback of ddprun, which users blame on the script."""
+    """A read-only root without an emptyDir must not end in a traceback of ddprun, which users blame on the script."""
     script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
     words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
     done = launcher.done("--no-preload", *words, script, **env)
@@ -279,7 +279,7 @@ def test_foreign_clients_that_hold_all_connections_do_not_lock_out_agents_of_the
 
 
 def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -> None:
-    """Hold a hundred silent connections, reopened when they are closed."""
+    """Hold a hundred silent connections. Reopen those that are closed."""
     held: list[socket.socket] = []
     while not enough.wait(0.02):
         for old in [old for old in held if is_closed(old)]:

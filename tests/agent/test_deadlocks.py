@@ -49,7 +49,7 @@ DEADLOCKS = {
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
 def test_a_certain_deadlock_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
-    """Otherwise a deadlock holds the machine for half an hour, the limit of a start, and no mistake is named."""
+    """A deadlock must not hold the machine for half an hour, the limit of a start, without naming the mistake."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)
@@ -60,7 +60,7 @@ def test_a_certain_deadlock_is_named_whatever_the_limit(launcher: Launcher, name
 
 
 def test_a_stopped_process_does_not_count_as_sleeping_and_a_continued_one_counts_as_running() -> None:
-    """Otherwise a rank that a debugger has stopped counts as a rank that waits in a collective."""
+    """A rank that a debugger has stopped must not count as a rank that waits in a collective."""
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
             eventually(lambda: times_run(process.pid) != "")

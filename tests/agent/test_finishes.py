@@ -1,6 +1,6 @@
 """Jobs that end well always end cleanly: bench/finishes.py with few jobs. Under ddprun the agents are forked from a
-process that has imported torch: 1.2 to 2 s of CPU each. By day four jobs run, at night over a hundred, a few of them
-as in a pod and under torchrun. tests/trainer/test_gloo_teardown.py tests each known fault separately."""
+process that has imported torch: 1.2 to 2 s of CPU each. By day four jobs run, at night over a hundred. A few of them
+run as in a pod and under torchrun. tests/trainer/test_gloo_teardown.py tests each known fault separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORKED = "--from-one-process --at-once=2"
 @pytest.mark.parametrize(
     "words",
     [
-        f"{FORKED} --jobs=4 --torch-alone",  # unless ranks keep their groups, 2 of 16 hang and 2 of 40 abort
+        f"{FORKED} --jobs=4 --torch-alone",  # unless ranks keep their groups, 2 of 16 jobs hang and 2 of 40 abort
         *(
             pytest.param(words, marks=pytest.mark.long)
             for words in (

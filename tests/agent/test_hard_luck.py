@@ -79,7 +79,7 @@ termination.install()
 
 
 def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher: Launcher) -> None:
-    """Otherwise every lost pod is charged to the user's script, and three preempted nodes end the job."""
+    """A lost pod must not be charged to the user's script, or three preempted nodes end the job."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
     pair.agents[1].communicate()
@@ -116,7 +116,7 @@ def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: 
 def test_a_group_that_is_stopped_later_does_not_report_a_failure_it_recovered_from(launcher: Launcher) -> None:
     """A group that is told to stop must not be blamed for a failure from which it recovered."""
     script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
-    often = LEFT.replace("}", ', "inARow": 7}')  # so the next restart waits a minute
+    often = LEFT.replace("}", ', "inARow": 7}')  # after seven failures in a row the next restart waits a minute
     agent = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=often)
     eventually(lambda: is_up(launcher, 0) and not psutil.Process(agent.pid).children())
     agent.terminate()
@@ -151,7 +151,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: Launcher, nodes: int) -> None:
-    """Otherwise the agent, which counts the rank as failed while node 0 does not, waits forever and ignores SIGTERM."""
+    """If the agent counts the rank as failed while node 0 does not, it waits forever and ignores SIGTERM."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes
@@ -178,7 +178,7 @@ while os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == 
 
 
 def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
-    """A dead NFS server or a GPU driver may hold the rank; the group must neither wait forever nor wait silently."""
+    """A dead NFS server or a GPU driver may hold the rank. The group must not wait forever, nor wait silently."""
     launcher.script(HELD, "held.py")
     pair = Pair(launcher, FAILS_ON_NODE_0, module="held")
     done = finish(pair.agents[1], 20)
@@ -192,7 +192,7 @@ def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: La
 
 
 def test_the_minute_after_sigkill_does_not_count_while_agent_and_rank_are_suspended(tmp_path: Path) -> None:
-    """Otherwise a laptop that wakes up, or a frozen container, gives up a node whose rank ends within a millisecond."""
+    """A laptop that wakes up, or a frozen container, must not lose a node whose rank ends within a millisecond."""
     options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # arguments after the script belong to the script
     agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
@@ -231,7 +231,7 @@ def refuse(*_: object) -> Any:
 def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
-    """Otherwise each retry leaks descriptors until every retry fails. With filters each tail has two files."""
+    """Each retry would leak descriptors until every retry fails. With filters each tail has two files."""
     folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
@@ -282,7 +282,7 @@ def test_a_slow_console_still_gets_the_end_of_the_output(monkeypatch: pytest.Mon
 def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_in_the_named_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_dir: str
 ) -> None:
-    """If a message names a folder with the rest of the output, that folder must not be removed afterwards."""
+    """If a message names a folder with the rest of the output, ddprun must not remove this folder at its end."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
 
 
 def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Launcher) -> None:
-    """Otherwise results differ by the number of threads, and requested logs are missing."""
+    """A setting that is not applied changes results by the number of threads, or leaves out requested logs."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
     assert forked == fresh
@@ -60,7 +60,7 @@ def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Laun
 
 
 def test_late_settings_without_effect_are_reported_in_one_line(launcher: Launcher) -> None:
-    """Otherwise users spend a day measuring a setting that has no effect."""
+    """Users must not spend a day measuring a setting that has no effect."""
     script = launcher.script(
         """
         import os
@@ -80,8 +80,8 @@ def test_late_settings_without_effect_are_reported_in_one_line(launcher: Launche
 
 
 def test_a_library_that_only_checks_for_torch_does_not_make_it_load_twice(launcher: Launcher) -> None:
-    """transformers, datasets and lightning check for torch before they import it. Otherwise each such script prints
-    `bad call flags`."""
+    """transformers, datasets and lightning check for torch before they import it. If that loaded torch twice, each such
+    script would print `bad call flags`."""
     script = launcher.script(
         """
         import importlib.util, os, sys
@@ -112,7 +112,7 @@ def test_at_most_five_names_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_only_rank_0_prints_the_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise a job of a thousand ranks logs a thousand lines."""
+    """A job of a thousand ranks must not log a thousand lines."""
     monkeypatch.setenv("RANK", "3")
     late_environment.apply_late({"KMP_BLOCKTIME"}, set())
     assert capsys.readouterr().err == ""

@@ -1,6 +1,6 @@
-"""A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test
-trains with torch: keep the tests few, and let one training check much. The agents are forked from this process,
-which has imported torch (tests/support/warm.py)."""
+"""A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test trains
+with torch: keep the tests few, and check many things in one training. The agents are forked from this process, which
+has imported torch (tests/support/warm.py)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """Otherwise every kill loses the training since the last save: for a large model an hour of all its GPUs."""
+    """Without memory every kill loses the training since the last save: for a large model an hour of all its GPUs."""
     kill = {
         "0": [["forward", 9, 1]],  # nothing is saved until here
         "1": [["all-reduce", 12, 0]],

@@ -9,7 +9,7 @@ import killed_training
 from agents import Launcher
 from killed_training import began, words
 
-# Weights are clipped at the beginning of each step, so they change between the last boundary and the optimizer's step.
+# Weights are clipped at the beginning of each step, so they change between should_stop() and the optimizer's step.
 TRAIN = """
 import hashlib, json, os, signal
 import torch
@@ -76,8 +76,8 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
 
 
 def test_weights_changed_by_the_script_itself_are_restored_bitwise_from_a_copy(tmp_path: Path) -> None:
-    """Here a survivor's state between two steps may belong to neither step. The last rank is killed, then the rank
-    that writes, in the middle of a copy, then all ranks at once."""
+    """Here a survivor's state between two steps may belong to neither step. Kills hit first the last rank, then the
+    rank that writes, in the middle of a copy, then all ranks at once."""
     how: dict[str, Any] = {"nodes": 2, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
     kill = {

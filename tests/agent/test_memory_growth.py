@@ -92,8 +92,8 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
 def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher,
 ) -> None:
-    """Otherwise the ranks continue with running means of another step, or keep no state for the rest of the
-    training. The grown model needs more room than the ranks had reserved."""
+    """The ranks must not continue with running means of another step, or keep no state for the rest of the training.
+    The grown model needs more room than the ranks had reserved."""
     ends = sorted(words(trained(launcher, "undisturbed", {}), "END"))
     for step, first, said in [
         (11, 3, "the state is not written: "),
@@ -110,7 +110,7 @@ def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_ag
 def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(
     launcher: Launcher,
 ) -> None:
-    """Otherwise each later failure goes back to the last save, and nobody can see why."""
+    """A model that is never kept loses all steps since the last save at each failure, and nobody sees why."""
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
@@ -122,7 +122,7 @@ def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the
 def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher,
 ) -> None:
-    """Otherwise load_state_dict() fails on all ranks at once, which ends the job permanently."""
+    """If a state of the larger model were loaded, load_state_dict() would fail on all ranks, which ends the job."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
     assert began(done) == [0, 3], done[0].stderr
@@ -132,7 +132,7 @@ def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_t
 
 
 def test_a_save_without_the_new_optimizer_makes_a_restart_use_the_folder(launcher: Launcher) -> None:
-    """Otherwise a restart loads the old optimizer's moments into the new optimizer."""
+    """Memory has the old optimizer's moments, which must not be loaded into the new optimizer."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")

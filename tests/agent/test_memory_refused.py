@@ -77,7 +77,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
 def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With vm.memfd_noexec=2 before Linux 6.6, the file of the heartbeats needs the flag; otherwise no rank starts."""
+    """With vm.memfd_noexec=2 before Linux 6.6, no rank starts unless the file of the heartbeats has the flag."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:

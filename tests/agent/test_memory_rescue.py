@@ -164,7 +164,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
 def test_a_rank_does_not_begin_a_step_that_needs_the_dead_rank(launcher: Launcher, nodes: int, ranks: int) -> None:
-    """The survivor could never leave that step, and its state would be lost."""
+    """A survivor that begins such a step can never leave it, and its state is lost."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

@@ -40,9 +40,9 @@ def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **
     script = launcher.script(text)
     done = finish(
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
-    )  # shorter than pytest's own limit
+    )  # seconds; shorter than pytest's own limit
     assert done.returncode == 0, done.stderr
-    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # of multiprocessing: a killed process cannot remove them
+    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # a killed process cannot remove them
         shutil.rmtree(folder)
     return done
 
@@ -56,7 +56,7 @@ def result(done: Any) -> dict[str, Any]:
 def test_a_killed_example_repeats_no_step_and_ends_with_bitwise_equal_results(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Users begin with the examples."""
+    """Users begin with the examples, so these must show that a kill costs nothing."""
     words = ("--epochs", "1", "--global-batch", "64", "--snapshot", "snapshots", "--snapshot-every", "1000")
     env = {"EXAMPLE": str(EXAMPLES / "digits.py")}
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), EXAMPLE, {}, *words, **env)
@@ -113,7 +113,7 @@ with ddpjob.init() as world:
 def test_no_sample_is_skipped_or_repeated_if_dataloader_workers_read_ahead(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Otherwise the epoch misses batches that workers have read but no rank has trained on. No metric shows this."""
+    """The epoch must not miss batches that workers have read but no rank has trained on. No metric shows this."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
     # Kills: in the middle of an epoch, between two steps, and right after the last batch.
     kill = {"0": ["forward", 1, 7], "1": ["boundary", 0, 10], "2": ["boundary", 1, 12]}

@@ -21,7 +21,7 @@ LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
 
 
 class Node:
-    """An agent's memory, and the cells in it that its ranks write."""
+    """An agent's memory, and what its ranks write into it."""
 
     def __init__(self) -> None:
         self.agents = Memory(2)
@@ -32,7 +32,7 @@ class Node:
         os.close(descriptor)
 
     def rank(self, local_rank: int, *, step: int, is_dirty: bool = False) -> None:
-        """Let a rank register. step: its last boundary. is_dirty: it is inside its next optimizer step."""
+        """Register a rank. step: its last completed step. is_dirty: it is inside its next optimizer step."""
         page = (1 + local_rank) * memory.PAGE_BYTES // 8
         self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
 
@@ -94,7 +94,7 @@ def test_a_rank_without_cpu_time_gets_ten_more_seconds(child: Callable[[Callable
 
 
 def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callable[[], object]], int]) -> None:
-    """Otherwise the write of a large state on a slow machine is cut off shortly before its end."""
+    """The write of a large state on a slow machine must not be cut off shortly before its end."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(signal.pause), is_held_up=False)
@@ -106,7 +106,7 @@ def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callab
 
 
 def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
-    """Otherwise a stopped survivor delays the restart by half a second, even for a small state."""
+    """A stopped survivor must not delay the restart by half a second, even if the state is small."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)
@@ -134,7 +134,7 @@ def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str) -> 
 
 
 def test_progress_reported_by_another_node_counts_only_in_its_generation() -> None:
-    """The next generation must start without FURTHEST. Otherwise each of its ranks waits for a step that no rank has
+    """The next generation must start without FURTHEST, or each of its ranks waits for a step that no rank has
     passed."""
     node = Node()
     node.agents.order(furthest=12)
@@ -147,7 +147,7 @@ def test_progress_reported_by_another_node_counts_only_in_its_generation() -> No
 def test_the_wait_for_any_rank_is_limited(
     clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
 ) -> None:
-    """Otherwise a rank in an endless loop prevents the restart of the other ranks."""
+    """A rank in an endless loop must not prevent the restart of the other ranks."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)
     assert not waits or is_held_up or still < memory.limit_seconds(size)

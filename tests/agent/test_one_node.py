@@ -20,7 +20,7 @@ from shell import eventually, lives
 from ddprun.core.leader_state import REPEATS
 from ddprun.forkserver import CRASH_DESCRIPTOR
 
-# Both ways of starting a rank must pass the same tests.
+# Ranks may be new processes or forks of a server. Both must pass the same tests.
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
 
@@ -150,7 +150,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
     launcher: Launcher, line: str
 ) -> None:
-    """Otherwise the rank that only complained about a peer is charged, as for an error of its own."""
+    """The rank that only complained about a peer must not be charged for an error of its own."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr
@@ -163,7 +163,7 @@ def test_a_successful_exit_is_not_reported_as_an_exception(launcher: Launcher, l
 
 
 def test_the_message_about_stopping_a_job_of_one_node_mentions_no_other_nodes(launcher: Launcher) -> None:
-    """Otherwise users search for nodes that the job never had."""
+    """Users must not search for nodes that the job never had."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
     run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
@@ -336,7 +336,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launch
 def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    """Otherwise the kernel ends the agent by the signal, and its folder in /tmp stays."""
+    """If the kernel ends the agent by the signal, the agent's folder in /tmp stays."""
     script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in a single write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
     assert job.stdout is not None
@@ -566,7 +566,7 @@ def test_the_temporary_folder_is_removed(launcher: Launcher, tmp_path: Path) -> 
 
 
 def test_a_restart_names_the_checkpoint_from_which_it_resumes(launcher: Launcher) -> None:
-    """Otherwise users cannot see how many steps a failure has cost."""
+    """Users must see how many steps a failure has cost."""
     script = launcher.script(
         """
         import os, ddpjob

@@ -14,7 +14,7 @@ from ddpjob_core.failures import KILLED_BY_KERNEL, Failure
 from ddprun.oom_kills import OomKills, counting_file
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
-# Paths as PID 1 of a container sees its cgroup. The counter file belongs to the test.
+# Paths by which PID 1 of a container finds its cgroup. The counter file is a file of the test.
 AGENT = """
 import os, sys
 from ddprun import main, oom_kills
@@ -98,7 +98,7 @@ def test_an_out_of_memory_kill_is_named_in_the_log_and_in_the_message(
 
 
 def test_a_rank_killed_by_a_person_is_not_called_out_of_memory(launcher: Launcher) -> None:
-    """Also if a rank of the previous generation was out of memory."""
+    """The same holds if a rank of the previous generation was out of memory."""
     said, message = ended(launcher, "(0,)")
     assert KILLED_BY_KERNEL in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", "")

@@ -70,7 +70,7 @@ def test_a_flag_may_be_set_by_a_variable(flag: str) -> None:
 
 @pytest.mark.parametrize("text", ["false", "False", "no", "true"])
 def test_a_flag_that_is_neither_0_nor_1_is_refused_with_its_name(capsys: Any, text: str) -> None:
-    """Otherwise PET_STANDALONE=false makes each node train alone; torchrun ends with a ValueError."""
+    """PET_STANDALONE=false would make each node train alone; torchrun ends with a ValueError."""
     told = refusal(capsys, "--nnodes 2 --node-rank 0 train.py", PET_STANDALONE=text)
     assert f"PET_STANDALONE: {text!r} is neither 0 nor 1" in told
 
@@ -240,7 +240,7 @@ def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
 
 
 def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
-    """Otherwise seventeen lines of usage hide the line that names the wrong option."""
+    """Seventeen lines of usage must not hide the line that names the wrong option."""
     first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
     assert "--nprocs-per-node" in first or "training_script" in first
     assert second == "(ddprun --help has all options)"

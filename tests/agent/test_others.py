@@ -92,7 +92,7 @@ FAILS_ONCE = """
 def test_a_process_running_before_survives_a_restart_and_the_end(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
-    """Otherwise users lose the tensorboard of `tensorboard & exec ddprun train.py`."""
+    """Users must not lose the tensorboard of `tensorboard & exec ddprun train.py`."""
     script = launcher.script(FAILS_ONCE.format(before="pass", after="assert alive('sibling.pid')"))
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", start, "--nproc", 2, script)
     assert run.wait(SECONDS_MAX) == 0, beside.err
@@ -101,7 +101,7 @@ def test_a_process_running_before_survives_a_restart_and_the_end(
 
 @STARTS
 def test_later_children_of_a_process_running_before_survive_too(beside: Beside, launcher: Launcher, start: str) -> None:
-    """Otherwise users lose the data server that tensorboard starts, or a logger that has become a daemon."""
+    """Users must not lose the data server that tensorboard starts, or a logger that has become a daemon."""
     sibling = """
         (until test -e go; do sleep 0.02; done
          sleep 1000 & echo $! > child.pid
@@ -145,7 +145,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(
 def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
-    """Otherwise a worker of the old generation trains on into the same checkpoint."""
+    """A worker of the old generation must not train on into the same checkpoint."""
     daemon = (
         "import subprocess, sys\n        subprocess.run(['sh', '-c', "
         "'(env -i setsid setsid sleep 1000 & echo $! > daemon.txt)'], check=True)"
@@ -156,7 +156,7 @@ def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides
 
 
 def test_the_started_process_forwards_signals_and_exits_with_the_code(beside: Beside, launcher: Launcher) -> None:
-    """Otherwise a kubelet's SIGTERM never reaches the ranks, and they cannot save."""
+    """A kubelet's SIGTERM must reach the ranks, or they cannot save."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -205,7 +205,7 @@ def test_ranks_get_one_ctrl_c_at_a_terminal_only_once(beside: Beside, launcher: 
 
 
 def test_kill_9_of_the_started_process_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
-    """Otherwise a killed job trains on unnoticed."""
+    """A killed job must not train on unnoticed."""
     script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     rank = beside.pid("rank.txt")
@@ -217,7 +217,7 @@ def test_kill_9_of_the_started_process_ends_the_ranks(beside: Beside, launcher: 
 
 
 def test_a_killed_agent_is_reported_by_its_signal(beside: Beside, launcher: Launcher) -> None:
-    """Otherwise a pod whose agent was killed for its memory counts as completed."""
+    """A pod whose agent was killed for its memory must not count as completed."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     eventually((launcher.folder / "ready").exists)
@@ -229,8 +229,8 @@ def test_a_killed_agent_is_reported_by_its_signal(beside: Beside, launcher: Laun
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
 def test_as_pid_1_of_a_container_ddprun_spares_processes_started_by_exec(beside: Beside, launcher: Launcher) -> None:
-    """Otherwise the next restart ends `kubectl exec pod -- sh -c 'py-spy record … &'`, because that process becomes
-    a child of PID 1."""
+    """The process of `kubectl exec pod -- sh -c 'py-spy record … &'` becomes a child of PID 1. The next restart must
+    not end this process."""
     namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     script = launcher.script(
         FAILS_ONCE.format(

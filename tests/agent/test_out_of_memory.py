@@ -92,8 +92,8 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
 
 
 def test_a_rank_killed_by_the_kernel_for_its_memory_costs_no_step(launcher: Launcher) -> None:
-    """A batch that is too long takes a rank over the limit. The other ranks have the state, and reserved memory for
-    it in the first steps. Otherwise all steps since the last save are repeated, up to the same batch."""
+    """A batch that is too long takes a rank over the limit. The other ranks have the state, and reserve memory for it
+    in the first steps. Without it all steps since the last save would be repeated, up to the same batch."""
     with limited(2048 * MIB) as place:
         began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said

@@ -75,7 +75,7 @@ def application(body: dict[str, Any]) -> int:
 def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
     launcher: Launcher, receiver: Receiver
 ) -> None:
-    """Otherwise the agent forgets the steps after its final report, and the fourth failure in a week ends the job."""
+    """If the agent forgot the steps after its final report, the fourth failure in a week would end the job."""
     script = launcher.script(
         """
         import os, ddpjob

@@ -72,7 +72,7 @@ class Pod:
 
     @property
     def succeeded(self) -> bool:
-        """True if the agent ended with 0 because all ranks did; an agent that was told to stop may have left before."""
+        """True if the agent ended with 0 because all ranks did. An agent that got SIGTERM may have left before."""
         return self.agent.poll() == 0 and not self.told
 
     def tell(self) -> None:

@@ -228,7 +228,7 @@ def trained(launcher: Launcher, *names: str) -> list[str]:
 
 
 def test_replicas_that_differ_are_named_at_the_end(launcher: Launcher) -> None:
-    """Otherwise each rank trains its own model, one model is saved, and the exit code is 0."""
+    """Without this report nobody learns that each rank trained its own model: one is saved, and the exit code is 0."""
     found = trained(
         launcher,
         "every_backward_in_no_sync",

@@ -208,7 +208,7 @@ def test_spares_are_forked_one_after_the_other_and_no_more_than_needed(played: P
 
 
 def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -> None:
-    """Otherwise a program that kills spares causes endless forks, each of which costs the server a descriptor."""
+    """A program that kills spares must not cause endless forks, each of which costs the server a descriptor."""
     played.agent.fork_spares(2)
     for _ in range(2):
         assert played.asked() == [SPARE]
@@ -219,7 +219,7 @@ def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -
 
 
 def test_a_fork_with_an_error_does_not_become_a_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the fork reads the agent's orders, and the agent does not notice that its server has ended."""
+    """A fork that lives on as a server reads the agent's orders, and hides the end of the real server."""
     me = os.getpid()
     agent, its = socket.socketpair()
     with agent, its:

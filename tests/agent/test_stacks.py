@@ -75,7 +75,7 @@ class Waiting:
 
 
 def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(launcher: Launcher) -> None:
-    r"""Otherwise users see nothing of a hang until a limit is reached, and Ctrl-\ would end the training."""
+    r"""Without this signal users see nothing of a hang until a limit is reached, and Ctrl-\ ends the training."""
     run = Waiting(launcher, TRAIN, ranks=4)
     printed = run.asked(times=3)
     assert printed.startswith("ranks 0-3, innermost call first:"), printed
@@ -124,7 +124,7 @@ def test_py_spy_if_installed_shows_a_rank_that_cannot_answer(launcher: Launcher,
 def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(
     launcher: Launcher,
 ) -> None:
-    """Then SIGQUIT ends the job. `ddpjob stacks` uses another signal, so it never ends a job."""
+    """Here SIGQUIT ends the job. `ddpjob stacks` uses another signal, so this command never ends a job."""
     run = Waiting(launcher, TRAIN, "--signals-to-handle=SIGTERM,SIGQUIT", ranks=1)
     assert "rank 0: step 3" in run.asked(45)
     run.process.send_signal(signal.SIGQUIT)
@@ -144,7 +144,7 @@ def test_without_a_running_rank_one_sentence_reports_it(launcher: Launcher) -> N
 
 
 def test_64_ranks_at_two_positions_give_two_stacks() -> None:
-    """Sixty-four stacks would push the important ones off the screen."""
+    """Sixty-four stacks push the important ones off the screen."""
     here = {"stack": ["train.py:9 in backward"], "sequence": 25, "op": "all_reduce", "done": False}
     there = {"stack": ["train.py:4 in load"], "sequence": 24, "op": "all_reduce", "done": True}
     ranks = [RankStack(rank, 1000 + rank, 7, there if rank == 40 else here) for rank in range(64)]

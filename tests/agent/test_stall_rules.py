@@ -98,7 +98,7 @@ def test_a_rank_that_makes_progress_after_all_ends_the_stall() -> None:
 
 
 def test_all_nodes_learn_that_the_ranks_of_one_have_succeeded() -> None:
-    """Nobody waits for a rank that hangs after its last collective. Only this message makes its node check for it."""
+    """Nobody waits for a rank that hangs after its last collective. Only this message makes its node check."""
     found = running(3)
     taken(found)
     found.finished(1, T0)
@@ -338,7 +338,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
     [
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, waits(1, "all_reduce"))],
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, Position(1))],
-        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # it has run in the meantime
+        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # rank 1 has run in the meantime
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )

@@ -1,4 +1,4 @@
-"""A stop reaches training processes first and their children afterwards. Otherwise nothing is saved."""
+"""A stop reaches training processes first and their children afterwards. In the other order nothing is saved."""
 
 from __future__ import annotations
 
@@ -141,8 +141,7 @@ if __name__ == "__main__":
 def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(
     launcher: Launcher,
 ) -> None:
-    """Otherwise, with torch.multiprocessing.spawn in a rank, the parent ends by the signal and takes its children
-    with it."""
+    """With torch.multiprocessing.spawn in a rank, the parent would end by the signal and take its children with it."""
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 

@@ -309,7 +309,7 @@ def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launche
 
 
 def test_a_process_that_hangs_after_the_end_of_its_script_is_found(launcher: Launcher) -> None:
-    """For example in torch's destructors, which hold the GIL, so the process cannot answer."""
+    """A process may hang in torch's destructors, which hold the GIL, so that it cannot answer."""
     hang = "import atexit; torch.kept = Held()"
     # PyDLL holds the GIL during the call. The loop is needed because a signal ends a sleep.
     held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"

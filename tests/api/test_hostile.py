@@ -1,8 +1,8 @@
 """Forty hostile objects and seventeen hostile peers against a real API server: the operator and all other jobs go on.
 
 Needs kubectl and KUBECONFIG of any cluster. Pods find no node; the test writes their status, both as a kubelet would
-and as only an attacker would. Otherwise users would lose every job of the cluster, because each new operator meets the
-same objects again. With -s the test prints the figures of bench/results."""
+and as only an attacker would. If the operator failed, users would lose every job of the cluster, because each new
+operator reads the same objects. With -s the test prints the figures of bench/results."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
-    """Otherwise the operator is running but does nothing: no job starts or restarts."""
+    """If the operator did not list again, it would be running but start and restart no job."""
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):
@@ -213,7 +213,7 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
 def test_a_pod_that_completed_before_its_peers_were_created_is_not_run_again(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """The operator is killed while it creates the pods of a short job: pods that have finished must not run again."""
+    """The operator is killed while it creates the pods of a short job. Pods that have finished must not run again."""
     first = operators(namespace.name).watches()
     names: list[str] = []
 
@@ -267,7 +267,7 @@ LOST = {
 def test_a_lost_event_is_found_and_the_job_ends(
     namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
 ) -> None:
-    """A proxy may lose one line of a watch. Otherwise the job would keep its GPUs until somebody checks."""
+    """A proxy may lose one line of a watch. The job must not keep its GPUs until somebody checks."""
     namespace.api.watch_seconds = HEALTHY_SECONDS + 1
     operators(namespace.name, constants={"LIST_AGAIN_SECONDS": 1.0}).watches()
     lost = namespace.api.lose_event(resource, kind, where)
@@ -472,7 +472,7 @@ def test_fifty_idle_running_jobs_cost_no_write(namespace: Namespace, operator: O
     assert namespace.api.writes(since=began) == []
     assert sum(namespace.api.requests(since=began).values()) <= 10
     assert operator.cpu_seconds - cpu < 0.5
-    namespace.api.seen.clear()  # otherwise the 50 creates of the start would count as a hot loop
+    namespace.api.seen.clear()  # without this the 50 creates of the start would count as a hot loop
     path = f"{namespace.jobs_path}/job-0"
     namespace.api.call("PATCH", path, {"metadata": {"labels": {"a": "b"}}}, MERGE)
     passes(2)

@@ -142,7 +142,7 @@ def test_a_pod_whose_label_was_removed_gets_it_back_and_the_group_continues(
 
 
 def test_pods_left_by_cascade_orphan_block_the_next_job_of_that_name(namespace: Namespace, operator: Operator) -> None:
-    """The message must name the pods. Otherwise users delete only the Service, and two groups use one checkpoint."""
+    """The message must name the pods. If users delete only the Service, two groups use one checkpoint."""
     namespace.start()
     namespace.kubectl("delete", "ddp", "digits", "--cascade=orphan")
     namespace.kubectl("delete", "service", "digits")

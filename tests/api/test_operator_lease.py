@@ -190,7 +190,7 @@ def test_a_leader_that_cannot_renew_stops_before_the_other_starts_although_it_co
 
     def the_other_writes() -> bool:
         nonlocal refused
-        if leader.writes() and not refused:  # while it is creating objects
+        if leader.writes() and not refused:  # while the leader is creating objects
             refused = True
             for verb in ("get", "update", "create"):
                 leader.api.break_(f"{verb} leases", 503, times=float("inf"))
@@ -214,7 +214,7 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(
 ) -> None:
     leader, standby = two
     names = jobs_come(namespace, lambda: len(leader.writes()) > 20)
-    leader.operator.process.send_signal(signal.SIGSTOP)  # while it is creating objects
+    leader.operator.process.send_signal(signal.SIGSTOP)  # while the leader is creating objects
     names = [f"job-{i}" for i in range(len(names))]
     leads(namespace, "b")
     namespace.has_pods(*(f"{name}-1-0" for name in names))
@@ -244,7 +244,7 @@ def labelled(namespace: Namespace) -> list[str]:
 def test_only_the_leader_has_the_label_and_gets_reports_even_after_one_that_hangs(
     namespace: Namespace, replicas: Callable[[str], Replica]
 ) -> None:
-    """If the leader hangs, the new leader must take its label. Otherwise half of the reports are lost."""
+    """If the leader hangs, the new leader must take its label, or half of the reports are lost."""
     for name in "ab":  # pods that represent the two operators in the API server
         spec = {"containers": [{"name": "operator", "image": "none"}]}
         body = {"metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec}

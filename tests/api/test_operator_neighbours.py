@@ -22,7 +22,7 @@ LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 def test_ten_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods(
     namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
 ) -> None:
-    """Otherwise the small jobs wait half a minute for the thousand pods of another user."""
+    """The small jobs must not wait half a minute for the thousand pods of another user."""
     operators(namespace.name).watches()
     api.break_("create pods", seconds=0.5, times=float("inf"))
     namespace.apply(job("big", nodes=1000))
@@ -92,7 +92,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """Otherwise both releases silently restart the same jobs and delete each other's pods."""
+    """Two releases that act on one namespace silently restart the same jobs and delete each other's pods."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
     namespace.has_pods("one-1-0")

@@ -21,7 +21,7 @@ from clusters import Operator, job, until
 from queues import GPUS, QUEUE_LABEL, TAINT, Queue
 
 pytestmark = pytest.mark.alone
-WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has its own kind Workload if GenericWorkload is on
+WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # the full name, because Kubernetes may serve a kind Workload of its own
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_spec_gang_kueue_without_a_label_means_the_queue_default(queue: Queue) -
 
 
 def test_quota_is_kept_during_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
-    """Otherwise the other job takes the nodes between two attempts."""
+    """The other job must not get the nodes between two attempts."""
     queue.submit(gpus=4)
     queue.runs()
     queue.submit("other", gpus=4)
@@ -167,7 +167,7 @@ def test_a_deactivated_workload_stops_the_job_until_it_is_active_again(queue: Qu
 
 
 def test_an_admission_withdrawn_during_the_start_releases_the_quota_without_a_charge(queue: Queue) -> None:
-    """Otherwise pods that are still being created use quota that Kueue has given to other jobs."""
+    """Pods that are still being created must not use quota that Kueue has given to other jobs."""
     queue.submit(gpus=4)
     queue.namespace.has_pods("digits-1-0", "digits-1-1")
     queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": false}}')
@@ -204,7 +204,7 @@ def test_a_missing_topology_is_reported_and_no_pod_is_created(queue: Queue) -> N
 
 
 def test_if_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_queued_job_alone(queue: Queue) -> None:
-    """Kueue's integration of pods holds back every pod whose owner is in no queue. Ours would need quota twice."""
+    """Kueue's integration of pods holds back every pod whose owner is in no queue. Our pods must not queue twice."""
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
     queue.submit()
     queue.runs()
@@ -213,7 +213,7 @@ def test_if_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_queued_jo
 
 
 def test_a_job_without_the_label_gets_a_message_with_the_fix_if_kueue_queues_each_pod(queue: Queue) -> None:
-    """Otherwise half of the job's pods hold GPUs forever, and kubectl reports only that gates block the scheduling."""
+    """Without this message half of the job's pods hold GPUs forever, and kubectl only reports gates."""
     if os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is set: this Kueue leaves the pods of a DDPJob alone")
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
@@ -283,7 +283,7 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
 
 
 def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
-    """The place comes from Kueue's visibility API, which is a separate API server."""
+    """The position comes from Kueue's visibility API, which is a separate API server."""
     if unwatched.namespace.api.find("/apis/visibility.kueue.x-k8s.io") is None:
         pytest.skip("this API server serves no visibility.kueue.x-k8s.io: Kueue tells no places")
     operators(unwatched.namespace.name, DDPJOB_GANGS="kueue", DDPJOB_QUEUE_PLACES="true").watches()
@@ -293,7 +293,7 @@ def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operato
     for name in places:
         unwatched.submit(name, gpus=4)
         unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)
-    # The operator may have requested the places when only one job was waiting; it requests them again after a minute.
+    # The operator may have requested the positions when only one job was waiting; it repeats this after a minute.
     for name, place in places.items():
         until(lambda: place in unwatched.namespace.status(name)["message"], f"the place of {name}", 100)  # noqa: B023
     assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]

@@ -47,7 +47,7 @@ def reasons(namespace: Namespace) -> list[str]:
 def test_forty_large_jobs_exhaust_neither_the_operator_nor_the_room_of_others(
     namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """Otherwise 600 stored jobs of one user end the operator for all users, each time it starts."""
+    """600 stored jobs of one user must not end the operator for all users, each time it starts."""
     operator = operators(namespace.name, other.name, DDPJOB_MEMORY_MIB=str(MEMORY_MIB)).watches(2)
     for number in range(JOBS):
         namespace.api.call("POST", namespace.jobs_path, large(number))

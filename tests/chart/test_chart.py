@@ -145,7 +145,7 @@ def test_the_operator_has_exactly_the_rights_that_it_checks_at_its_start() -> No
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_an_enabled_gang_scheduler_gets_exactly_its_rights(where: tuple[str, ...]) -> None:
-    """Otherwise the operator cannot create the scheduler's objects. If the scheduler is off, no rights may be added."""
+    """The operator must be able to create the scheduler's objects. If the scheduler is off, no rights may be added."""
     for name, rights in GANG_RIGHTS.items():
         on = (*where, f"gang.{name}.enabled=true")
         assert OperatorSettings.read(variables(*on)).gangs == (name,)
@@ -161,7 +161,7 @@ def test_an_enabled_gang_scheduler_gets_exactly_its_rights(where: tuple[str, ...
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_queue_positions_are_requested_only_if_the_chart_enables_them(where: tuple[str, ...]) -> None:
-    """Otherwise the chart grants rights on an API that the cluster may not have."""
+    """The chart must not grant rights on an API that the cluster may not have."""
     kueue = (*where, "gang.kueue.enabled=true")
     on = (*kueue, "gang.kueue.places.enabled=true")
     assert OperatorSettings.read(variables(*on)).queue_places
@@ -315,7 +315,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
 def test_each_release_marks_its_namespaces_with_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
-    """Helm refuses an object that another release owns. Otherwise two releases would act on the same jobs."""
+    """Helm refuses an object that another release owns, so no two releases can act on the same jobs."""
     marks = of_kind("ConfigMap", *settings)
     assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]
     assert all(mark["data"] == {"release": "ddpjob/ops"} for mark in marks)
@@ -523,7 +523,7 @@ def test_the_notes_name_settings_that_differ_from_the_default(tmp_path: Path) ->
 
 
 def test_the_notes_warn_about_a_scraper_that_the_network_policy_blocks(tmp_path: Path) -> None:
-    """Otherwise Prometheus reports the targets as down, and the alert that no operator leads fires."""
+    """If the policy blocks Prometheus, the targets look down, and the alert that no operator leads fires."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
     assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
@@ -632,7 +632,7 @@ def test_a_name_that_is_invalid_for_a_service_is_refused_with_the_fix() -> None:
 
 
 def test_every_document_installs_the_same_release_name() -> None:
-    """Otherwise `helm upgrade` of one page does not find the release that another page has installed."""
+    """`helm upgrade` on one page must find the release that another page has installed."""
     pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     named = re.findall(r"helm (?:install|upgrade|template|uninstall|test|status|get values) ([\w-]+)", text)
@@ -706,7 +706,7 @@ def test_no_variable_of_the_chart_can_be_set_twice() -> None:
     [("DDPJOB_LEASE_SECONDS", "abc"), ("DDPJOB_LEASE_RENEW_SECONDS", "0.0"), ("DDPJOB_LEASE_RETRY_SECONDS", "86400.0")],
 )
 def test_an_invalid_duration_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
-    """Otherwise pods restart repeatedly, and only their logs show the reason."""
+    """With an invalid duration pods restart repeatedly, and only their logs show the reason."""
     done = template(f"extraEnv[0].name={name}", f"extraEnv[0].value={value}")
     assert done.returncode != 0
     assert f'extraEnv: {name} must be seconds above 0 and below a day, is "{value}"' in done.stderr
@@ -730,7 +730,7 @@ def hooks(*settings: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_pod_of_helm_test_is_its_only_hook_and_has_the_rights_of_the_operator() -> None:
-    """Otherwise `helm test --logs` prints the log of the pod once for each hook."""
+    """With several hooks `helm test --logs` prints the log of the pod once for each hook."""
     made = hooks()
     assert made.keys() == {"Pod"}
     assert made["Pod"]["metadata"]["annotations"]["helm.sh/hook"] == "test"

@@ -14,7 +14,7 @@ from pods import Space, charged, job, trainer
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 STARTS_WITHIN = 150  # importing torch takes long
-LAST_CALL_SECONDS = 5  # how long torchrun waits for more nodes after the minimum has joined; 30 by default
+LAST_CALL_SECONDS = 5  # seconds that torchrun waits for more nodes after the minimum has joined; 30 by default
 
 
 @pytest.fixture

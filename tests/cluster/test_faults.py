@@ -1,5 +1,5 @@
-"""Real faults on real pods: the right end, cause and charge, and nothing is left over. kubectl checks what users see.
-The ranks of these jobs meet like torch's: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
+"""Real faults on real pods: the right end, cause and charge, and no objects are left over. kubectl checks what users
+see. The ranks of these jobs meet like torch's: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
 def test_a_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
     jobs.apply(spread(job("drained", ENDS_IN_ATTEMPT_2)))
     ranks = starts_on_both(jobs, "drained")
-    # Drain the other node: a successor of the leading operator would find the pod gone, without the reason.
+    # Drain the other node, because a successor of the leading operator would find the pod gone without the reason.
     node = other(nodes[:2], leader(operator)[1])
     try:
         # No --force: without it, drain evicts only pods that a controller recreates.

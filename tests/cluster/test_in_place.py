@@ -14,7 +14,7 @@ from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer,
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, possibly on a slow machine
 Status = dict[str, Any]
 
-# Ranks without torch, which know their generation. They meet like torch's ranks, and then fail or end.
+# Ranks without torch, which know their generation. They connect as torch's ranks do, and then fail or end.
 TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -223,7 +223,7 @@ with ddpjob.init() as world:
 @pytest.mark.usefixtures("with_torch")
 def test_a_pod_beyond_its_memory_limit_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
     """With cgroups v2 the kernel kills the agent too, and the pod's memory is lost: the new pod gets the state from its
-    peer. The folder of snapshots is inside the pod and empty, so otherwise all 30 steps would be repeated."""
+    peer. The folder of snapshots is inside the pod and empty: without the peer all 30 steps would be repeated."""
     body = ddprun("hungry", TAKES_TOO_MUCH)
     resources = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     trainer(body)["resources"] = resources

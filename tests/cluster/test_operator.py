@@ -1,4 +1,4 @@
-"""What the documentation promises for a cluster, on real pods. kubectl checks what users see."""
+"""What the documentation says about a cluster, on real pods. kubectl checks what users see."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ KINDS = (trains, fails_once, fails_always, fails_once_in_place, is_paused)
 
 @dataclass
 class Soak:
-    """What has happened so far."""
+    """The state of the soak test: jobs, injected faults and the operator's memory."""
 
     space: Space
     operator: str

@@ -11,7 +11,7 @@ from clusters import kubectl, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm, job
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]  # includes two upgrades
-# Another image if one is named. Otherwise the same image is used with other settings.
+# The image of the upgrade. By default it is the installed image, and only the settings change.
 NEXT_IMAGE = os.environ.get("DDPJOB_NEXT_OPERATOR_IMAGE", OPERATOR_IMAGE)
 WAITS = """
 import pathlib, time
@@ -37,7 +37,7 @@ def test_a_newer_operator_keeps_running_pods_that_it_would_build_differently(spa
     uids = {name: pod["metadata"]["uid"] for name, pod in before.items()}
     old = operators(operator)
     repository, _, tag = NEXT_IMAGE.rpartition(":")
-    # A difference that new pods show: another address for reports.
+    # The upgrade also changes the address for reports, which only new pods may get.
     url = "http://reports.invalid/other"
     chart = [RELEASE, str(ROOT / "charts/ddpjob-operator"), "--namespace", operator, "--reuse-values", "--wait"]
     image = ["--set", f"image.repository={repository}", "--set-string", f"image.tag={tag}"]

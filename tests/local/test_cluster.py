@@ -39,7 +39,7 @@ def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> Local
 
 
 def test_an_empty_dir_is_removed_with_its_pod(world: LocalCluster) -> None:
-    """Otherwise a cache of 20 GB in an emptyDir exists once per attempt, until the run ends or the disk is full."""
+    """If it stayed, a cache of 20 GB in an emptyDir would exist once per attempt, until the disk is full."""
     trainer = {
         "name": "trainer",
         "image": "i",
@@ -53,7 +53,7 @@ def test_an_empty_dir_is_removed_with_its_pod(world: LocalCluster) -> None:
 
 
 def test_a_removed_pod_holds_no_descriptor_and_no_process(world: LocalCluster) -> None:
-    """Otherwise a run with many restarts, or with 64 nodes and a few restarts, fails with `Too many open files`."""
+    """A run with many restarts, or with 64 nodes and a few restarts, would fail with `Too many open files`."""
     what = job(nodes=1, container={"command": ["true"]})
     kept = []  # like the screen, which keeps pods until their output was shown
 

@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """Otherwise each save would wait for a back-off, and the fourth save would end the job."""
+    """If saves were charged, each save would wait for a back-off, and the fourth save would end the job."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")
@@ -85,7 +85,7 @@ def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: 
 
 
 def test_nodes_stay_up_after_an_error_or_the_end_of_the_script_until_the_next_save(session: Session) -> None:
-    """Otherwise each restart imports torch again, and a failed import needs a new session."""
+    """If the nodes ended, each restart would import torch again, and a failed import would need a new session."""
     session.prints("hello v1", 2)
     session.save("def f(:\n")
     session.prints("SyntaxError: invalid syntax (train.py, line 1)); save a file to start them again")
@@ -140,7 +140,7 @@ def test_a_script_started_as_a_module_is_restarted_when_an_import_changes(cli: C
     (package / "train.py").write_text("from .part import NAME; print('has', NAME); import time; time.sleep(600)")
     session = Session(cli, "-m", "pkg.train", command=("-m", "pkg.train"))
     session.prints("has part 1", 2)
-    (package / "part.py").write_text("NAME = 'part two'")  # another size, because Python compares seconds and sizes
+    (package / "part.py").write_text("NAME = 'part two'")  # another size, which Python compares
     session.prints("has part two", 2)
     assert session.end() == 130
 
@@ -202,7 +202,7 @@ def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
 
 
 def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
-    """Otherwise the ranks run the old module, whatever is saved."""
+    """If it were not reloaded, the ranks would run the old module, whatever is saved."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))

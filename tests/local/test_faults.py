@@ -44,7 +44,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        # The message names the last reported step of the group, and rank 0 waits for nobody. So any number matches.
+        # The message has the last step that the group has reported. Rank 0 waits for nobody, so any number matches.
         ("signal=KILL", r"was killed by SIGKILL at step \d+", 137),
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
@@ -112,7 +112,7 @@ def test_kills_at_an_interval_report_the_number_of_restarts_and_if_none_happened
 
 @pytest.mark.parametrize("command", ["python", "ddprun"])
 def test_every_fault_happens_once_in_any_attempt_or_generation(cli: Cli, command: str) -> None:
-    """Otherwise, under ddprun, all faults but the first are ignored, and the run ends as if all had been tested."""
+    """Under ddprun all faults but the first would be ignored, and the run would end as if all had been tested."""
     given = (
         "rank=0,step=12,exit=7",
         "rank=1,step=35,signal=SEGV",
@@ -130,7 +130,7 @@ def test_every_fault_happens_once_in_any_attempt_or_generation(cli: Cli, command
 
 
 def test_only_a_fault_that_did_not_happen_is_named(cli: Cli) -> None:
-    """Otherwise users believe that they have tested a fault which never happened."""
+    """Users must not believe that they have tested a fault which never happened."""
     late, early = "rank=1,step=5000", "rank=0,step=12,exit=7"
     done, _, told = run(cli, "--fail", early, "--fail", late, "--fail", "node=1,at=10m")
     assert done.returncode == 1

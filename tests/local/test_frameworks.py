@@ -41,7 +41,7 @@ def output(process: subprocess.Popen[str]) -> str:
 def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(
     package: str, script: str, tmp_path: Path
 ) -> None:
-    """Otherwise a drained node loses all steps since the last periodic checkpoint."""
+    """A drained node must not lose all steps since the last periodic checkpoint."""
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)
@@ -108,7 +108,7 @@ trainer.train()
 
 
 def test_the_hugging_face_trainer_exits_right_after_the_checkpoint_and_keeps_it(tmp_path: Path) -> None:
-    """Otherwise the Trainer evaluates for too long, saves into the same folder, and removes older checkpoints."""
+    """If the Trainer continued, it would evaluate for too long, save into the same folder, and remove checkpoints."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(
@@ -192,7 +192,7 @@ with ddpjob.init() as world:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
 def test_a_curve_has_each_step_once_even_if_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
-    """Otherwise repeated steps are drawn over each other, and lost steps leave a gap."""
+    """Repeated steps must not be drawn over each other, and lost steps must not leave a gap."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
     (tmp_path / "train.py").write_text(DRAWS_A_CURVE)
     words = ["run", "--nproc-per-node=2", "--launcher", launcher, "--fail", f"rank={rank},step=35,signal=KILL"]

@@ -26,7 +26,7 @@ def test_a_failure_reported_by_ddprun_fails_the_job_even_if_the_shell_exits_with
 
 
 def test_a_traceback_at_the_end_of_a_success_is_shown_with_a_warning(cli: Cli) -> None:
-    """Otherwise nobody sees the traceback, and the run ends as Succeeded without a warning."""
+    """Users must see the traceback, because the run ends as Succeeded."""
     script = "import traceback\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    traceback.print_exc()"
     code, text, status = ran(cli, script, "python train.py")
     assert (code, status["state"], status["findings"][0]["reason"]) == (0, "Succeeded", "FailureInLog")
@@ -39,7 +39,7 @@ def test_a_traceback_at_the_end_of_a_success_is_shown_with_a_warning(cli: Cli) -
     [(f"{DDPRUN} train.py & until [ -e begun ]; do sleep 0.05; done", True), (f"sleep 99 & {DDPRUN} done.py", False)],
 )
 def test_a_launcher_that_nobody_waited_for_gives_a_success_with_a_warning(cli: Cli, shell: str, left: bool) -> None:
-    """The launcher is killed with its container. Otherwise the run ends as Succeeded without a warning."""
+    """The launcher is killed with its container, and the run would end as Succeeded without a warning."""
     (cli.folder / "done.py").write_text("")
     code, text, status = ran(cli, "import time\nopen('begun', 'w').close()\ntime.sleep(99)", shell)
     found = [one["reason"] for one in status.get("findings", ())]

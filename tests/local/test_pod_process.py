@@ -183,7 +183,7 @@ def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_
 
 
 def test_an_empty_volume_kind_does_not_hide_a_volume_that_is_not_available_here() -> None:
-    """Otherwise the run trains on an empty folder instead of the claim's data."""
+    """The run must not train on an empty folder instead of the claim's data."""
     volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
     assert (
         "a persistentVolumeClaim volume does not exist locally" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
@@ -191,7 +191,7 @@ def test_an_empty_volume_kind_does_not_hide_a_volume_that_is_not_available_here(
 
 
 def test_each_node_has_its_own_folder_if_the_path_contains_a_variable(slot: pod_process.Slot, tmp_path: Path) -> None:
-    """Otherwise all nodes write into the same folder and overwrite each other's files."""
+    """Nodes that write into the same folder overwrite each other's files."""
     container = {
         "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
         "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],

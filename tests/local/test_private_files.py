@@ -39,7 +39,7 @@ def open_umask() -> object:
 
 
 def test_files_of_a_run_have_mode_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
-    """Otherwise everybody can read status, history and logs in a copy of the folder."""
+    """In a copy of the folder everybody could read status, history and logs."""
     done = cli.run("run", cli.file(PRINTS), "--logs", "logs", code=0)
     (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
     copy = shutil.copytree(run, cli.folder / "copy")
@@ -89,7 +89,7 @@ def test_a_record_that_is_a_pipe_does_not_block_the_list_of_runs(tmp_path: Path)
 
 
 def marked(folder: Path, job: str) -> Path:
-    """Create a folder with the mark of a run, and return it."""
+    """Create a folder with the marker file of a run, and return it."""
     folder.mkdir(parents=True)
     mark = {"job": job, "run": folder.name, "inode": folder.stat().st_ino}
     (folder / MARK).write_text(json.dumps(mark))
@@ -97,7 +97,7 @@ def marked(folder: Path, job: str) -> Path:
 
 
 def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a user who can write into --logs could cause the removal of the folders of all agents."""
+    """A user who can write into --logs could cause the removal of the folders of all agents."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
     others.mkdir(parents=True)

@@ -90,7 +90,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a shorter limit, which a report that is sent at once does not reach, however busy the machine is."""
+    """Use a shorter limit. A report that is sent at once does not reach this limit, however busy the machine is."""
     monkeypatch.setattr(receive.Handler, "timeout", 0.5)
 
 
@@ -221,7 +221,7 @@ def test_a_hundred_foreign_connections_do_not_take_a_hundred_threads(world: Worl
 
 
 def test_foreign_clients_that_hold_all_connections_do_not_block_a_report(world: World) -> None:
-    """Otherwise another user of the machine can block a job's reports for as long as he likes."""
+    """Another user of the machine could block a job's reports for as long as they like."""
     with ExitStack() as stack:
         for _ in range(3 * CONNECTIONS_MAX):
             stack.enter_context(closing(world.socket()))

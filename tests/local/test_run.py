@@ -260,7 +260,7 @@ print("started", os.environ["RANK"], flush=True)
 
 
 def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) -> None:
-    """Otherwise the job starts four times, and fails each time for what `ddpjob check` finds in 0.2 seconds."""
+    """Without the check the job starts four times, and fails each time for what `ddpjob check` finds in 0.2 seconds."""
     job = cli.file(NCCL)
     done = cli.run("run", job)
     assert (done.returncode, done.stdout) == (2, "")
@@ -284,7 +284,7 @@ def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
 
 
 def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_a_step(cli: Cli) -> None:
-    """Otherwise the limit has no effect and the fault never happens, without a message."""
+    """Without a message the limit would have no effect and the fault would never happen."""
     job = cli.file("print('started')")
     done = cli.run("run", job, "--set", "spec.stall.timeoutSeconds=8")
     assert done.returncode == 0
@@ -406,7 +406,7 @@ def test_only_the_logs_and_the_record_of_a_run_remain(cli: Cli) -> None:
 
 
 def test_a_process_that_was_running_before_survives_the_run(cli: Cli) -> None:
-    """Otherwise users lose the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
+    """Users must not lose the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
     job = cli.file("pass")
     entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_cli run {job}"
     with (cli.folder / "err").open("w") as err:  # a file, because the sibling would hold a pipe open after the end

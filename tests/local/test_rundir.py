@@ -44,7 +44,7 @@ def run_often(base: Path, times: int = RUNS) -> None:
 
 
 def test_no_file_outside_is_removed_through_a_link(tmp_path: Path) -> None:
-    """Otherwise users lose the files to which a link in a run's folder points."""
+    """Users must not lose the files to which a link in a run's folder points."""
     outside = tmp_path / "outside"
     fill(outside)
     before = files_below(outside)
@@ -89,7 +89,7 @@ def test_a_copy_of_a_run_belongs_to_the_user_and_is_kept(tmp_path: Path) -> None
 
 
 def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None:
-    """Otherwise users lose notes and checkpoints that they put next to the logs."""
+    """Users must not lose notes and checkpoints that they put next to the logs."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("log")
@@ -102,7 +102,7 @@ def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None
 
 
 def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) -> None:
-    """Otherwise logs and volumes of all runs fill the disk."""
+    """Logs and volumes of all runs must not fill the disk."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
@@ -136,7 +136,7 @@ def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
 
 @pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
 def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    """For example `docker run --user 12345` with an entry point that clears the environment."""
+    """`docker run --user 12345` with an entry point that clears the environment has no home, for example."""
     cli.file("pass")
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.Monkey
 
 
 def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
-    """Otherwise a second run of a job removes the volumes of the first run."""
+    """A second run of a job must not remove the volumes of the first run."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
     run_often(tmp_path)
@@ -213,7 +213,7 @@ def test_a_file_in_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) 
     "mark", ["", "{}", "null", "[" * 4000, '{"job": "job"}', '{"job":"job","run":"x","inode":1}', "\udcff", "\0" * 10]
 )
 def test_a_marker_file_copied_from_another_folder_is_ignored(tmp_path: Path, mark: str) -> None:
-    """A file with the mark's name, by chance or copied, must not cause the removal of a user's folder."""
+    """A marker file that has the right name by chance, or is a copy, must not cause the removal of a user's folder."""
     for i in range(RUNS):
         theirs = tmp_path / "job" / f"x{i}"
         fill(theirs)
@@ -235,7 +235,7 @@ NAMES = st.one_of(
 def test_all_files_of_a_user_are_kept_after_any_number_of_runs(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
 ) -> None:
-    """Summary of all tests above: no run removes a file that no run has created."""
+    """This test summarizes those above: no run removes a file that no run has created."""
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

@@ -42,7 +42,7 @@ def test_list_shows_the_result_of_each_run_with_the_newest_first(cli: Cli) -> No
 
 
 def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> None:
-    """Otherwise users wait for a training whose processes have ended."""
+    """Users must not wait for a training whose processes have ended."""
     ready = cli.folder / "ready"
     with cli.start("run", cli.file(f"open({str(ready)!r}, 'w'); import time; time.sleep(1000)")) as process:
         eventually(lambda: ready.exists() and listed(cli)[0]["state"] == "Running")
@@ -61,7 +61,7 @@ def test_without_runs_list_and_logs_report_that_there_are_none(cli: Cli) -> None
 
 
 def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
-    """Otherwise users search for the failed rank's log in a folder with a random name."""
+    """Users must not have to search for the failed rank's log in a folder with a random name."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2))
     assert cli.run("logs").stdout == "[0:0] attempt 2 rank 0\n[1:1] attempt 2 rank 1\n"
     assert cli.run("logs", "job", "--rank", 1).stdout == "attempt 2 rank 1\n"
@@ -70,7 +70,7 @@ def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
 
 
 def test_a_request_that_matches_no_log_is_refused_with_the_existing_ones(cli: Cli) -> None:
-    """Otherwise users mistake a wrong option for an empty log."""
+    """Users must not mistake a wrong option for an empty log."""
     cli.run("run", cli.file("print(1)"))
     for words, why in (
         (["other"], "there are runs of: job"),

@@ -9,7 +9,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Rank 0 has ended before the others go on: if it were stopped while ending, only its peer's message would tell.
+# Rank 0 has ended before the others continue. If it were stopped meanwhile, only its peer's message would show it.
 MEETS_RANK_0 = """
 import os, pathlib, time
 pid_file = pathlib.Path("rank-0", os.environ["DDPJOB_ATTEMPT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -55,7 +55,7 @@ SECONDS_MAX = 240  # two attempts of four processes that import torch, possibly 
     ids=["python, torch", "ddprun"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(cli: Cli, command: list[str], script: str) -> None:
-    """For example by uneven data or a `break`. With backoffLimit 0 the job must not restart without a charge."""
+    """Uneven data or a `break` can cause this. With backoffLimit 0 the job must not restart without a charge."""
     job = cli.file(script, container={"command": command}, nodes=2, nprocPerNode=1, backoffLimit=0)
     with cli.start("run", job, "--no-check", "--status", "status.json") as process:
         out, said = process.communicate(timeout=SECONDS_MAX)

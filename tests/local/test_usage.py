@@ -49,13 +49,13 @@ def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> Seen
 
 
 def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node) -> None:
-    """Otherwise users see the values of a sleeping launcher instead of the training below it."""
+    """Users must see the values of the training, not those of the sleeping launcher above it."""
     busy = node("held = bytearray(300_000_000)\nwhile True: pass")
     idle = node(SLEEP)
     usages = Usages(seconds=0.3)
     found = seen(usages, busy, lambda s: s.usage is not None and s.usage.memory_bytes > 300_000_000)
     assert found.usage is not None
-    time_used = seen(usages, busy, lambda s: s.usage is not None and s.usage.cpu_percent > 3)  # 0 for a launcher
+    time_used = seen(usages, busy, lambda s: s.usage is not None and s.usage.cpu_percent > 3)  # a launcher uses 0 %
     assert time_used.usage is not None
     assert time_used.usage.cpu_percent < 250
     quiet = seen(usages, idle, lambda s: s.usage is not None)
@@ -65,7 +65,7 @@ def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node)
 
 
 def test_the_pids_are_those_of_the_ranks_and_not_of_launchers_or_workers(node: Node, tmp_path: Path) -> None:
-    """Otherwise users run py-spy on the pid in the table, and see torchrun's stack."""
+    """Users run py-spy on the pid in the table, which must not be torchrun's."""
     launcher = f"""
         import os, subprocess, sys, time
         worker = "import time; time.sleep(1000)"

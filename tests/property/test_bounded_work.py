@@ -29,7 +29,7 @@ CALLS_MAX = 150_000
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
 def test_no_job_accepted_by_an_api_server_blocks_the_operator_for_others(seed: int) -> None:
-    """Otherwise one job of 205 kB in one namespace stops both operators of a cluster, until the job is deleted."""
+    """Without limits, one job of 205 kB in one namespace stops both operators of a cluster until the job is deleted."""
     what, raw = job(random.Random(seed))
     with warm():
         for name, work in steps(raw):
@@ -120,7 +120,7 @@ def test_long_json_is_parsed_outside_the_event_loop() -> None:
 
 
 def test_other_tasks_run_while_the_objects_of_a_page_are_stored() -> None:
-    """A page has up to 200 objects, each of which may take 10 ms to store. Other tasks must run in between."""
+    """A page has up to 200 objects, each of which may take 10 ms to store. Other tasks must run meanwhile."""
     turns, jobs = 0, Jobs(lambda _key: None)
 
     async def pages() -> AsyncIterator[Page]:

@@ -34,8 +34,8 @@ class Report(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """A pod's grant, and what the operator really knew when it created the pod: its own restarts, and those that each
-    agent had reported."""
+    """A pod's grant (the restarts that its agent may spend), and what the operator really knew when it created the pod:
+    its own restarts, and those that each agent had reported."""
 
     grant: Grant
     own: Spent
@@ -279,7 +279,7 @@ def _goes_by_any_grant() -> Any:
 def test_a_deliberate_bug_in_the_counts_is_found(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
 ) -> None:
-    """Each of these bugs must be found. Otherwise the tests above prove nothing."""
+    """If these bugs were not found, the tests above would prove nothing."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError):
         story()

@@ -25,7 +25,7 @@ def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(0, 1))
 def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: int, present: int, share: float) -> None:
-    """On a busy machine a single measurement may be too low. Training would then be slower than announced."""
+    """On a busy machine a single measurement may be too low. Training must not be slower than announced."""
     every = copies.corrected(1 << wanted, 1 << present, share)
     assert every >= 1 << wanted
     assert every > 1 << present or share <= copies.COST_MAX or every == copies.EVERY_MAX
@@ -47,7 +47,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
             own_next = CopyPlan(first, data.draw(st.sampled_from([1, 2, 8, 32])))
             told.append((step, own_next))
         due.append(present is not None and copies.is_due(present, step, step - gap))
-    delay = data.draw(st.booleans())  # True if ranks see the plan only one boundary after the plan was made
+    delay = data.draw(st.booleans())  # True if ranks see each plan one boundary late
     plan, waiting, seen, others = None, None, 0, []
     for step in steps:
         if waiting is None and copies.looks(step, step - gap, 1 if plan is None else plan.every):
@@ -72,7 +72,7 @@ def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...])
 def test_random_states_of_the_newest_state_are_never_overwritten(
     versions: list[Version | None], held: Version | None, loaded: Version | None
 ) -> None:
-    """Otherwise the rank draws other random numbers after a restart."""
+    """A rank that has lost its random states draws other random numbers after a restart."""
     slot = copies.slot_for(versions, held, loaded)
     newest = max((version for version in (held, loaded) if version is not None), default=None)
     assert versions[slot] is None or versions[slot] != newest or set(versions) == {newest}
@@ -81,7 +81,7 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """Otherwise the other ranks copy at other steps."""
+    """A rank that reads another plan copies at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 

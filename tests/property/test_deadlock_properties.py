@@ -60,7 +60,7 @@ class Rank:
         if op.how in ("sync", "backward"):
             self.waits_for = calls
         elif op.how == "pause":
-            self.waits_for = [call for calls in self.begun.values() for call in calls]  # as handle.wait() of all calls
+            self.waits_for = [call for calls in self.begun.values() for call in calls]  # handle.wait() for each call
 
     def _begin(self, op: Op) -> Begun:
         calls = self.begun.setdefault(op.group, [])
@@ -176,7 +176,7 @@ def worlds(
 
 
 def completes(world: World) -> bool:
-    """True if the program can complete. The order of events is irrelevant: a call that can end stays able to end."""
+    """True if the program can complete. The order of events is irrelevant, because a call that can end stays so."""
     copy, chance = World([rank.program for rank in world.ranks]), random.Random(0)
     while copy.step(chance):
         pass
@@ -189,7 +189,7 @@ ALL = ("all_reduce", "barrier", "all_gather")
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, seed: int) -> None:
-    """Otherwise a job is restarted although nothing is wrong with it."""
+    """A job must not be restarted although nothing is wrong with it."""
     if not completes(world):
         return
     chance = random.Random(seed)
@@ -202,7 +202,7 @@ def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, se
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_ranks_that_are_called_deadlocked_never_make_progress(world: World, seed: int) -> None:
-    """Even if a program cannot complete, the reported collective must really block, and not be reported early."""
+    """Even if a program cannot complete, the reported collective must really block: the report must not be early."""
     chance = random.Random(seed)
     while world.step(chance):
         found = conflict(world.standings())
@@ -221,7 +221,7 @@ def sure(*, default_only: bool) -> st.SearchStrategy[World]:
 @settings(max_examples=EXAMPLES)
 @given(st.booleans().flatmap(lambda alone: sure(default_only=alone)), st.integers(0, 2**32))
 def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(world: World, seed: int) -> None:
-    """Otherwise the job holds its GPUs until a limit of half an hour."""
+    """A deadlock that is not found holds the job's GPUs until a limit of half an hour."""
     chance = random.Random(seed)
     while world.step(chance):
         pass

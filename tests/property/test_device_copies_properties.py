@@ -116,7 +116,7 @@ class Rank:
 
 
 class Walk:
-    """Some generations of one job on devices, in random order."""
+    """Some generations of one job on devices, with their actions in random order."""
 
     def __init__(self, seed: int, nodes: list[Node], mistake: Mistake = "") -> None:
         self.chance, self.mistake = random.Random(seed), mistake
@@ -125,7 +125,7 @@ class Walk:
         self.best: list[Version | None] = [None] * len(self.nodes)
         self.stories = {"copies": 0, "begin": 0, "counted": 0}
         self.gap = self.chance.choice([1, 1, 2])
-        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # of devices compared with hosts
+        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # speed of devices compared with hosts
         for node in self.nodes:
             node.empty()
 
@@ -334,7 +334,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
-    """Otherwise a restart resumes from a mixture of two steps."""
+    """A restart must not resume from a mixture of two steps."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen
@@ -350,7 +350,7 @@ def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: lis
 def test_a_deliberate_bug_in_device_copies_is_found(
     nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these bugs must be found. Otherwise the tests above prove nothing."""
+    """If these bugs were not found, the tests above would prove nothing."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)
     with pytest.raises(AssertionError, match="seed"):

@@ -1,5 +1,5 @@
-"""Counts that a pod reports are limited to its grant, because a message of 89 bytes could otherwise fill a gigabyte.
-The message stays in the pod's status, so each new leader reads it again."""
+"""Restarts that a pod reports are limited to those granted to it, because a message of 89 bytes could otherwise fill a
+gigabyte. The message stays in the pod's status, so each new leader reads it again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The operator reads any object that the API server stores, or reports which object it cannot read; it never exits.
-Otherwise anybody who may create a pod or a DDPJob in one watched namespace could end the operator, and each one started
-after it."""
+"""The operator reads any object that the API server stores, or reports which object it cannot read. It must never exit:
+anybody who may create a pod or a DDPJob in one watched namespace could end each operator that starts."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def read_or_refused(raw: Any) -> object:
 @example({"metadata": None, "spec": {"containers": None}, "status": {}})
 @example({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": 1}, None]}})
 def test_a_partly_decoded_pod_equals_the_fully_decoded_pod(raw: Any) -> None:
-    """Otherwise the rank of such a pod seems lost."""
+    """The rank of such a pod would seem lost."""
     if not isinstance(raw, dict):
         return
     try:
@@ -305,7 +304,7 @@ def test_an_unreadable_pod_ends_no_watch_and_is_reported_once(caplog: pytest.Log
 
 
 def test_a_job_with_an_unreadable_pod_reports_it_and_its_other_pods_are_left_alone() -> None:
-    """Without the unreadable pod its rank seems lost, and a second pod would be created next to it."""
+    """Without the unreadable pod its rank would seem lost, and a second pod would be created next to it."""
     operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
     body["metadata"]["resourceVersion"] = "5"

@@ -108,14 +108,14 @@ def test_an_escape_sequence_decoded_from_json_is_removed() -> None:
 
 
 def test_a_shown_status_is_stable() -> None:
-    """Otherwise the operator writes the status again at each reconcile."""
+    """If it were not stable, the operator would write the status again at each reconcile."""
     world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
     world.settle()
     assert world.plan().status is None
 
 
 def test_names_for_machines_stay_unchanged() -> None:
-    """A job's name may look like a credential."""
+    """A job's name may look like a credential, but tools must find the job by its name."""
     world = World(job("sk-abcdefghijklmnopqrstuvwxyz")).running().exits(0, 1, message="x")
     world.settle()
     status = world.job.status

@@ -86,14 +86,14 @@ def test_ranks_that_count_steps_differently_resume_from_the_folder(marks: list[M
 
 @given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([-1, 0, 1]))
 def test_ranks_one_boundary_apart_count_as_being_at_the_same_step(every: int, boundary: int, behind: int) -> None:
-    """A rank may die before a boundary that the others have reached, even if boundaries are ten steps apart."""
+    """A boundary is a call such as should_stop(). A rank may die before a boundary that the others have reached."""
     step, own = every * (boundary + 1), every * (boundary + 1 + behind)
     mark = Mark(0, own, own - every)
     assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), FoundState)
 
 
 def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
-    """Otherwise a state with which every generation fails stays in memory forever, and the folder is never used."""
+    """A state with which every generation fails would stay in memory forever, and the folder would never be used."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
     assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), FoundState)
@@ -116,7 +116,7 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """If all ranks are lost at once after such steps, the state is not the cause."""
+    """If all ranks are lost at once after such steps, the state is not the cause of the failure."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
@@ -141,7 +141,7 @@ def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version,
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
 def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
-    """Otherwise two ranks wait for each other until the time-out, and nothing is written."""
+    """If it waited too, two ranks would wait for each other until the time-out, and write nothing."""
     clocks = [own, *others]
     waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
     assert waiting[clocks.index(max(clocks))] == "write"
@@ -159,7 +159,7 @@ def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(
 
 
 def test_each_memory_area_has_its_own_cells() -> None:
-    """Otherwise a copy is described by the cells of another state."""
+    """If areas shared cells, a copy would be described by the cells of another state."""
     cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
     assert len(set(cells)) == len(cells)
     assert min(cells) > memory.WROTE
@@ -174,7 +174,7 @@ def test_a_state_that_fits_does_not_raise_the_limit(size: int, limit: int | None
 
 
 def test_no_part_of_the_memory_layout_overlaps_another() -> None:
-    """Otherwise two ranks would overwrite each other's slots."""
+    """If parts overlapped, two ranks would overwrite each other's slots."""
     for ranks in (1, 2, 8):
         slots = [memory.slot_offset(rank, slot, ranks) for rank in range(ranks) for slot in range(memory.SLOTS)]
         ends = [(1 + ranks) * memory.PAGE_BYTES, *(offset + memory.SECTION_BYTES for offset in slots)]
@@ -200,7 +200,7 @@ def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_other
     version: tuple[int, int],
     is_of_it: bool,
 ) -> None:
-    """Otherwise a rank gets the random states of an older step, and draws the same numbers again."""
+    """A rank must not get the random states of an older step, and draw the same numbers again."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

@@ -82,7 +82,7 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
 def test_no_policy_charges_the_application_for_a_failure_of_others(
     found: rules.Class, code: int | None, listed: list[PolicyRule]
 ) -> None:
-    """Otherwise a policy `FailJob` for 143 fails the job with the first drained node."""
+    """With a policy `FailJob` for 143, the first drained node would fail the job."""
     assert rules.with_policy(found, code, listed, from_outside=True) == found
     assert rules.with_policy("stall", code, listed) == "stall"
     assert rules.with_policy(found, code, listed) in get_args(rules.Class)
@@ -90,7 +90,7 @@ def test_no_policy_charges_the_application_for_a_failure_of_others(
 
 @given(classes.filter(lambda found: found != "stall"), st.integers(1, 255))
 def test_an_explicit_rule_always_applies_to_the_exit_of_a_process(found: rules.Class, code: int) -> None:
-    """Otherwise no policy can stop a job that always ends with 75 or 143."""
+    """A policy must be able to stop a job that always ends with 75 or 143."""
     for action, want in (("FailJob", "permanent"), ("Count", "application"), ("Ignore", "infrastructure")):
         rule = PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
         assert rules.with_policy(found, code, [rule]) == want

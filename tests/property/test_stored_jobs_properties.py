@@ -58,7 +58,7 @@ class Jobs:
 
 @given(st.lists(steps, max_size=80))
 def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(walk: list[tuple[str, int, int]]) -> None:
-    """Otherwise one namespace fills the operator's memory, or a job that could begin waits forever."""
+    """One namespace must not fill the operator's memory, and a job that could begin must not wait forever."""
     jobs = Jobs()
     for what, number, needs in walk:
         getattr(jobs, what)((f"team-{number % 3}", f"job-{number}"), needs)
@@ -91,7 +91,7 @@ def lives(chance: random.Random) -> World:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 200))
 def test_a_job_that_is_not_read_again_has_nothing_to_do(seed: int, seconds: int) -> None:
-    """Otherwise a job that was resumed or must be deleted is ignored forever."""
+    """If it had something to do, a job that was resumed or must be deleted would be ignored forever."""
     world = lives(random.Random(seed))
     metadata = msgspec.to_builtins(world.job.metadata)
     raw: dict[str, Any] = {"metadata": metadata, "spec": msgspec.to_builtins(world.job.spec)}
@@ -186,7 +186,7 @@ def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
 
 @given(jobs)
 def test_an_idle_job_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
-    """Otherwise a job that is soon to be deleted is kept forever."""
+    """If the operator still had work, the job would not be read for it: a job that must be deleted would stay."""
     raw = of_size(1, *given_job)
     for seconds in (None, 0, 100):
         timed = raw | {"spec": raw["spec"] | ({} if seconds is None else {"ttlSecondsAfterFinished": seconds})}

@@ -1,7 +1,7 @@
 """Several jobs in one cluster: gangs if there is room for one of them, or a queue with quota for one.
 
-More must hold than for each job alone. The queue's quota is never used twice. It is given back only when the pods that
-used it have ended, kept over every restart, and free at the end. A job that is preempted saves once."""
+More must hold than for each job alone. The queue's quota is never used twice. A job keeps its quota over every restart,
+and gives it back only when the pods that used it have ended. A job that is preempted saves once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simulation import Outcome, Simulation
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api
 
-# Faults and deeds that keep no job from its end for good.
+# Faults and actions after which every job can still end.
 CALM = (
     *("crash", "restart", "api server away", "operator cut off"),
     *("pod deleted", "drained", "evicted", "node cut", "touch"),
@@ -48,7 +48,7 @@ def crowd_scenario(seed: int) -> Scenario:
     deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
     return replace(
         jobs[0],
-        # In a queue, one more node: a job that avoids a node after two failures may otherwise find no place.
+        # One more node for a queue: a job avoids a node after two failures, and might find no place.
         cluster_nodes=all_nodes + 1 if in_queue else min(most + 1, all_nodes),
         slots=1,
         clusterwide=rng.random() < 0.5,
@@ -215,7 +215,7 @@ class Crowd(Simulation):
         whole = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
         elastic = next((g for g in self.training.elastic.groups.values() if self._trains_elastically(g, uid)), None)
         training = whole.present if whole else elastic.training if elastic else []
-        # Ranks that are already stopping, for the start deadline or a suspension, have saved for that.
+        # Ranks that are already stopping, because of the start deadline or a suspension, have already saved.
         if training and not any(process.told for process in training):
             self._to_save[uid] = training[0].attempt, self._failures(uid)
 
@@ -261,7 +261,7 @@ class Crowd(Simulation):
         if grace_seconds >= full and self.training.saves(group.training[0], step):
             self.saves[process.job_uid] += 1
 
-    # ---------------------------------------------------------------- deeds and the end
+    # ---------------------------------------------------------------- actions and the end
 
     def _user(self, deed: Deed) -> None:
         name = self._aim(deed)

@@ -33,7 +33,7 @@ POINTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Points that are passed a few times per pod. The others are passed with every message between two machines.
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog", "rescue"))
-# Points that only these pass: jobs under ddprun, gangs, jobs in a queue, and ranks that write their state.
+# Points that occur only under ddprun, with gangs, with queues, or when ranks write their state into memory.
 AGENTS = ("post", "watchdog")
 GANGS = ("watch.podgroups",)
 QUEUES = ("watch.workloads",)

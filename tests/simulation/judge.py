@@ -197,7 +197,7 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
-                    lost &= completed  # an elastic group that has ended may not include the other nodes
+                    lost &= completed  # an elastic group that has ended may leave out nodes that did not complete
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]
@@ -233,8 +233,8 @@ class Judge:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
 
     def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
-        """True if the application pays although the network was cut: the operator saw only ranks that complained about
-        lost peers. A wrong script looks the same (docs/dev/decisions.md)."""
+        """True if the failure was charged to the application although the network was cut. The operator saw only ranks
+        that complained about lost peers, and a wrong script looks the same (docs/dev/decisions.md)."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"

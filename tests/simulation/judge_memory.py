@@ -71,7 +71,7 @@ class MemoryJudge:
         others.append(life)
 
     def _check_pace(self, life: Life, loaded: Loaded, saved: Saved | None, agents: list[Agent]) -> None:
-        """Check that no more steps are repeated than the plan of copies allows, if a node of the last ranks lives."""
+        """Check that a generation repeats no more steps than the copies allow, if a node of the last one is alive."""
         others = self._lives[life.leader.process.job_uid]
         for kept in (agent.kept for agent in agents):
             if others and kept is not None and kept.life is others[-1] and kept.copying is not None:
@@ -85,8 +85,8 @@ class MemoryJudge:
                 self.seen["paced"] += kept.copying.least > 0
 
     def _check_random_states(self, life: Life, agents: list[Agent], area: Area) -> None:
-        """Check that a rank whose node is alive has its random states for the common copy. If the only node with a
-        newer copy was lost, an older copy counts again, whose random states other ranks may have overwritten."""
+        """Check that a rank whose node is alive finds its random states for the loaded copy. If the only node with a
+        newer copy was lost, an older copy is loaded, whose random states other ranks may have overwritten."""
         held, writer, uid = area.held, area.newest.writer, life.leader.process.job_uid
         if held is None or writer is None:
             return  # this violation is already reported
@@ -119,7 +119,7 @@ class MemoryJudge:
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            # As ranks know the version: a recreated pod begins with generation 0.
+            # Ranks know only this number: after a restart the agent of a recreated pod counts from generation 0.
             named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
@@ -130,13 +130,13 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # The folder counts before a state one step earlier, which may also contain the cause of the failure. The same
-        # holds if the random states of the newest state were overwritten (docs/memory.md).
+        # If the newest state is useless, states one step earlier do not count either, but the folder does: an earlier
+        # state may contain the cause of the failure too (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
-        """True if the state was loaded so often that it may be the cause, because no node knows a later step."""
+        """True if the state may cause the failures: it was loaded often, and no node knows a later step."""
         lives = self._tried.get((uid, state), [])
         marks = [mark for agent in agents for mark in agent.area.marks]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX

@@ -127,7 +127,7 @@ class Agent:
 
     @property
     def kept(self) -> Kept | None:
-        """What the agent's first rank keeps."""
+        """The record of the agent's first rank; None if the agent has no ranks."""
         return self.kepts[0] if self.kepts else None
 
     @property
@@ -457,7 +457,7 @@ class Agents:
         return self._one_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
 
     def _one_ends(self, agent: Agent, life: Life, code: int, exception: str = "", kept: Kept | None = None) -> None:
-        """Let one of the agent's ranks end: `kept`, or any. The others write the state before they are ended."""
+        """End one of the agent's ranks: `kept`, or any if it is None. The others write the state before they end."""
         if agent.life is not life or not agent.runs or agent.over:
             return
         if life.loaded is not None:
@@ -621,7 +621,7 @@ class Agents:
         first = life.ranks[0].process
         self._training.hung.add((first.job_uid, -1000 - life.number))
         limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
-        if limit and self._faults.at("watchdog") != "blind":  # if blind, the operator detects the hang a while later
+        if limit and self._faults.at("watchdog") != "blind":  # if blind, only the operator detects the hang, later
             self._loop.call_later(float(limit), self._found_hanging, life)
 
     def _found_hanging(self, life: Life) -> None:

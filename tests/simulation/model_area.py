@@ -1,4 +1,4 @@
-"""A model of an agent's memory: its areas, the slots of its ranks, and the truth about their content."""
+"""A model of an agent's memory: its areas, the slots of its ranks, and what they really contain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = 3
 
 
 class State(NamedTuple):
-    """A state of a job: that of all ranks of a generation at a step."""
+    """The state of all ranks of a generation at one step."""
 
     life: int
     """Number of the generation. The next generation has this state until it makes a step."""
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def whole(self) -> Whole | None:
-        """The truth about the state in this area; None if it is incomplete."""
+        """The complete state that is really in this area; None if it is incomplete."""
         if self.writer is None or len(set(self.parts)) > 1:
             return None
         return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
@@ -79,7 +79,7 @@ class Area:
 
     @property
     def held(self) -> Held | None:
-        """The cells of the newest state."""
+        """The description of the newest state, as the agent reads it."""
         return self.newest.held
 
     @property

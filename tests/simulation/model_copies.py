@@ -1,4 +1,4 @@
-"""A model of periodic copies: each rank's actions at its boundaries while nothing fails.
+"""A model of periodic copies: what ranks do at boundaries (calls of `should_stop`, `save`, `keep`) without failures.
 
 The real rules (`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan applies. The model
 replaces `in_memory/copies.py`: the store for rank 0's plans, the cost of copies, and their parts. The job may end
@@ -37,7 +37,7 @@ class Store:
 
 
 class At(NamedTuple):
-    """A boundary of a rank, where it may copy."""
+    """A boundary of a rank, where the rank may copy its state."""
 
     step: int
     named: bool
@@ -186,7 +186,7 @@ class Copying:
     # ---- a boundary ----------------------------------------------------------------------------------------
 
     def _again(self, at: At) -> None:
-        """Handle a `save` after `should_stop` at the same boundary."""
+        """Copy again at a `save` after `should_stop`, if the script changes parameters between the two calls."""
         if not self.changes or not at.named or at.step < self.starts:
             return
         self._is_placed = self.has_place

@@ -129,7 +129,7 @@ class Elastic:
         self._loop.call_later(seconds, if_it_still_trains)
 
     def _save(self, group: Rendezvous) -> None:
-        # All generations of torchrun share the attempt's number, so only an older attempt is refused.
+        # All generations of torchrun have the attempt's number, so only older attempts are refused.
         if not self._training.saves(group.training[0], self._step(group)):
             self._end(group.training[0], 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
             return

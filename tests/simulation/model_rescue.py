@@ -34,7 +34,7 @@ BYTES, BYTES_MORE = 300, 301
 
 @dataclass(eq=False)
 class Kept:
-    """What a rank keeps after its `load`."""
+    """A rank after its `load`, and how far it is with writing its state."""
 
     life: Life
     first: int
@@ -131,7 +131,7 @@ class Rescues:
         return kept.life.ended_at is not None and kept.clock // 2 >= needed
 
     def _finish(self, agent: Agent, kept: Kept, fault: str) -> None:
-        """Let a living rank finish its current copy. The copy counts if no rank can lack its random states."""
+        """Let a living rank finish its copy, which counts only if all ranks have certainly written their part."""
         copying = kept.copying
         if copying is None or not self._runs(agent, kept) or kept.answer != memory.NONE:
             return None

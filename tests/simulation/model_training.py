@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
-# Why a process is excused: a sent request cannot be taken back. The rank finds no group, and writes nothing.
+# Reasons to excuse a process. For example a sent request cannot be taken back; its rank finds no group.
 LATE = "the request for it has outlived its sender"
 FORCED = "the user has forced it"
 # The message with which torch 2.13 ends a rank that waits too long, from a separate thread.
@@ -320,8 +320,8 @@ class Training:
         self._end(process, failure.code, failure.reason, failure.message)
 
     def _leaves(self, group: Group, process: Process, complains: bool) -> bool:
-        """End the group. If `complains`, all ranks report only lost peers; otherwise all but this rank, which ends in
-        its own way. Return True if this rank must still be ended."""
+        """End the group. If `complains`, all ranks report only lost peers. Otherwise this rank ends in its own way, and
+        all others report lost peers. Return True if this rank must still be ended."""
         if group.started_at is None or not self._whole(group):
             return False
         group.broken = True

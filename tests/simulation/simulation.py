@@ -340,7 +340,7 @@ class Simulation:
     def _is_at_rest(self) -> bool:
         """True if nothing has changed for a while, and nothing will change."""
         if self.loop.time() - self._changed_at < REST_SECONDS or self._ours("podgroups"):
-            return False  # by then all groups must be deleted
+            return False  # all groups must be deleted before the job is at rest
         return all(self._rests(name) for name in self.jobs)
 
     def _rests(self, name: str) -> bool:
@@ -507,7 +507,7 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
-        if deed.what != "suspend":  # the story mentions a suspension when it is written
+        if deed.what != "suspend":  # a suspension gets its line when it is written
             self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
@@ -583,8 +583,8 @@ class Simulation:
             self.api.change(api.PLURAL, job, "user", status={**status, "goodput": goodput})
 
     def _make_invalid(self, job: Raw) -> None:
-        """Make the spec of a started job invalid, as an old CRD would allow. The job must still end. A user who resumes
-        a job repairs its spec."""
+        """Make the spec of a started job invalid, as an old CRD would allow. The job must still end. A user repairs the
+        spec when they resume the job."""
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
             self._put(job, preflight="sometimes")

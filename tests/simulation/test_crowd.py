@@ -200,7 +200,7 @@ SEEDS: dict[Mutant, int] = {
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
 def test_two_jobs_reveal_a_deliberate_bug(mutant: Mutant) -> None:
-    """Each of these bugs must be found. Otherwise the tests above prove nothing."""
+    """If these bugs were not found, the tests above would prove nothing."""
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
         found = next((o for seed in seeds if (o := simulate_crowd(crowd_scenario(seed))).wrong), None)

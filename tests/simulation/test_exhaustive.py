@@ -29,7 +29,7 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# Other tests cover the remaining runs in part: one attempt, two attempts, a deletion (below, with slow requests).
+# Other tests cover parts of the remaining runs: one attempt, two attempts, a deletion (below, with slow requests).
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",
@@ -96,7 +96,7 @@ def test_a_job_ends_if_any_single_watch_event_is_lost(name: str) -> None:
 
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """Let the operator die after each write. Its successor gets an old state, and a watch of pods without news."""
+    """Let the operator die after each write. Its successor gets an old list, and no events from the watch of pods."""
     undisturbed = simulate(LIVES[name])
     first = undisturbed.passed["list"]
     stale = {f"list#{n}": "stale" for n in range(first, first + 4)}

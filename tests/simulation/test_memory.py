@@ -34,13 +34,13 @@ def check(seeds: range) -> None:
 
 
 def test_each_generation_begins_with_the_newest_complete_state() -> None:
-    """A job that resumes too early repeats hours of training. A mixture of two states gives a wrong result."""
+    """A job that resumes from an old step repeats hours of training. A mixture of two states gives a wrong result."""
     check(range(BY_DAY))
 
 
 # Seeds that have once broken a rule. Each comment says how, or why this matters to users.
 ONCE_WRONG = {
-    # A state may contain the cause of the failure. The job would fail three more times.
+    # The state may contain the cause of the failure. Loaded again, it would fail the job three more times.
     "after three loads of a state the folder counts and not a state a step before": 701221,
     # The judge counted a forgotten report as lost, but the agent repeats its report unless the agent is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
@@ -81,7 +81,7 @@ def test_a_thousand_more_memory_seeds_are_correct(first: int) -> None:
 
 
 def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
-    """Bug: the cells call a state complete before its first part is written."""
+    """Bug: a state counts as complete before its first part is written."""
 
     def begin(_: Area, place: Place, held: Held) -> None:
         place.held = held
@@ -142,7 +142,7 @@ def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
 
 
 def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a copy counts as soon as it is written, although another rank may not have reached that boundary."""
+    """Bug: a copy counts as soon as it is written, although another rank may not have completed that step."""
     close = Copying._close
 
     def at_once(copying: Copying) -> None:

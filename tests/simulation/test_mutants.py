@@ -1,4 +1,4 @@
-"""The simulation finds each of these bugs made on purpose. Otherwise its silence would prove nothing."""
+"""The simulation finds each of these deliberate bugs. Without this its runs would prove nothing."""
 
 from __future__ import annotations
 

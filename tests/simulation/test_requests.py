@@ -52,8 +52,7 @@ def asked(scenario: Scenario) -> set[str]:
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_no_request_is_sent_to_gang_and_queue_apis_that_are_switched_off(gang: str) -> None:
-    """Otherwise the log of an installation without gangs and queues complains about missing rights, for each job with a
-    queue's label."""
+    """Each job with a queue's label would log a missing right in an installation without gangs and queues."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
@@ -99,7 +98,7 @@ def test_the_end_of_a_long_job_adds_an_event_and_with_all_events_each_job_has_tw
 
 
 def test_a_failure_has_its_events_too() -> None:
-    """Otherwise the Events of a namespace do not show that a job has restarted."""
+    """Users look for restarts in the Events of a namespace."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
     warnings = {"event RankFailed"}
@@ -109,7 +108,7 @@ def test_a_failure_has_its_events_too() -> None:
 
 
 def test_a_gang_adds_only_the_write_of_its_group_and_a_queue_one_status_and_one_event() -> None:
-    """A scheduler or queue reports each step of a group, but not each report may cause a write of the status."""
+    """A scheduler or queue often updates a group, but not every update may cause a write of the job's status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
     of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and changed to be deleted at the end

@@ -53,13 +53,13 @@ def test_elastic_jobs_train_with_the_available_nodes_and_end_correctly(first: in
 
 
 def without_room(seed: int) -> Scenario:
-    """Return a job of which the operator keeps little before it begins, so that it must read the job again."""
+    """Return a job of which the operator caches little before the job begins, so that it must read the job again."""
     life = (scenario, elastic_scenario, gang_scenario)[seed % 3](seed)
     return dataclasses.replace(life, has_room=False)
 
 
 def test_jobs_end_correctly_if_the_operator_keeps_little_of_them() -> None:
-    """What the operator did not keep is read again in time: on resume, at the end, by a new leader, after a fault."""
+    """The operator must read the dropped parts again in time: on resume, at the end, as a new leader, after a fault."""
     check(range(BLOCK), without_room)
 
 

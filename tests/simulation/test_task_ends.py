@@ -110,7 +110,7 @@ def is_over(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("start", [*OURS, *KOPFS])
 def test_the_end_of_any_task_ends_the_operator_with_a_reason(world: World, start: str) -> None:
-    """An operator whose probe answers ok but which does not work must not hold up all jobs."""
+    """An operator that answers its probe but does no work must not hold up all jobs."""
     world.running()
     name = next(name for name in task_ender.tasks(world.socket) if name.startswith(start))
     is_over(world, name)
@@ -122,7 +122,7 @@ def test_the_end_of_any_task_ends_the_operator_with_a_reason(world: World, start
 
 @pytest.mark.long  # takes 90 s; the test above ends only one task of each kind
 def test_whichever_task_ends_the_operator_continues_or_ends_with_a_reason(world: World) -> None:
-    """The rule holds for all tasks, including those that are missing in OURS and KOPFS."""
+    """The rule also holds for tasks that OURS and KOPFS do not name."""
     chance = random.Random(35)
     world.running()
     left = task_ender.tasks(world.socket)

@@ -152,7 +152,7 @@ class Namespace:
         return self
 
     def remove(self) -> None:
-        """Remove the namespace. Release pods first that a test holds by finalizers."""
+        """Remove the namespace. First release the pods that a test keeps by finalizers."""
         with contextlib.suppress(Exception):
             for pod in self.pods():
                 if pod["metadata"].get("finalizers"):
@@ -240,12 +240,12 @@ class Namespace:
         self.set_pod(name, "Failed" if code else "Succeeded", {"terminated": ended})
 
     def hold(self, *names: str) -> None:
-        """Keep these pods after their deletion, as if they stopped slowly, until release()."""
+        """Keep these pods after their deletion until release(), as if they stopped slowly."""
         for name in names:
             self._finalizers(name, ["ddpjob.test/hold"])
 
     def bind(self, *names: str) -> None:
-        """Give these pods a node: every 20 s the garbage collector marks deleted pods without a node as failed."""
+        """Give these pods a node. The garbage collector marks deleted pods without a node as failed, every 20 s."""
         for name in names:
             target = {"kind": "Node", "name": "ddpjob-test"}
             body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}

@@ -73,7 +73,7 @@ class FakeCluster:
             time.sleep(0.02)
 
     def after(self, request: str, do: Callable[[], None]) -> None:
-        """Call a function as soon as another request of this kind has arrived."""
+        """Call a function as soon as the next request of this kind arrives."""
         times = self.requests.count(request) + 1
 
         def wait() -> None:
@@ -299,7 +299,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
     """Yield the lines of a log that a request selects. The request is counted after its first line. Raise
     ConnectionAbortedError for a fault."""
     printed = len(cluster.logs.get(name, ()))
-    # Select by time as if one line was printed each second until now.
+    # Select by time as if one line had been printed each second until now.
     skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))
     if skipped == printed:
         cluster.requests.append("get pods/log")

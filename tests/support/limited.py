@@ -1,4 +1,4 @@
-"""A memory cgroup with a limit, as a container has, below the cgroup of this process."""
+"""A memory cgroup with a limit, like that of a container, below the cgroup of this process."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 
 
-# Ranks without torch meet like torch's ranks. The script needs `os`, `socket`, `time` and `rank`.
+# Ranks connect to each other as in torch, without torch. The script needs `os`, `socket`, `time` and `rank`.
 MEET = """
 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -130,7 +130,7 @@ class Space:
 
     @contextlib.contextmanager
     def following(self, pod: str) -> Iterator[Callable[[], str]]:
-        """Yield a function that returns what a pod printed until its end, for pods that are deleted at once."""
+        """Yield a function that returns all that a pod printed, even if the pod is deleted at once."""
         command = ["kubectl", "-n", self.name, "logs", "--follow", pod]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:

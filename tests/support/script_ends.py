@@ -16,8 +16,8 @@ def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[in
     """Run the script in forked processes, which then exit like a new Python: atexit gets the exception and runs, and
     all objects are destroyed. Return (exit code, seconds until the exit) by rank."""
     begin, ranks, ended = time.monotonic(), {}, {}
-    # Otherwise each rank collects at its exit everything that this process has imported, which takes a second. ddprun's
-    # fork server freezes these objects too.
+    # Without this, the garbage collector of each rank visits everything that this process has imported, which takes a
+    # second at exit. ddprun's fork server also freezes these objects.
     gc.freeze()
     for rank in range(world_size):
         pid = os.fork()

@@ -1,5 +1,5 @@
-"""Cluster resources that all processes of a test run share: the first process creates them, and the last one removes
-them. Also work that only one process may do at a time."""
+"""Cluster resources that all processes of a test run share: the first process creates them, and the last process
+removes them. Also work that only one process may do at a time."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Town:
         return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
 
     def why_unhealthy(self) -> str:
-        """Return the answer of the health probe. All watches count as just tried, because there are none here."""
+        """Return the answer of the health probe. It regards all watches as healthy, because this server has none."""
         for reflector in self.operator.watches():
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()

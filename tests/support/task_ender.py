@@ -1,6 +1,6 @@
-"""Ends single tasks of an operator that runs as a process of its own, on request of the test's process.
+"""Ends single tasks of an operator in its own process, when the test's process requests it.
 
-In the pytest process `installed` replaces uvloop.run. An operator that is forked from it then listens on a socket."""
+In the pytest process `installed` replaces uvloop.run. An operator forked from this process then listens on a socket."""
 
 from __future__ import annotations
 

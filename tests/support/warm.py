@@ -41,7 +41,7 @@ def start(
     import torch._dynamo  # imports everything that a fork server imports
 
     torch.set_num_threads(1)  # threads of a pool do not exist in a forked process
-    _ends_early = ends_early  # for the fork
+    _ends_early = ends_early  # the forked process reads this
     return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -87,7 +87,7 @@ def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mappin
     sys.stdout.flush()
     if _ends_early:
         os._exit(code)
-    ctypes.pythonapi.Py_Exit(code)  # the complete exit of an interpreter, as in a rank
+    ctypes.pythonapi.Py_Exit(code)  # exits with the interpreter's full shutdown, as a rank does
     raise AssertionError("it has ended")
 
 
@@ -134,7 +134,7 @@ def _forget_pytest() -> None:
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
-        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove pytest's folders
+        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove folders of pytest
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     logging.getLogger().handlers.clear()

@@ -250,7 +250,7 @@ class World:
         return self
 
     def stops_all(self) -> World:
-        """End all pods whose deletion was requested, and remove them. Pods with a deadline end but stay."""
+        """End and remove all pods whose deletion was requested. End pods with a set deadline, which stay."""
         self.pods = {n: p for n, p in self.pods.items() if p.deletion_requested_at is None}
         for name, pod in self.pods.items():
             if pod.deadline_set and pod.live:
@@ -259,17 +259,17 @@ class World:
         return self
 
     def restarted(self) -> World:
-        """Let all pods end that must end, until the next attempt exists."""
+        """End all pods that must end, until the next attempt exists."""
         return self.settle().stops_all().settle()
 
     def node_lost(self, place: int) -> World:
-        """Mark the node of a pod as not ready."""
+        """Mark a pod's node as not ready."""
         assert self.nodes is not None, "this world cannot read nodes"
         self.nodes[self._pod(place).node] = Node(ready=False, since=self.now)
         return self
 
     def node_deleted(self, place: int) -> World:
-        """Delete the object of a pod's node. As in the operator, the node counts as not ready since it was lost."""
+        """Delete the Node of a pod. As in the operator, the node counts as not ready since it was lost."""
         assert self.nodes is not None, "this world cannot read nodes"
         name = self._pod(place).node
         known = self.nodes.get(name)

@@ -1,4 +1,4 @@
-"""A node's memory has two areas, written by survivors of a failure and by ranks that copy saved states."""
+"""A node's memory has two areas for states. Survivors of a failure and ranks that copy saved states write to them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complet
 
 
 def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shared]) -> None:
-    """Otherwise there are two states of that step, and it is unclear which of them a restart uses."""
+    """With two different states of that step it is unclear which of them a restart uses."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
@@ -107,7 +107,7 @@ def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shar
 
 
 def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared]) -> None:
-    """A mix of two states would be a state that no training had."""
+    """A mix of two states is a state that no training had."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, pieces=1)
@@ -118,7 +118,7 @@ def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared])
 
 
 def test_a_rank_that_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
-    """Otherwise both write at the same time into the area that does not hold the newest state."""
+    """The two must not write at the same time into the area that does not hold the newest state."""
     began, done = threading.Event(), threading.Event()
 
     def copies() -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_copies_waits_until_a_survivor_has_written(ranks: list[Share
 
 
 def test_one_rank_writes_at_a_time_and_a_dead_writer_releases_the_lock(ranks: list[Shared]) -> None:
-    """Parts written by two ranks would be a state of no step."""
+    """With two writers a state could have parts of two steps."""
     (read, write_end), (release, hold) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
         with ranks[0].locked():

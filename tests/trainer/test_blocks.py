@@ -1,4 +1,4 @@
-"""Each building block in the notes asserts its own promises, and the test runs it on every rank."""
+"""Each building block in the notes checks its own behaviour with asserts, and the test runs it on every rank."""
 
 import contextlib
 import os

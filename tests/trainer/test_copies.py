@@ -99,7 +99,7 @@ def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -
 def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise such a script is not kept in memory at all."""
+    """Without such copies memory could not keep the state of this script at all."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -135,7 +135,7 @@ def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(n
 def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_states(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise a rank without its random state draws other numbers after the restart."""
+    """A rank without its random state would draw other numbers after the restart."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
     node.lose(0)
     Path("snapshots").rename("others")
@@ -155,7 +155,7 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
         world = ddpjob.init()
         objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
-            if step > 8:  # from here on the script does what it has not shown before
+            if step > 8:  # the first eight steps did not show that the script clips
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:
@@ -190,7 +190,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(
     nodes: Node, who_saves: str, until: int
 ) -> None:
-    """Otherwise a restart uses weights with which no step begins."""
+    """A restart would use weights with which no step begins."""
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
@@ -199,7 +199,7 @@ def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should
 def test_facts_that_rank_0_learned_about_save_survive_a_restart(
     nodes: Node,
 ) -> None:
-    """Otherwise a node that never saves makes all ranks copy at should_stop() again."""
+    """A node that never saves must not make all ranks copy at should_stop() again."""
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40

@@ -168,7 +168,7 @@ with ddpjob.init() as world:
 
 @on_gpu
 def test_a_gpu_copies_the_state_of_the_boundary_while_the_host_continues(tmp_path: Path) -> None:
-    """Otherwise the copy mixes two steps, or training waits for each copy."""
+    """The copy must not mix two steps, and training must not wait for each copy."""
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)
     env = {**os.environ, **real_gpus.shown()}
@@ -325,7 +325,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_copy(told: Told) -> None:
-    """Otherwise the copy has parts of another step. The host must not wait, because that costs time."""
+    """An earlier copy, or an earlier next step, would mix two steps. Waiting on the host would cost time."""
     streams = Streams(torch.device("cuda", 1))
     target, source = torch.zeros(4), torch.ones(4)
     ticket = streams.begin_copy([(target, source)])
@@ -346,7 +346,7 @@ def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_co
 
 @pytest.mark.parametrize(("answer", "says"), [(0, ""), (712, "cudaHostRegister answers 712")])
 def test_memory_is_pinned_for_the_device_of_the_rank(told: Told, answer: int, says: str) -> None:
-    """A thread's default device is GPU 0, where each rank would otherwise use memory."""
+    """A new thread uses GPU 0, where each rank would need memory if the thread did not select the rank's device."""
     told.answer = answer
     assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
     assert told.calls == ["on cuda:1", "pinned 64 1"]

@@ -131,7 +131,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     drop=st.booleans(),
 )
 def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
-    """Otherwise the last batch is smaller than global_batch, and with a DataLoader a rank without samples crashes."""
+    """The last batch would be smaller than global_batch, and with a DataLoader a rank without samples crashes."""
     first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
     seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
     second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
@@ -146,7 +146,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
-    """After a resume the batches count from the start of the epoch. Otherwise a second resume trains samples twice."""
+    """After a resume the batches count from the start of the epoch, or a second resume trains samples twice."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
     for global_batch in (16, 8, 24):
@@ -168,7 +168,7 @@ def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fetching_one_batch_of_a_loader_removes_none_from_the_training(workers, capfd):
-    """Otherwise the samples of the fetched batch, and those that workers read ahead, are not trained."""
+    """The fetched batch, and the samples that workers read ahead, must still be trained."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
     loader = DataLoader(range(32), batch_sampler=sampler, num_workers=workers)
@@ -300,7 +300,7 @@ def test_a_resume_that_leaves_a_rank_without_samples_is_refused_if_a_data_loader
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
 def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(name, value):
-    """Otherwise training continues as if it had seen all samples, or repeats some."""
+    """Training would continue as if it had seen all samples, or repeat some."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
         sampler.load_state_dict({**sampler.state_dict(), name: value})
@@ -582,7 +582,7 @@ def test_the_error_about_a_loss_function_without_a_scalar_tensor_says_what_to_re
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """Otherwise gradients are eight times too large here, and users only see a model that learns badly."""
+    """Here gradients would be eight times too large, and users would only see a model that learns badly."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

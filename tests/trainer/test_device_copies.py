@@ -1,5 +1,5 @@
-"""Copies of a state on a device, as scripts see them. The fake device makes each copy as late as it may. Parameters are
-on the CPU and the optimizer's step changes them, so a step that does not wait spoils the copy."""
+"""Copies of a state on a device, as scripts see them. The fake device makes each copy as late as allowed. A step that
+does not wait for the copy changes the parameters too early and spoils it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
 def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next boundary may come an hour later. Until then a failure would cost the saved state."""
+    """The next boundary may come an hour later. If the copy counted only then, a failure would cost the saved state."""
     monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
 
     def only_saves(until: int) -> Any:
@@ -208,7 +208,7 @@ def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
 def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the sum reads memory that was freed, and parameters on a GPU seem to change between two steps."""
+    """If the copy were freed, the sum would be wrong, and parameters would seem to change between two steps."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a tensor on a GPU returns a copy
@@ -216,7 +216,7 @@ def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
 
 
 def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise dropout on the GPU draws other numbers after a restart."""
+    """Without this state dropout on the GPU draws other numbers after a restart."""
     from ddpjob.checkpoint.state import random_states
 
     state = torch.arange(16, dtype=torch.uint8)

@@ -20,7 +20,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
     block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
 ) -> None:
-    """Otherwise a user's first try of the library ends with NameError."""
+    """A user's first try of the library must not end with NameError."""
     (tmp_path / "train.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])

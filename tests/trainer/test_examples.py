@@ -1,5 +1,5 @@
-"""The examples reach what they promise, with any number of processes and after interruptions. Ranks are forked from
-this process, because importing torch takes seconds. Several tests share one run."""
+"""The examples reach the results in their documentation, with any number of processes and after interruptions. Ranks
+are forked from this process, because importing torch takes seconds. Several tests share one run."""
 
 import functools
 import importlib.util
@@ -32,7 +32,7 @@ LIMIT_SECONDS = 120
 
 TEN = ("--epochs", "10")
 TINY_LM = ("--epochs", "3", "--context", "32", "--layers", "1", "--width", "32", "--heads", "2")
-TINY_TEXT_TOPICS = 10  # of 79
+TINY_TEXT_TOPICS = 10  # of the text's 79 topics
 SHORT = {"digits": ("--epochs", "2"), "byte_lm": TINY_LM}
 METRIC = {"digits": "accuracy", "byte_lm": "loss"}
 
@@ -234,7 +234,7 @@ class Recorded:
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
-            "    time.sleep(0.01)\n"  # a test that waits for a step sees it long before the end
+            "    time.sleep(0.01)\n"  # slow enough for a test that waits for a step
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )

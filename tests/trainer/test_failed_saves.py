@@ -43,7 +43,7 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
-def test_a_training_whose_saves_fail_goes_on_and_saves_again_when_it_can(tmp_path, disk, number, capfd):
+def test_a_training_whose_saves_fail_continues_and_saves_again_when_it_can(tmp_path, disk, number, capfd):
     snapshot = ddpjob.Snapshot(tmp_path)
     for step, error in enumerate((0, number, number, 0), start=1):
         disk(error)
@@ -59,7 +59,7 @@ def test_a_training_whose_saves_fail_goes_on_and_saves_again_when_it_can(tmp_pat
     assert capfd.readouterr().err.count("was not saved: ") == 2
 
 
-def test_the_end_writes_what_the_last_save_could_not(tmp_path, disk):
+def test_the_end_writes_the_state_that_the_last_save_could_not(tmp_path, disk):
     """The disk has room again after the last save() of the script failed."""
     snapshot = ddpjob.Snapshot(tmp_path)
     disk(errno.ENOSPC)
@@ -75,7 +75,7 @@ def test_the_end_writes_what_the_last_save_could_not(tmp_path, disk):
 @pytest.mark.parametrize("way", ["returns", "exits", "stops", "closes"])
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, disk, way, has_group):
-    """Otherwise it ends with 0, or with 75 after a stop, and nobody learns that the newest snapshot is an old one."""
+    """If it ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is an old one."""
 
     def body(_rank: int) -> None:
         world = ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1) if has_group else None
@@ -114,8 +114,8 @@ def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, 
     assert (outcome.exit_code, outcome.error) == (1, "ValueError: its own")
 
 
-def test_a_claim_that_somebody_has_tidied_away_is_made_again(tmp_path):
-    """Otherwise the next attempt takes the same writer number, and its states are mixed up with ours."""
+def test_a_deleted_claim_is_created_again(tmp_path):
+    """The claim reserves our writer number: without it the next attempt uses the same number and mixes up states."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
     (tmp_path / "writer-000001.json").unlink()
@@ -145,7 +145,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
-    """Nothing is lost yet at the start, but hours later it would be. A failed claim must also leave no file behind."""
+    """At the start nothing is lost yet; hours later the training is. A failed claim must also leave no file behind."""
 
     def refuse(path: Path, _: bytes) -> None:
         path.touch()
@@ -170,12 +170,12 @@ def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_pa
         ("folder: /c is in use by job a, which is running.", "application"),
     ],
 )
-def test_no_restart_is_spent_on_what_a_new_process_finds_as_it_was(text, failure_class):
+def test_a_failed_save_that_a_restart_cannot_fix_is_permanent(text, failure_class):
     failure = Failure(0, exit_code=1, exception=f"ddpjob.errors.SnapshotError: {text}")
     assert rules.classify(failure) == failure_class
 
 
-def test_a_folder_that_is_removed_while_the_training_runs_is_no_silent_loss(end_ranks, tmp_path):
+def test_a_script_whose_folder_was_removed_during_the_training_fails(end_ranks, tmp_path):
     def body(_rank: int) -> None:
         snapshot = ddpjob.Snapshot(tmp_path / "s")
         snapshot.load()

@@ -133,7 +133,7 @@ def test_the_thread_of_the_watchdog_does_not_abort_an_ending_rank() -> None:
     assert done.stdout == f"{[0] * 3}\n", done.stderr
 
 
-# ---- protection of a rank's end: without any one of these, 6 to 40 % of all jobs abort or hang ---------------------
+# ---- protection of a rank's end: without any single one, 6 to 40 % of all jobs abort or hang -----------------------
 
 
 def as_ddprun_runs_a_script_without_the_library() -> None:

@@ -20,7 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """Otherwise each restart silently loses two of four micro-batches."""
+    """After such a save each restart silently loses two of four micro-batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -89,7 +89,7 @@ def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pyt
 def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
 ) -> None:
-    """Otherwise PowerSGD's error feedback is silently lost at a restart."""
+    """PowerSGD's error feedback is in no state_dict(), so a restart silently loses it."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:

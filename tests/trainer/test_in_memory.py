@@ -80,7 +80,7 @@ def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Nod
 
 
 def test_loading_a_snapshot_takes_no_extra_memory_for_existing_tensors(node: Node) -> None:
-    """Otherwise each rank would hold a second copy of the model and the optimizer's state until the end."""
+    """Each rank must not hold a second copy of the model and the optimizer's state until the end."""
 
     def load() -> tuple[int, list[bool]]:
         objects = parts()
@@ -157,13 +157,13 @@ def test_two_calls_of_load_use_the_same_step_however_often_it_was_loaded(
 
 
 def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> None:
-    """Otherwise the second call loads the optimizer from memory, which is newer than the model in the folder."""
+    """Memory is newer here, so an optimizer from memory does not fit the model from the folder."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
 def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """Only the folder has that object, but of an earlier step than the parameters."""
+    """The object of the second call is only in the folder, at an earlier step than the loaded parameters."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
@@ -178,7 +178,7 @@ def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: No
 
 
 def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
-    """Otherwise a script that always fails in its next step would load the same state again and again."""
+    """If the count began again, a script that always fails in its next step would load the same state for ever."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -219,7 +219,7 @@ def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
 
 
 def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -> None:
-    """Otherwise the script continues from step 6 with the best loss of step 0."""
+    """The script would continue from step 6 with the best loss of step 0."""
 
     def train() -> float:
         objects, snapshot, step = begin()
@@ -256,7 +256,7 @@ def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_o
 
 
 def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
-    """A script may call progress() with the number of the step that it is about to make."""
+    """A boundary is where a step is complete. Scripts may call progress() before they make the step of that number."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -277,11 +277,11 @@ def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("each", "left"), [(1, 9), (2, None)])
-def test_a_rank_within_its_step_first_passes_the_values_of_it_if_it_does_so_after_each_step(
+def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The other ranks may have made that step, and then nobody has the step before it. If a script passes values only
-    now and then, the rank writes nothing, because the values would come too late."""
+    """The other ranks may have completed that step, so nobody has the step before. If a script passes values only now
+    and then, they come too late, and the rank writes nothing."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -303,8 +303,8 @@ def test_a_rank_within_its_step_first_passes_the_values_of_it_if_it_does_so_afte
 
 @pytest.mark.parametrize("makes_it", [True, False])
 def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_completed(node: Node, makes_it: bool) -> None:
-    """On a busy machine this rank may be late by milliseconds, and a step that all ranks have made would be repeated.
-    If it waits in vain, it writes the state that it has."""
+    """On a busy machine this rank may be late by milliseconds. A step that all ranks have made must not be repeated. If
+    it waits in vain, it writes the state that it has."""
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
@@ -416,7 +416,7 @@ def test_the_log_gives_the_reason_if_a_state_is_not_used_after_lost_steps(
 def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Training may need the memory that the state would take, and would be killed again."""
+    """If the state were kept, training might lack that memory, and the pod would be killed again."""
     monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.step is None
@@ -557,8 +557,8 @@ def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
 
 
 def test_failures_between_two_saves_do_not_use_up_the_saved_state(node: Node) -> None:
-    """A state that is loaded repeatedly without a later step is given up. Here later steps are made but not marked, so
-    the job must not restart at step 0 after the fourth failure."""
+    """A state that is loaded repeatedly without a later step is given up. Here later steps are made without a call of
+    should_stop(), so the job must not restart at step 0 after the fourth failure."""
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
@@ -586,8 +586,8 @@ def test_a_save_that_one_rank_has_not_reached_does_not_cause_a_start_at_step_0(n
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, folder: str | None) -> None:
-    """A rank writes its buffers before each step, in case it dies in the step. Buffers from ten unmarked steps ago must
-    not be combined with newer parameters."""
+    """A rank writes its buffers before each step, in case it dies in the step. Buffers from ten steps ago must not be
+    combined with newer parameters."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -612,8 +612,8 @@ def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, fold
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(node: Node, script: str) -> None:
-    """One script makes a step between two saves, so each step seems to be marked. The other changes parameters between
-    a save and the next step, so survivors have no usable state."""
+    """One script makes a step between two saves, so each step seems to have a boundary. The other changes parameters
+    between a save and the next step, so survivors have no usable state."""
 
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -725,7 +725,7 @@ def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_lo
 def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise one state would be that of the last step, and the other that of the last save."""
+    """With memory for only one of them, one state would be that of the last step, the other that of the last save."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -793,7 +793,7 @@ def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step
 def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise an average that is updated at the end of an epoch loses that update."""
+    """An average that is updated at the end of an epoch must not lose that update."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -811,7 +811,7 @@ def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
 
 
 def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node: Node) -> None:
-    """Otherwise the second generation loses a change of the learning rate if a rank fails before its first save."""
+    """The second generation would lose a change of the learning rate if a rank fails before its first save."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin()
@@ -833,7 +833,8 @@ def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node:
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
 def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
-    """Otherwise training continues with other dropout masks, or BatchNorm lacks the batches of the evaluation."""
+    """The mark is should_stop() or keep(). A restart without the changes would have other random numbers or
+    averages."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -884,7 +885,7 @@ def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluat
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
-    """Otherwise the sampler seems to change before each save(), and memory is not used after the first epoch."""
+    """The sampler must not seem to change before each save(), or memory is not used after the first epoch."""
 
     def train() -> None:
         objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
@@ -910,7 +911,7 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 
 @pytest.mark.parametrize("place", ["at the top", "after the mark"])
 def test_a_restart_does_not_repeat_a_rate_change_made_before_the_next_batch(node: Node, place: str) -> None:
-    """Otherwise the rate seems to be set at the top of the loop, because it changes after each mark."""
+    """The rate changes after each mark (should_stop() or keep()), so it could seem to be set at the top of the loop."""
 
     def train() -> None:
         objects, sampler = parts(), ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -959,7 +960,7 @@ def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_pa
 
 
 def test_a_rank_of_an_earlier_generation_writes_nothing(node: Node) -> None:
-    """Such a process, hidden from its agent, would overwrite the state of the new ranks."""
+    """A process that its agent does not see must not overwrite the state of the new ranks."""
 
     def live_on() -> None:
         objects, _, _ = begin()
@@ -1031,7 +1032,7 @@ def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
 def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise a script's invalid write, or a machine without ECC, corrupts the training and its saves."""
+    """A script's invalid write, or a machine without ECC, would corrupt the training and its saves."""
 
     def flip(_: Any) -> None:
         rescue()
@@ -1145,7 +1146,7 @@ def test_a_training_that_resumed_from_memory_has_its_last_state_in_the_folder_at
 
 def test_the_folder_gets_the_loaded_state_without_random_numbers_drawn_later(node: Node) -> None:
     """After a resume from memory, wait() writes the state to the folder. Meanwhile a loader has drawn its seed and read
-    ahead: from such a state a restart would train other samples."""
+    ahead. With these later random states a restart would train other samples."""
 
     def train(until: int) -> Any:
         objects = {**parts(), "sampler": ddpjob.GlobalBatchSampler(40, global_batch=4, seed=1)}
@@ -1251,7 +1252,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk ended a rank. The next generation cannot write its claim, but must not lose the training."""
+    """A full disk ended a rank. The next generation cannot reserve its number, but must not lose the training."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -1284,8 +1285,8 @@ def _full(*_: object, **__: object) -> None:
 def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their states were lost with the node, so the result differs, and users who compare results must know why. The new
-    node gets the state in pieces, and the last one is shorter."""
+    """The random states were lost with the node, so the result differs, and users who compare results must know why.
+    The new node gets the state in pieces, and the last one is shorter."""
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
 
     def train_both(until: int) -> Any:

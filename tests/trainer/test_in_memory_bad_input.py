@@ -146,7 +146,7 @@ class Averages:
 def test_a_script_with_too_much_data_per_step_trains_and_the_log_says_why_it_is_not_kept(
     node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise each step would take as long as a save."""
+    """Keeping all this data would make each step as slow as a save."""
 
     def train() -> None:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -190,7 +190,7 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
 def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank's counter begins at another number, so the step of the state is not known, and memory is not used."""
+    """One rank's counter begins at another number, so the step of the state in memory is ambiguous."""
 
     def train() -> int:
         rank = int(os.environ["RANK"])

@@ -153,7 +153,7 @@ def test_ranks_meet_by_variables_by_port_and_by_file(run_ranks, free_port, meeti
     assert run_ranks(lambda rank: summed(rank=rank, world_size=2), 2) == expected
     assert run_ranks(lambda rank: summed(init_method=meeting_file, rank=rank, world_size=2), 2) == expected
     url = f"tcp://127.0.0.1:{free_port}"
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with this, torch's own tcp:// would wait for ever
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with it torch's own tcp:// would wait for ever
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run_ranks(lambda rank: summed(init_method=url, rank=rank, world_size=2), 2) == expected
 
@@ -239,7 +239,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, stall):
-    """Otherwise half an hour of evaluation on rank 0 ends the ranks that wait for it, also after each restart."""
+    """Half an hour of evaluation on rank 0 must not end the ranks that wait for it, also after each restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
@@ -384,7 +384,7 @@ def test_ranks_that_finish_together_print_nothing_like_a_failure_on_stderr(end_r
     """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
 
     def body(rank: int) -> None:
-        if rank != 0:  # checks so seldom that the others are done long before
+        if rank != 0:  # checks so seldom that the others have ended long before
             stop.COUNT_SECONDS = 0.3
         stop.LEAVE_LAST_SECONDS = 30.0  # longer than any delay on this machine
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)

@@ -1,4 +1,4 @@
-"""The table of `Mode`: what the memory of a process can be used for so far, and which events change that."""
+"""The table of `Mode`: how far a process may use its memory for the state, and which events change that."""
 
 import typing
 
@@ -10,7 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """Otherwise the agent waits for a state that nobody writes, or a job resumes from an unproved state."""
+    """With less the agent would wait for a state that nobody writes, or a job would resume from an unproved state."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:
@@ -23,11 +23,11 @@ def test_the_agent_waits_only_after_names_proof_and_room() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.EMPTY, Mode.PROVING, Mode.COPYING, Mode.OFF])
 def test_room_that_was_reserved_late_promises_nothing(mode: Mode) -> None:
-    """A thread reserves the room. It does not know that the script has passed other objects meanwhile."""
+    """A thread reserves the memory. It does not know that the script has passed other objects meanwhile."""
     assert after(mode, "reserved") is mode
 
 
 def test_a_refused_state_stays_refused_and_a_changing_one_is_copied_from_then_on() -> None:
-    """Otherwise a state that is known to be wrong is used after a restart."""
+    """A state that is known to be wrong must not be used after a restart."""
     assert {after(Mode.OFF, event) for event in EVENTS} == {Mode.OFF}
     assert {after(Mode.COPYING, event) for event in EVENTS} == {Mode.COPYING, Mode.OFF}

@@ -56,7 +56,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
 
 
 def test_each_rank_gets_its_own_reader_and_values_back(run_ranks: Any, tmp_path: Path) -> None:
-    """Otherwise both ranks read rank 0's shard, and the samples of the other shard are never trained."""
+    """If both ranks read rank 0's shard, the samples of the other shard are never trained."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
         reader = Reader(9)
@@ -102,8 +102,8 @@ def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_p
 def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
     run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
-    """A rank's own adapter, with its momentum, rate and average, must not become rank 0's. Nor its BatchNorm in `with
-    model.join()`, where DistributedDataParallel sends the last rank's to all."""
+    """A rank's own adapter, with its momentum, rate and average, must not become rank 0's. The same holds for BatchNorm
+    in `with model.join()`, where DistributedDataParallel sends the last rank's buffers to all."""
 
     def made() -> tuple[Any, Any, Any]:
         net = Centred()
@@ -143,7 +143,7 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
 def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """A rank is killed just before save(2), so its reader is missing there. Step 1 is complete and used."""
+    """A rank is killed just before save(2), so the file of step 2 lacks its reader. Step 1 is complete and used."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -192,7 +192,7 @@ def test_replicas_that_differ_are_named_at_a_save(
 
 
 def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
-    """A start at step 0 would be as wrong as another rank's reader."""
+    """To start at step 0 instead would be as wrong as to use another rank's reader."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:

@@ -50,7 +50,7 @@ def test_tensors_of_any_shape_and_type_are_restored_with_the_same_bits_and_strid
 
 
 def test_another_default_device_of_the_script_has_no_effect() -> None:
-    """With `torch.set_default_device("cuda")` data would otherwise be read to the GPU, and a copy written to an invalid
+    """With `torch.set_default_device("cuda")` data would be read to the GPU, and a copy written to an invalid
     address."""
     value = {"x": torch.arange(6.0), "large": torch.randn(300, 301)}
     with torch.device("meta"):
@@ -66,7 +66,7 @@ def test_plain_values_keep_their_types() -> None:
 
 
 def test_tied_weights_are_written_once_and_restored_as_one() -> None:
-    """Otherwise the largest tensor of a language model is stored twice."""
+    """The largest tensor of a language model must not be stored twice."""
     tied = torch.randn(1000)
     assert packed.pack([tied, tied]).size < 6000
     one, other = there_and_back([tied, tied])
@@ -126,7 +126,7 @@ def test_data_that_are_no_state_are_refused_without_running_anything() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(1)])])
 def test_a_tensor_without_plain_bytes_is_refused(wrong: torch.Tensor) -> None:
-    """A training with such a tensor resumes from its folder, and the log says why."""
+    """A state with such a tensor stays out of memory: training resumes from its folder, and the log says why."""
     for packs in (packed.pack, packed.dumps):
         with pytest.raises(StateError, match="kept in memory"):
             packs({"x": wrong})
@@ -154,7 +154,7 @@ def test_large_and_small_parts_together_equal_the_state_dicts() -> None:
 
 
 def test_the_small_part_is_that_of_the_boundary_even_if_the_module_has_continued() -> None:
-    """BatchNorm changes in each forward pass. The running mean of half a step later belongs to no step."""
+    """BatchNorm changes in each forward pass. A running mean from half a step later belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     small = there_and_back(kept.buffers() | kept.settings())
@@ -167,7 +167,7 @@ def test_the_small_part_is_that_of_the_boundary_even_if_the_module_has_continued
 
 
 def test_a_parameter_changed_without_the_optimizer_is_noticed() -> None:
-    """Otherwise a state could be half from before and half from after the change."""
+    """A state could be half from before and half from after the change."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     before = kept.versions()

@@ -10,7 +10,7 @@ from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops_counting() -> None:
-    """The mark is should_stop(). A scheduler that steps after it would come back one epoch late."""
+    """The mark is the call of should_stop(). A scheduler that steps after it would come back one epoch late."""
     places = Places()
     places.boundary({"scheduler": 1}, named=False)
     assert places.named({"scheduler": 2}) == {"scheduler"}
@@ -22,7 +22,7 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops
 
 
 def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() -> None:
-    """Otherwise a learning rate that is set from the step's number disables memory for ever."""
+    """A learning rate that is set from the step's number must not disable memory for ever."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}) == {"optimizer"}
@@ -62,7 +62,7 @@ def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None
 
 
 def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted() -> None:
-    """Otherwise a restart has a learning rate one step behind, and reports that no step was repeated."""
+    """Memory has the rate from before the scheduler's step. A restart with it would be one step behind, silently."""
     places = Places()
     places.boundary({"scheduler": 1}, named=True)
     assert places.unsettled({"scheduler": 2}) == ["scheduler"]
@@ -88,7 +88,7 @@ def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None
 
 
 def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> None:
-    """An evaluation drew random numbers on all ranks. The lost rank would continue with older ones."""
+    """An evaluation after the mark drew random numbers on all ranks. The lost rank would continue with older ones."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}

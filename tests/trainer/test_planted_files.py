@@ -123,7 +123,7 @@ def test_a_state_that_is_no_regular_file_is_ignored(folder, outside, plant):
 
 @pytest.mark.parametrize("plant", [a_pipe, an_endless_device, a_link])
 def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
-    """A pipe instead of the newest claim would block each later start for ever."""
+    """If the newest claim (writer-N.json) is a pipe, opening it would block each later start for ever."""
     plant(folder / "writer-000007.json", outside)
     train_one_step(folder)
     assert (folder / "writer-000008.json").exists()
@@ -131,7 +131,7 @@ def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
 
 
 def test_names_of_temporary_files_cannot_be_guessed(folder, outside, monkeypatch):
-    """A link at `.tmp-000001-PID-0`, if the name could be guessed, would redirect the claim."""
+    """A link with a guessed name such as `.tmp-000001-PID-0` would redirect the write of a claim (writer-N.json)."""
     for number, last in itertools.product(range(3), range(20)):
         (folder / f".tmp-{number:06d}-{os.getpid()}-{last}").symlink_to(outside)
     assert snapshot_file.create_exclusively(folder, 1, "{}")

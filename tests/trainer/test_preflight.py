@@ -31,7 +31,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
         return Peer(b, GB_PER_SECOND / gb, max(of("ms", a, 0.1), of("ms", b, 0.1)) * MS)
 
     def report(node: int, local_rank: int) -> RankMeasures:
-        slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one of its processes is slow
+        slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one process of the node is slow
         mine = RankMeasures(node, node * ranks + local_rank, of("machine", node, f"m{node}"), 1e-9 / slow)
         return mine if local_rank else mine._replace(
             disk_seconds_per_byte=1e-6 / of("mb", node, 500.0),

@@ -139,7 +139,7 @@ def test_only_the_first_rank_of_a_node_reports(receiver, monkeypatch):
 def test_only_the_first_of_several_ranks_started_by_a_script_in_one_pod_reports(
     receiver, run_ranks, monkeypatch, meeting_file
 ):
-    """The ranks inherit the variables of a pod with one rank, so each would believe that it is local rank 0."""
+    """The ranks inherit the variables of a pod with one rank, so each would think that it is local rank 0."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 

@@ -57,7 +57,7 @@ PYTHON_DRAWS: dict[str, Draw] = {
 
 @pytest.mark.parametrize("first", PYTHON_DRAWS)
 def test_the_written_random_state_of_python_is_the_current_one_too(first: str) -> None:
-    """A change of Python's state is found by comparing its bytes. A draw that they did not show would be repeated."""
+    """The library detects a change of Python's state by its bytes. A draw that it misses would be repeated."""
     random.seed(5)
     for second in PYTHON_DRAWS.values():
         for draw in (PYTHON_DRAWS[first], second, second):
@@ -66,7 +66,7 @@ def test_the_written_random_state_of_python_is_the_current_one_too(first: str) -
 
 
 def test_a_generator_that_replaces_that_of_python_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library cannot find the bytes of another generator's state."""
+    """The bytes of another generator's state cannot be found in memory, so only its methods give the state."""
 
     class Own(random.Random):
         pass

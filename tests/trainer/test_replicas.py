@@ -58,7 +58,7 @@ class Unreadable(torch.nn.Module):
         raise RuntimeError("the shard is elsewhere")
 
 
-WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # of four ranks; "" = no complaint
+WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # on four ranks; "": no difference is reported
     "equal": (lambda rank: net(), ""),
     "every kind of tensor, equal": (lambda rank: every_dtype(), ""),
     "nothing at all": (lambda rank: torch.nn.Identity(), ""),

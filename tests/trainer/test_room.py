@@ -38,7 +38,7 @@ def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: P
 
 
 def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> None:
-    """A single rank needs a second area for its copies. Otherwise users raise the limit twice, each time with a
+    """A single rank needs a second area for its copies. Users must not have to raise the limit twice, each time with a
     restart."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)

@@ -107,7 +107,7 @@ CHANGES: dict[str, Callable[[Rank], Any]] = {
 
 @pytest.mark.parametrize("first", CHANGES)
 def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank, first: str) -> None:
-    """A learning rate or a running mean of the step before would silently change the result."""
+    """A learning rate or a running mean of an earlier step silently changes the result."""
     for second in CHANGES.values():
         for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
             change(rank)
@@ -140,7 +140,7 @@ def test_another_process_can_read_the_written_state() -> None:
 
 
 def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> None:
-    """Programs that start a daemon close all descriptors. Later another file may get the number of one of them."""
+    """Programs that start a daemon close all descriptors. Later another file may get the number of a closed one."""
     if (pid := os.fork()) == 0:
         assert rank.writes_the_truth()
         os.closerange(3, 1000)
@@ -160,7 +160,7 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
 
 
 def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
-    """Otherwise a killed rank gets other random numbers in each script that uses torch's AveragedModel."""
+    """A killed rank must not get other random numbers in each script that uses torch's AveragedModel."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_state
 def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Otherwise the rank gets another rank's buffers, although the log only mentions random numbers."""
+    """The rank must not get another rank's buffers while the log only mentions random numbers."""
     rank, early = Rank(), Early(0)
     for _ in range(3):
         rank.model(torch.ones(2, 4))

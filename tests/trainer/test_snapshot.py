@@ -167,7 +167,7 @@ def test_a_damaged_file_is_named_and_the_previous_one_is_used(tmp_path, capfd, d
 
 
 def test_a_large_file_is_never_in_memory_in_addition_to_its_state(tmp_path):
-    """Otherwise eight ranks of a node hold the file's bytes eight times, in addition to the state."""
+    """Eight ranks of a node must not hold the file's bytes eight times, in addition to the state."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
     tracemalloc.start()  # torch's tensor memory does not count here
     try:
@@ -296,7 +296,7 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
 def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
-    """Otherwise rank 0 ends with a traceback while the other ranks wait for its answer."""
+    """Rank 0 must not end with a traceback while the other ranks wait for its answer."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
@@ -308,7 +308,7 @@ def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt,
 
 @pytest.mark.parametrize("keep", [2.5, "3", None])
 def test_an_invalid_number_of_states_to_keep_is_refused_before_training(tmp_path, keep):
-    """Otherwise keep=2.5 fails only at a later save."""
+    """keep=2.5 must not fail only at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
         ddpjob.Snapshot(tmp_path / "s", keep=keep)
 
@@ -321,14 +321,14 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket"), "file:///mnt/run"])
 def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, tmp_path, monkeypatch):
-    """Otherwise the states are written to ./s3:/bucket/run, and lost with the pod."""
+    """The states would be written to ./s3:/bucket/run, and lost with the pod."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ddpjob.ConfigurationError, match=rf"folder: {folder} is a URL.*Mount"):
         ddpjob.Snapshot(folder)
 
 
 def test_a_sampler_read_ahead_by_a_loader_is_named_once(tmp_path, capfd):
-    """A resume would skip batches that workers have fetched but training has not used."""
+    """Workers may have fetched batches that training has not used, and a resume skips these."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
@@ -477,7 +477,7 @@ def thaw(pid: int) -> int:
 
 
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
-    """Otherwise a slow disk looks like a rank that hangs."""
+    """A slow disk must not look like a rank that hangs."""
     phases = []
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
@@ -586,7 +586,7 @@ def test_a_process_that_only_reads_does_not_disturb_a_saving_training(tmp_path):
 
 
 def test_a_second_run_in_a_folder_is_refused_while_the_first_is_running(tmp_path):
-    """Otherwise two runs without a job remove each other's saves."""
+    """Two runs without a job would remove each other's saves."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 7)
 
@@ -603,7 +603,7 @@ def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
     """Such a process may be a notebook, or a script that reads the step before it spawns the ranks."""
 
     def training(folder: Path, step: int) -> None:
-        ddpjob.process.current.writers.clear()  # the parent's list of writers
+        ddpjob.process.current.writers.clear()  # the list was inherited from the parent process
         saved(ddpjob.Snapshot(folder), step)
 
     in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
@@ -672,7 +672,7 @@ def ended(pid: int, how: int) -> None:
 def test_the_folder_of_another_running_job_is_refused_and_that_job_continues(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """Otherwise the second job continues from the first one's weights, and then each ends the other."""
+    """If both jobs used the folder, the second would continue from the first one's weights and then end it."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -801,8 +801,8 @@ def test_every_rank_continues_with_its_own_random_numbers(run_ranks, tmp_path, p
 
 
 def test_a_step_that_is_saved_twice_keeps_the_random_numbers_of_every_rank(run_ranks, tmp_path, patient):
-    """The script saves this step in the loop and again at the end. The second file must have the states that the first
-    writer has taken from the store."""
+    """The script saves this step in the loop and again at the end. The store no longer has the random states then, so
+    the second file must have those of the first."""
 
     def save_twice(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a"):
@@ -822,7 +822,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """Otherwise each later resume silently differs, and unread states fill rank 0's store."""
+    """Without them each later resume silently differs, and states that nobody reads fill rank 0's store."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -961,7 +961,7 @@ def test_a_ddp_model_and_a_plain_one_can_load_each_others_states(run_ranks, tmp_
 
 
 def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
-    """Otherwise each rank believes that it is rank 0 of 1, and they remove each other's files."""
+    """If the group were ignored, each rank would think that it is rank 0 of 1, and remove the others' files."""
 
     def body(rank: int) -> Any:
         dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)

@@ -85,7 +85,7 @@ NOT_READ_BACK: dict[str, Any] = {
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
 def test_a_value_that_would_be_restored_differently_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
-    """Otherwise the loss is noticed only after a crash, when days of training are lost."""
+    """Users would notice a wrong value only after a crash, when days of training are lost."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
     assert not list(tmp_path.glob("*.pt"))
@@ -273,7 +273,7 @@ def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
 
 
 def test_a_scheduler_reaches_an_optimizer_that_wraps_another_one_after_a_restart() -> None:
-    """PostLocalSGDOptimizer keeps param_groups that the inner optimizer has replaced, so rates had no effect."""
+    """PostLocalSGDOptimizer keeps the old param_groups of the inner optimizer, so new rates have no effect."""
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     averager = types.SimpleNamespace(step=0, average_parameters=lambda params: None)
@@ -374,7 +374,7 @@ def test_a_value_of_another_shape_or_type_is_named_and_nothing_is_changed(tmp_pa
     assert target == {"old": 1} or not isinstance(target, dict)
 
 
-# ---- models of which each rank has a part ------------------------------------------------------------------------
+# ---- models that are divided among ranks -------------------------------------------------------------------------
 
 
 def sharded_model(rank: int) -> torch.nn.Module:
@@ -444,7 +444,7 @@ class Growing(torch.nn.Sequential):
 
 
 def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_unchanged() -> None:
-    """Otherwise load_state_dict() raises after it has changed some layers, and training begins with a mixed state."""
+    """load_state_dict() raises after it has changed some layers, so training could begin with a mixed state."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))

@@ -43,7 +43,7 @@ def raised(error: BaseException) -> BaseException:
 # ---- ways in which a process ends ----------------------------------------------------------------------------------
 
 
-def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(log, start_script):
+def test_an_exception_is_reported_with_rank_step_and_traceback_and_the_scripts_hook_still_runs(log, start_script):
     script = (
         "import sys, ddpjob\n"
         "sys.excepthook = lambda *what: print('the script\\'s own hook', *what[1].args)\n"
@@ -67,7 +67,7 @@ def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("step", ["'epoch 3'", "None", "float('nan')", "float('inf')", "[1]"])
-def test_a_step_that_is_no_number_costs_the_step_and_not_the_last_words(log, start_script, step):
+def test_a_step_that_is_no_number_is_left_out_and_the_failure_is_reported(log, start_script, step):
     """progress() accepts any step, and the cause of the failure must be written in any case."""
     process = start_script(
         f"import ddpjob\nddpjob.progress(step={step})\nraise ValueError('no shard')\n", DDPJOB_TERMINATION_LOG=log
@@ -77,7 +77,7 @@ def test_a_step_that_is_no_number_costs_the_step_and_not_the_last_words(log, sta
     assert (message(log)["exception"], message(log)["step"]) == ("ValueError: no shard", 0)
 
 
-def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_script):
+def test_exceptions_in_a_thread_or_a_forked_helper_leave_no_message_if_the_script_ends_well(log, start_script):
     script = (
         "import os, sys, threading, ddpjob\n"
         "ddpjob.progress(1)\n"
@@ -97,7 +97,7 @@ def test_a_thread_a_forked_helper_and_a_good_end_leave_no_message(log, start_scr
     assert log.read_bytes() == b""
 
 
-def test_ctrl_c_is_told_as_the_signal_that_it_is(log, start_script):
+def test_ctrl_c_is_reported_as_sigint(log, start_script):
     # `make test &` ignores SIGINT, and its children would inherit that.
     handles = "import os, signal, ddpjob\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = handles + "ddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
@@ -105,7 +105,7 @@ def test_ctrl_c_is_told_as_the_signal_that_it_is(log, start_script):
     assert (message(log)["signal"], message(log)["exitCode"]) == ("SIGINT", 130)
 
 
-def test_a_child_of_multiprocessing_tells_although_it_never_reaches_the_hook(log, capfd):
+def test_a_child_of_multiprocessing_reports_its_exception_although_it_runs_no_hook(log, capfd):
     def body(rank: int) -> None:
         ddpjob.init()
         ddpjob.progress(7)
@@ -129,7 +129,7 @@ def test_a_child_of_torchs_spawn_tells_what_was_raised_and_not_the_exit_that_fol
     assert (message(log)["exception"], message(log)["exitCode"]) == ("ValueError: boom", 1)
 
 
-def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(log, end_ranks):
+def test_an_exit_code_within_init_is_reported_although_the_hook_does_not_get_it(log, end_ranks):
     def body(rank: int) -> None:
         with ddpjob.init():
             sys.exit(3)
@@ -138,7 +138,7 @@ def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(l
     assert (message(log)["exception"], message(log)["exitCode"]) == ("SystemExit: 3", 3)
 
 
-def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_that_lost_it(log, tmp_path, free_port):
+def test_under_torchrun_the_worker_that_failed_first_is_reported(log, tmp_path, free_port):
     script, gone = tmp_path / "train.py", tmp_path / "gone"
     # Neither worker exits before both have raised, because torchrun ends the other one when the first has failed.
     script.write_text(
@@ -186,7 +186,7 @@ STOPPED = None
         (STOPPED, FAILURE, "second"),
     ],
 )
-def test_the_earliest_failure_stays_and_a_lost_peer_gives_way(log, first, second, stays):
+def test_the_first_failure_is_kept_and_replaces_an_error_about_a_lost_peer(log, first, second, stays):
     wrote = []
     for error in (first, second):
         termination.tell_stopped(12) if error is STOPPED else termination.tell(raised(error))
@@ -200,13 +200,13 @@ def test_the_earliest_failure_stays_and_a_lost_peer_gives_way(log, first, second
 
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
-def test_a_rank_that_only_lost_a_peer_writes_nothing_so_that_torchruns_table_is_read(log, error):
+def test_a_rank_that_only_lost_a_peer_writes_no_message(log, error):
     """The kubelet uses the log's end only if this file is empty. The peer may have crashed without a message."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 
 
-def test_what_has_killed_a_worker_of_a_data_loader_is_told_and_not_only_that_it_is_gone(log):
+def test_the_signal_that_killed_a_data_loader_worker_is_reported(log):
     """`exited unexpectedly` does not say that memory was too small, for the worker or in /dev/shm."""
     error = RuntimeError("DataLoader worker (pid(s) 2032) exited unexpectedly")
     error.__cause__ = RuntimeError("DataLoader worker (pid 2032) is killed by signal: Killed. ")
@@ -234,13 +234,13 @@ QUOTES = (
     ],
     ids=["DataLoader", "spawn"],
 )
-def test_what_a_process_of_the_rank_has_raised_is_told_and_not_only_that_it_did(log, error):
+def test_an_exception_in_a_child_process_is_reported_without_its_wrapper(log, error):
     """`Caught ValueError in DataLoader worker process 1.` does not name the error."""
     termination.tell(raised(error))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 
 
-def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(log):
+def test_a_network_error_in_a_data_loader_worker_is_no_lost_peer(log):
     """The RuntimeError is the script's own, raised because an object store refused a request."""
     said = (
         "ConnectionRefusedError: [Errno 111] Connection refused\n\nThe above exception was the direct cause of the "
@@ -265,18 +265,18 @@ class GroupError(Exception):
 @pytest.mark.parametrize(
     "inner", [GroupError("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")]
 )
-def test_a_group_of_exceptions_is_told_by_one_in_it_as_a_log_is_read(log, inner):
+def test_an_exception_group_is_reported_by_the_exception_that_is_no_lost_peer(log, inner):
     """`unhandled errors in a TaskGroup (1 sub-exception)` names no reason."""
     termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 
 
-def test_a_group_of_nothing_but_lost_peers_is_a_lost_peer(log):
+def test_an_exception_group_that_contains_only_lost_peers_writes_no_message(log):
     termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (RuntimeError(PEER_IS_GONE),))))
     assert log.read_bytes() == b""
 
 
-def test_what_the_script_wrote_itself_stays_and_what_a_killed_rank_left_does_not(log):
+def test_a_message_of_the_script_is_kept_and_an_incomplete_one_is_replaced(log):
     log.write_text("out of disk, said the script")
     termination.tell(raised(FAILURE))
     assert log.read_text() == "out of disk, said the script"
@@ -285,7 +285,7 @@ def test_what_the_script_wrote_itself_stays_and_what_a_killed_rank_left_does_not
     assert message(log)["exception"] == "ValueError: the reason"
 
 
-def test_ranks_that_fail_in_the_same_moment_leave_one_whole_message(log, end_ranks):
+def test_ranks_that_fail_at_the_same_moment_leave_one_complete_message(log, end_ranks):
     start = time.time() + 0.5
 
     def body(rank: int) -> None:
@@ -351,7 +351,7 @@ def chain() -> BaseException:
     ],
     ids=lambda error: type(error).__name__[:20],
 )
-def test_the_message_is_json_of_at_most_4096_bytes_whatever_was_raised(log, error):
+def test_the_message_is_json_of_at_most_4096_bytes_for_any_exception(log, error):
     termination.tell(raised(error))
     assert 100 < len(log.read_bytes()) <= 4096
     told = message(log)
@@ -359,7 +359,7 @@ def test_the_message_is_json_of_at_most_4096_bytes_whatever_was_raised(log, erro
     assert told["exception"]
 
 
-def test_the_end_of_a_long_trace_is_what_fits_in_whole_lines(log):
+def test_a_long_traceback_is_cut_to_its_last_complete_lines(log):
     error = raised(ValueError("\n".join(f"line {number}" for number in range(2000))))
     termination.tell(error)
     told, whole = message(log)["traceback"], "".join(traceback.format_exception(error))
@@ -368,7 +368,7 @@ def test_the_end_of_a_long_trace_is_what_fits_in_whole_lines(log):
 
 
 @pytest.mark.parametrize("place", ["nowhere/log", "", ".", "fifo", "read-only", "/dev/full", "/proc/self/mem"])
-def test_a_file_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path, place):
+def test_a_file_that_cannot_be_written_raises_no_error(monkeypatch, tmp_path, place):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
     Path("read-only").touch(0o444)
@@ -377,7 +377,7 @@ def test_a_file_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path, place
     termination.tell_stopped(3)
 
 
-def test_a_lock_that_is_never_given_back_costs_half_a_second_and_no_more(log):
+def test_a_lock_that_is_never_released_delays_the_end_only_briefly(log):
     with open(log) as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         begin = time.monotonic()
@@ -386,7 +386,7 @@ def test_a_lock_that_is_never_given_back_costs_half_a_second_and_no_more(log):
     assert log.read_bytes() == b""
 
 
-def test_without_a_file_the_hook_of_the_script_is_never_touched(start_script):
+def test_without_a_termination_log_the_excepthook_is_unchanged(start_script):
     script = "import sys, ddpjob\nhook = sys.excepthook\nddpjob.progress(1)\nassert sys.excepthook is hook\n"
     process = start_script(script)
     assert process.communicate(timeout=30) == ("", "")
@@ -405,14 +405,14 @@ def ends(start_script: Any, script: str, **environ: Any) -> int:
 
 
 def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
-    """Otherwise `torchrun a.py || torchrun b.py` counts as failed although b has trained."""
+    """`torchrun a.py || torchrun b.py` must not count as failed after b has trained."""
     assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
     assert message(log)["rank"] == 1
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0
     assert log.read_bytes() == b""
 
 
-def test_a_rank_that_started_with_the_one_that_failed_leaves_its_failure(log, start_script, tmp_path):
+def test_a_rank_of_the_same_launcher_keeps_the_failure_of_another_rank(log, start_script, tmp_path):
     """A slow import of one rank must not hide why the other has failed."""
     go = tmp_path / "go"
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
@@ -442,8 +442,8 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
     assert message(log)["exception"] == "ValueError: boom"
 
 
-def test_a_parent_that_goes_on_by_itself_removes_the_failure_of_its_children(log, start_script):
-    """A parent with `except ProcessRaisedException: train_alone()` has handled the failure."""
+def test_a_parent_that_continues_by_itself_removes_the_failure_of_its_children(log, start_script):
+    """A parent with `except ProcessRaisedException: train_alone()` has handled the failure of its children."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank():\n"
@@ -459,7 +459,7 @@ def test_a_parent_that_goes_on_by_itself_removes_the_failure_of_its_children(log
     assert log.read_bytes() == b""
 
 
-def test_what_the_script_itself_has_written_stays(log, start_script):
+def test_a_message_of_the_script_is_kept_at_a_start(log, start_script):
     log.write_text("my own words")
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log) == 0
     assert log.read_text() == "my own words"

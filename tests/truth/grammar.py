@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-EPOCH = 10  # steps of an epoch
+EPOCH = 10  # steps per epoch
 TOTAL = 40
-KILLS_MAX = 6  # in one run
+KILLS_MAX = 6  # kills per run
 PLAIN = (0.8, 0.6, 0.3)  # probabilities for the first option of each choice; a script draws one of these
 
 # The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.
@@ -181,7 +181,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     """Return one more kill, or nothing if no step is left. It comes early in the remaining steps if `left` is large."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
-    if how == "TERM" and not stops:  # otherwise the script stops in an epoch and skips the work at its end
+    if how == "TERM" and not stops:  # the script would leave the epoch and skip the work at its end
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)

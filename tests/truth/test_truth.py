@@ -10,7 +10,7 @@ from search import searched, shrunk
 
 TOP = Kill("top", 22, 1, "KILL")
 AFTER_SAVE = Kill("top", 20, 1, "KILL")
-# Typical scripts of users. Each tests one promise of the library.
+# Typical scripts of users, each for one rule of the library about restarts.
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
     "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
@@ -27,7 +27,7 @@ SCRIPTS = {
 
 
 def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined() -> None:
-    """Otherwise a failing seed could not be repeated."""
+    """A failing seed must be repeatable."""
     for seed in range(500):
         found = drawn(seed)
         assert found == drawn(seed)
@@ -36,14 +36,14 @@ def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined()
 
 
 def test_every_option_is_drawn_by_some_seed() -> None:
-    """An option that a rule always replaces would never be tested."""
+    """An option that a rule always replaces is never tested."""
     seen = {part for seed in range(3000) for part in parts_of(drawn(seed).recipe).items()}
     options = {(name, option) for name, its in CHOICES.items() for option in its[1:]}
     assert options - seen == set()
 
 
 def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
-    """Otherwise the two parts that matter are hidden among twelve."""
+    """The two parts that matter must not be hidden among twelve."""
     wrong = {"model": "dropout", "data": "loader"}
     large = Draw(normal({**recipe(**wrong), "clip": "norm", "extra": "counter", "every": "4"}), (TOP, TOP))
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
@@ -73,7 +73,7 @@ def names_excused(*lines: str, **parts: str) -> set[str]:
 
 
 def test_a_refusal_allows_differences_in_what_it_names_and_what_depends_on_it() -> None:
-    """Otherwise a script with a communication hook could lose its sampler unnoticed."""
+    """A script with a communication hook must not lose its sampler unnoticed."""
     excuses = names_excused(HOOK, STRUCK, FROM_FOLDER)
     assert {"model", "optimizer"} <= excuses
     assert excuses.isdisjoint({SAMPLES, "reader", "scheduler", "torch"})
@@ -90,7 +90,7 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 
 
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
-    """Otherwise one late save would hide each error of the memory."""
+    """One late save must not hide each error of the memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
     assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # logged before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
@@ -113,7 +113,7 @@ def test_a_refusal_after_the_failure_or_in_favor_of_the_folder_allows_no_differe
 
 
 def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() -> None:
-    """Otherwise each kill needs a run of its own, which takes five times as long."""
+    """If each kill needed a run of its own, the test would take five times as long."""
     log = "\n".join([STRUCK, FROM_FOLDER, HOOK, STRUCK, FROM_FOLDER])
     assert excused(log, recipe())[0] == set()
     assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
@@ -191,20 +191,20 @@ FIVE = (
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -> None:
-    """Otherwise it trains something else while its last line reports that no step was repeated."""
+    """The script must not train something else while its last line reports that no step was repeated."""
     for _, verdict in verdicts(SCRIPTS[name]):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS has a case for each promise, and tests/trainer one for each rule
+@pytest.mark.long  # slow; SCRIPTS has typical scripts, and tests/trainer has each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
-    """A failure of a known kind would rarely occur among thousands of random draws."""
+    """Random draws alone would test a known kind of failure only once in thousands."""
     for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS has a case for each promise
+@pytest.mark.long  # slow; SCRIPTS has typical scripts
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:

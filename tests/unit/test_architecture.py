@@ -37,7 +37,7 @@ def test_every_file_named_on_the_page_exists(named: str) -> None:
 
 
 def test_each_kopf_workaround_is_listed_with_the_affected_version_and_the_condition_for_its_removal() -> None:
-    """Otherwise nobody dares to remove a workaround after an upgrade of kopf."""
+    """Without this list nobody dares to remove a workaround after an upgrade of kopf."""
     (folder,) = kopf_workarounds.__path__
     texts = {path.stem: path.read_text().split('"""')[1] for path in Path(folder).glob("[!_]*.py")}
     assert set(re.findall(r"^(\w+)   ", kopf_workarounds.__doc__ or "", re.MULTILINE)) == set(texts)
@@ -51,7 +51,7 @@ def test_the_page_is_short_enough_to_read() -> None:
 
 
 def test_a_class_name_occurs_once_in_the_project() -> None:
-    """A reader who searches for a name finds the one thing that it stands for."""
+    """A reader who searches for a class name must find only one class."""
     places: dict[str, list[str]] = {}
     for folder in ("operator", "trainer"):
         for path in (p for p in (ROOT / folder).rglob("*.py") if "examples" not in p.parts):

@@ -456,7 +456,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch"]
 def test_an_option_that_the_launcher_passes_must_be_declared_by_the_script(
     job_file, script: str, command: list[str], line: int | None
 ) -> None:
-    """Otherwise all ranks end with exit code 2 before they train, even in a file that forms no group."""
+    """With an undeclared option all ranks end with exit code 2 before they train, even if the script forms no group."""
     result = ran(job_file(script, *command, "train.py"))
     assert re.findall(r"train.py:(\d+): error\[local-rank-one-spelling\]", result.stdout) == (
         [str(line)] if line else []
@@ -513,7 +513,7 @@ NOT_PASSED = {
 def test_ranks_that_each_train_as_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
-    """Otherwise each rank trains its own model, and the job is Succeeded."""
+    """Without this finding each rank trains its own model, and the job is Succeeded."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
@@ -548,8 +548,8 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """Otherwise scripts like those of apex, timm and maskrcnn-benchmark fail in NCCL, after all nodes have pulled the
-    image."""
+    """Scripts like those of apex, timm and maskrcnn-benchmark fail in NCCL here, but only after all nodes have pulled
+    the image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -559,7 +559,7 @@ def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
 def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
-    """DataParallel does that in old scripts."""
+    """Old scripts with DataParallel use all GPUs in one process."""
     nproc = 1 if command[0] == "torchrun" else 4
     container = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     result = ran(job_file(ALONE, *command, nodes=1, nprocPerNode=nproc, container=container))
@@ -584,7 +584,7 @@ def test_a_command_that_needs_no_edit_of_the_script_is_named(job_file, names: st
 
 @pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
 def test_a_command_is_named_if_the_local_rank_option_is_required_or_refused(job_file, by: list[str]) -> None:
-    """Otherwise the message only says to change the script."""
+    """A message that only says to change the script hides the simpler fix."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
     assert 'with the script unchanged: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
@@ -623,7 +623,7 @@ VARIABLES = [
 def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
-    """Otherwise all nodes wait for each other, with only a warning among the Events."""
+    """With such a variable all nodes wait for each other, and only an Event warns."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
     errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
@@ -770,7 +770,7 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(
     ],
 )
 def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
-    """Otherwise torchrun ends with its usage."""
+    """torchrun without a script only prints its usage and exits."""
     assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
 
 
@@ -805,7 +805,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
 def test_a_world_size_that_differs_from_that_of_the_job_is_found_if_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
-    """Otherwise the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
+    """With a larger world size the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
     job = CheckedJob(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
@@ -834,7 +834,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
 def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(
     right: str, wrong: str, words: str, found: bool
 ) -> None:
-    """Otherwise each rank trains its own model, and the job is Succeeded."""
+    """Without the option each rank trains its own model, and the job is Succeeded."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
@@ -965,7 +965,7 @@ def test_a_script_in_the_style_of_the_official_tutorials_is_left_alone(path: Pat
 
 
 def test_at_most_one_of_thirty_healthy_scripts_gets_a_false_warning() -> None:
-    """Scripts of common shapes, each in a job that fits it. Users switch off a checker that cries wolf."""
+    """The scripts have common shapes, each in a job that fits it. Users switch off a checker with false warnings."""
     assert len(HEALTHY) >= 30
     false_alarms = [
         str(finding)
@@ -1138,13 +1138,13 @@ def test_an_input_that_is_not_python_exits_with_2_and_its_line(tmp_path: Path) -
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# coding: rot13\n", b"# coding: hex\n", b"# coding: no-such\n"])
 def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> None:
-    """Otherwise users see a traceback instead of one sentence."""
+    """Users must see one sentence, not a traceback."""
     (tmp_path / "train.py").write_bytes(content)
     assert ran(tmp_path / "train.py").return_value == 2
 
 
 def test_a_script_with_an_impossible_file_name_is_not_on_this_machine(job_file) -> None:
-    """Otherwise users see a traceback."""
+    """Users must not see a traceback."""
     result = ran(job_file("", "python", "x" * 5000 + ".py"))
     assert "is not on this machine" in result.stderr
 
@@ -1278,7 +1278,7 @@ def test_the_script_is_found_in_a_shell_and_after_a_launcher_with_a_path(
 def test_the_script_is_found_after_the_launchers_of_frameworks(
     line: str, launcher: str, files: list[str], words: str
 ) -> None:
-    """Otherwise a job of Accelerate or Lightning is checked without its script, and "nothing found" is about the
+    """A job of Accelerate or Lightning would be checked without its script, and "nothing found" would only be about the
     YAML."""
     found = read(line.split())
     assert (found.launcher, found.files, list(found.words)) == (launcher, files, words.split())
@@ -1314,7 +1314,7 @@ def test_commands_of_a_shell_before_the_launcher_are_not_the_training(before: st
     ],
 )
 def test_a_launcher_command_that_starts_no_ranks_is_not_the_training(before: str) -> None:
-    """Otherwise the first command counts as a launcher without a script, and train.py is not checked."""
+    """The first command would count as a launcher without a script, and train.py would not be checked."""
     for end in (" &&", ";"):
         words = ["bash", "-c", f"{before}{end} python train.py"]
         found = read(words)
@@ -1338,7 +1338,7 @@ def test_a_launcher_command_that_starts_no_ranks_is_not_the_training(before: str
     ],
 )
 def test_all_readers_recognize_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
-    """Otherwise `which torchrun; python t.py` gets torchrun's variables, or options after debugpy are unchecked."""
+    """If readers differ, `which torchrun; python t.py` gets torchrun's variables, or debugpy hides options."""
     found = by_torchrun(words)
     assert (found and found.options) == options
     assert found is None or found.script == "t.py"
@@ -1580,7 +1580,7 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
 def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """Otherwise users learn it after the first steps, when the job has waited a night for its GPUs."""
+    """Without the check users learn it only after the first steps, when the job has waited a night for its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said

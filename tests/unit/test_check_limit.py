@@ -95,7 +95,7 @@ def test_a_script_that_takes_too_long_in_total_gets_one_warning() -> None:
 
 
 LARGE = {
-    # name: a line with its number and the next one, the text before all lines, and the text after them
+    # name: a line with its own number ({0}) and the next one ({1}), the text before the lines, the text after them
     "barriers under conditions": ("if rank == {}: dist.barrier()\n", "", ""),
     "returns before each": (" if rank == {}: return\n dist.barrier()\n", "def main():\n", "main()\n"),
     "functions that call each other": ("def f{0}(rank): f(rank); f{0}(rank); dist.barrier()\n", "", ""),
@@ -143,7 +143,7 @@ def test_a_script_is_checked_or_the_skipped_parts_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("words", [["check"], ["init"], ["submit", "--dry-run", "--no-code"]], ids=" ".join)
 def test_checking_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
-    """2,000 barriers under conditions may otherwise take minutes, quadratic in their number."""
+    """2,000 barriers under conditions take minutes if the time is quadratic in their number."""
     script = tmp_path / "train.py"
     script.write_text(large(name, 1_000_000))
     result = CliRunner().invoke(main.cli, [*words, str(script)], standalone_mode=False)
@@ -257,7 +257,7 @@ def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(
 def test_the_skipped_rest_of_a_notebook_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise 30,000 cells with `%%writefile` give 23,000 warnings."""
+    """30,000 cells with `%%writefile` would give 23,000 warnings."""
     cells = [{"cell_type": "code", "source": f"%%writefile a{i}.py\nx = 1\n"} for i in range(3)]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     monkeypatch.setattr(check, "check", lambda path, *_: [check.unchecked(path)])

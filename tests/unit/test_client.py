@@ -175,7 +175,7 @@ def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpj
 def test_a_plugin_that_gives_no_credentials_is_reported(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
 ) -> None:
-    """Otherwise the request is sent without credentials."""
+    """The request must not be sent without credentials."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
     config["users"][0]["user"] = {"exec": plugin}
@@ -311,7 +311,7 @@ def test_a_job_name_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpj
 
 
 def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The sentence equals that of a local run."""
+    """Users read the same sentence as after a local run."""
     restarts = {"application": 1, "total": 1}
     cluster.add("ddpjobs", stored(state="Restarting", lastFailure=FAILURE, restarts=restarts, attempt=2))
     cluster.add("pods", pod("digits", 2, 0, node="gpu-01"))
@@ -410,7 +410,7 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
 def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they_have_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Users who look for the new pods at once would think that the command did nothing."""
+    """Users who look for the new pods at once must not think that the command did nothing."""
     job = cluster.add("ddpjobs", stored(state="Suspended", startTime="2026-01-01T00:00:00Z"))
     job["spec"]["suspend"] = True
     said = "digits is resumed; it starts again when the last of its pods has ended\n"
@@ -421,7 +421,7 @@ def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they
 
 
 def test_suspending_a_finished_job_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The API server would accept it, and nothing would happen."""
+    """The API server accepts the change, but nothing happens."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     for words in (["suspend", "digits"], ["restart", "digits"], ["scale", "digits", "--nodes", 3]):
         ddpjob(*words, code=2, says="has Succeeded")
@@ -452,7 +452,7 @@ def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
 
 
 def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The operator stops and starts it: an interrupted command must not leave it suspended."""
+    """The operator itself restarts the job, so an interrupted command cannot leave the job suspended."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     job["spec"]["minNodes"] = 1
     done = ddpjob("scale", "digits", "--nodes", 4)
@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Suspending and resuming at once would change nothing."""
+    """If both were done at once, nothing would change."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0
@@ -477,7 +477,7 @@ def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job
 def test_a_job_that_ends_while_it_is_being_stopped_is_not_waited_for(
     cluster: FakeCluster, ddpjob: Ddpjob, words: list[str | int]
 ) -> None:
-    """Otherwise the command waits until its time-out, and says that the job stays suspended."""
+    """The command must not wait until its time-out, and then say that the job stays suspended."""
     cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
 
     def ends(raw: dict[str, Any]) -> None:
@@ -540,7 +540,7 @@ def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpj
 
 
 def test_a_wait_for_several_jobs_ends_with_the_first_that_fails_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Otherwise a pipeline waits hours for the last job before it hears of a typo or the first failure."""
+    """A pipeline must not wait hours for the last job before it learns of a typo or the first failure."""
     cluster.add("ddpjobs", stored("runs"))
     cluster.add("ddpjobs", stored("failed", state="Failed"))
     done = ddpjob("wait", "runs", "typo", "--for", "ended", code=2)
@@ -577,7 +577,7 @@ def test_wait_ends_as_soon_as_the_result_is_known(
 
 
 def test_a_wait_for_a_suspension_ends_when_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Otherwise the next command takes the GPUs or the volume of pods that are still saving."""
+    """Pods that are still saving need their GPUs and volume, which the next command may take."""
     text = "suspended; digits-1-0 still stopping"
     stops = {**SUSPENDED, "status": "False", "reason": "NotSuspended"}
     job = cluster.add("ddpjobs", stored(state="Suspended", reason="Suspending", message=text, conditions=[stops]))
@@ -667,7 +667,7 @@ def test_logs_of_a_missing_pod_are_the_log_tail_in_the_status(cluster: FakeClust
 
 
 def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Otherwise the one remaining log looks like the log of the whole job."""
+    """Without this remark the one remaining log looks like the log of the whole job."""
     cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
     cluster.add("pods", pod("digits", 1, 1))
     cluster.logs["digits-1-1"] = ["ValueError: no such shard"]
@@ -870,7 +870,7 @@ def test_logs_of_many_nodes_are_complete_and_in_order(cluster: FakeCluster, ddpj
 
 
 def test_followed_logs_name_the_node_whose_log_is_missing(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The API server answers, but the kubelet of a lost node does not: otherwise its log is silently missing."""
+    """The API server answers, but the kubelet of a lost node does not. Its log must not be silently missing."""
     refusal = 500, {"kind": "Status", "message": "dial tcp 10.0.0.5:10250: connection refused"}
     job = runs(cluster, *[["epoch 1"]] * 3)
     job["spec"]["nodes"] = 3
@@ -983,7 +983,7 @@ def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
         cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
-    # Both are 130 for a shell. Python is ended by the signal itself if the signal arrives during an import.
+    # A shell reports 130 in both cases. The signal itself ends Python if it arrives during an import.
     assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in err
     assert cluster.find("ddpjobs", "digits") is not None

@@ -82,7 +82,7 @@ def test_a_shell_that_loads_the_script_completes_commands_and_options() -> None:
 
 @pytest.mark.parametrize("command", ["logs", "stacks", "report"])
 def test_a_shell_completes_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
-    """Otherwise users run `ddpjob list` first and copy a long name."""
+    """Without completion users run `ddpjob list` first and copy a long name."""
     for name in ("digits-long", "digits", "other"):
         RunFolder(name, tmp_path).close()
     typed = ["ddpjob", command, "--dir", str(tmp_path), "dig"]

@@ -174,7 +174,7 @@ def test_a_field_of_run_policy_becomes_the_field_of_the_same_meaning(spec: Any, 
     ],
 )
 def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str) -> None:
-    """Otherwise users notice a dropped field when the job does something else at night."""
+    """Without this message users notice a dropped field only when the job does something else at night."""
     assert named in remarks(converted(**spec))
 
 
@@ -184,7 +184,7 @@ def said(body: dict[str, Any]) -> str:
 
 
 def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_variables_of_the_ddpjob() -> None:
-    """Kubeflow sets WORLD_SIZE and RANK per pod. With several processes a DDPJob does not: they would be empty."""
+    """Kubeflow sets WORLD_SIZE and RANK in each pod; a DDPJob with several processes per node does not."""
     for count in ("$WORLD_SIZE", "$((WORLD_SIZE))", '"${WORLD_SIZE}"', "$(($WORLD_SIZE / 2))"):
         script = f'cd /app\ntorchrun --nnodes={count} --node_rank "${{RANK}}" --nproc_per_node=4 \\\n  train.py --lr 1'
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
@@ -233,7 +233,7 @@ def test_a_runtime_whose_metadata_is_a_text_is_refused_without_a_traceback() -> 
 
 
 def test_references_to_the_container_name_follow_its_renaming() -> None:
-    """Otherwise the kubelet finds no container `pytorch`, which is now `trainer`, and the pod does not start."""
+    """The container `pytorch` becomes `trainer`. With an old reference the kubelet does not start the pod."""
 
     def cpus(name: str) -> dict[str, Any]:
         reference = {"containerName": name, "resource": "limits.cpu"}
@@ -340,7 +340,7 @@ ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes:
     ],
 )
 def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: Any) -> None:
-    """Otherwise --nnodes=2 in the TrainJob's own command stays, and the job is refused."""
+    """The job would be refused if --nnodes=2 stayed in the TrainJob's own command."""
     words = " ".join(command.split("|")[:1]).split() + command.split("|")[1:]
     result = trainjob(runtime, trainer={**yaml.safe_load(TRAINJOB)["spec"]["trainer"], "command": words})
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
@@ -358,7 +358,7 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_gets_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer does this (pkg/runtime/framework/plugins/torch). Otherwise ranks would be missing."""
+    """Kubeflow Trainer does the same (pkg/runtime/framework/plugins/torch). With fewer processes ranks are missing."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 
@@ -393,7 +393,7 @@ def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None
 
 
 def test_options_that_identify_the_machine_are_removed_from_the_command() -> None:
-    """--nnodes=1:3 would be refused, and a rendezvous at a fixed address would wait for ever."""
+    """In a DDPJob --nnodes=1:3 is refused, and a rendezvous at a fixed address waits for ever."""
     words = "torchrun --nnodes=1:3 --rdzv-backend c10d --rdzv_endpoint=h:1 --tee 3 train.py --nnodes 9".split()
     result = converted(pytorchReplicaSpecs=replicas(command=words))
     assert trainer(result)["command"] == ["torchrun", "--tee", "3", "train.py", "--nnodes", "9"]
@@ -700,7 +700,7 @@ def test_a_package_folder_or_environment_named_like_a_launcher_is_not_a_launcher
     "line", ["torchrun", "torchrun --nnodes 2", "torchrun --help", "python -m torch.distributed.run --nnodes=2"]
 )
 def test_a_launcher_without_a_script_is_refused(line: str) -> None:
-    """Otherwise the job starts nothing, and `ddpjob check` refuses it."""
+    """Such a job would start nothing, and `ddpjob check` refuses it."""
     with pytest.raises(ConvertError, match=r"(torchrun|torch\.distributed\.run) has no script: what does it start\?"):
         of_command(line)
 
@@ -914,7 +914,7 @@ def test_the_job_is_named_after_the_script() -> None:
     ],
 )
 def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:
-    """A job of one node would wait for the others at an address of another cluster."""
+    """With such options a job of one node waits for the others at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 

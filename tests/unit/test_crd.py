@@ -170,7 +170,7 @@ def test_the_template_is_kept_completely_and_needs_a_named_container() -> None:
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind: str) -> None:
-    """Otherwise the mistake shows when pods are created, hours later for a queued job."""
+    """Without the refusal the mistake shows only when pods are created, hours later for a queued job."""
     listed = SPEC["properties"]["template"]["properties"]["spec"]["properties"][kind]
     container = listed["items"]["properties"]
     assert listed["x-kubernetes-validations"] == [crd.ONE_OF_EACH_NAME]
@@ -185,7 +185,7 @@ def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind:
 
 
 def test_no_other_controller_can_take_over_an_existing_job() -> None:
-    """Otherwise the job is silently disowned: its pods continue, and nobody restarts a lost one."""
+    """A job with another controller is silently disowned: its pods continue, and nobody restarts a lost pod."""
     assert rules_of(ROOT)[".spec.managedBy"] == crd.NEVER_CHANGES
 
 
@@ -214,7 +214,7 @@ def test_each_column_shows_a_field_that_exists(path: str) -> None:
 
 @pytest.mark.parametrize("selectable", VERSION["selectableFields"], ids=str)
 def test_fields_for_selectors_are_strings_in_the_schema(selectable: dict[str, str]) -> None:
-    """Other fields give `field label not supported`, so nobody could list the failed ones of thousands of jobs."""
+    """Other fields give `field label not supported`, so nobody could list the failed jobs among thousands."""
     schema = ROOT
     for name in selectable["jsonPath"].split(".")[1:]:
         schema = schema["properties"][name]

@@ -40,7 +40,7 @@ def ends(todo: Plan) -> list[tuple[str, str]]:
 
 
 def test_the_hanging_pod_is_ended_and_kept_and_its_peers_are_deleted() -> None:
-    """Otherwise `kubectl logs` finds no pod, and the output that explains the hang is gone."""
+    """`kubectl logs` must find the pod, because only its output explains the hang."""
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
     world.settle()
@@ -69,7 +69,7 @@ def test_the_log_tail_of_the_hanging_pod_is_in_the_status() -> None:
 
 
 def test_the_log_is_waited_for_if_the_kubelet_reports_the_deadline_before_the_container_end() -> None:
-    """Otherwise users read `Pod was active on the node longer than the specified deadline`, not the hang's log."""
+    """Users must read the hang's log, not `Pod was active on the node longer than the specified deadline`."""
     world, _ = stalled()
     world.settle()
     why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
@@ -159,7 +159,7 @@ def test_a_hanging_pod_is_deleted_if_the_server_forbids_its_end(code: int, caplo
 
 
 def test_a_clock_that_is_set_back_does_not_keep_an_unresponsive_pod() -> None:
-    """Otherwise the job's GPUs are idle for as long as the clock was set back."""
+    """The job's GPUs must not be idle for as long as the clock was set back."""
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()
     again = world.plan().requeue_at

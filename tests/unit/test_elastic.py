@@ -65,7 +65,7 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
     ],
 )
 def test_contradictions_to_an_elastic_job_are_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
-    """Otherwise the job waits for nodes that never come, or each node trains alone."""
+    """With a contradiction the job waits for nodes that never come, or each node trains alone."""
     assert any(text in problem for problem in problems(command, **spec)), problems(command, **spec)
 
 
@@ -84,7 +84,7 @@ def test_more_nodes_in_the_command_than_in_the_job_get_a_warning() -> None:
 
 
 def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> None:
-    """One missing GPU must not keep seven from training."""
+    """One missing GPU must not keep seven others from training."""
     world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
@@ -93,7 +93,7 @@ def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> 
 
 
 def test_pods_that_start_within_the_last_call_of_torchrun_are_waited_for() -> None:
-    """Otherwise each start has two Events: one with a node too few, and one with all nodes."""
+    """torchrun accepts more nodes for some seconds. A start must not have two Events, the first with a node too few."""
     world = elastic().started().runs(0, 1).after(29).settle()
     assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
     assert world.after(1).settle().status.state == "Running"
@@ -165,7 +165,7 @@ OWN = "Traceback (most recent call last):\nValueError: no such shard: 7\n"
 
 
 def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = False, **spec: Any) -> World:
-    """Return a world where nodes 0 and 1 trained and completed, and node 2 started `seconds_before` that."""
+    """Return a world where nodes 0 and 1 trained and completed. Node 2 started `seconds_before` their completion."""
     world = elastic(**spec).started().runs(0, 1).after(31).settle().after(3600).settle()
     world.runs(2).settle()
     if reported:
@@ -177,7 +177,7 @@ def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = Fal
 
 @pytest.mark.parametrize("message", [NO_STORE, CLOSED, NO_ANSWER, ""], ids=["no store", "closed", "no answer", "mute"])
 def test_a_node_still_importing_at_the_end_of_training_does_not_fail_the_job(message: str) -> None:
-    """Otherwise a completed training begins again, or fails, after days."""
+    """A completed training must not begin again, or fail, after days."""
     world = ended_beside_a_node_that_came(5).after(60).exits(2, 1, message=message).settle()
     assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
     assert world.status.last_failure is None
@@ -244,7 +244,7 @@ def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
 
 
 def test_an_exception_fails_the_job_because_torchrun_has_used_all_its_restarts() -> None:
-    """Otherwise 3 restarts in place are followed by 3 attempts with 2, 1 and 0 more: ten runs of a failing script."""
+    """If restarts in place did not count, 3 of them and 3 attempts with 2, 1 and 0 more would make ten runs."""
     world = elastic(backoffLimit=3).running()
     world = (
         world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()
@@ -296,7 +296,7 @@ def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(nodes
 
 
 def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> None:
-    """The training is complete, and its last node is only saving: days of training would be repeated."""
+    """The training is complete, and its last node is only saving. Days of training must not be repeated."""
     world = elastic(minNodes=1).running().exits(0).exits(1).settle().change(nodes=4).settle()
     assert (world.status.state, world.status.attempt, world.names()) == (
         "Running",
@@ -307,7 +307,7 @@ def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> No
 
 
 def test_scaling_during_a_start_back_off_does_not_end_the_back_off() -> None:
-    """Otherwise each `kubectl scale` of an autoscaler recreates all pods at once, although there were no nodes."""
+    """Each `kubectl scale` of an autoscaler would recreate all pods at once, although there were no nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])

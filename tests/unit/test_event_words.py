@@ -45,7 +45,7 @@ def test_a_failure_that_ends_a_job_of_one_node_causes_one_event() -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports: bool) -> None:
-    """Otherwise a job that trained for days looks as if it had never run, and its next start may fail it for good."""
+    """A job that trained for days must not look as if it had never run, or its next start may fail it for good."""
     world = digits(nodes=1).running()
     if reports:
         world.reports_step(1).settle()

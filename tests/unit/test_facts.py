@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
-    """Otherwise somebody else seems to have ended a peer that we stopped, and a failing script restarts for free."""
+    """A peer that we stopped must not seem ended by somebody else, or a failing script restarts for free."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -57,14 +57,14 @@ def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_req
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: int) -> None:
-    """Otherwise a completed rank is trained again because its node's clock is ahead."""
+    """A completed rank must not be trained again because its node's clock is ahead."""
     done = exited(0, 9 + clock, phase="Succeeded")
     assert seen((RUNNING, {}), (done, {}), (done, ASKED), (done, LAST)).has_completed
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_exit_0_of_a_drained_pod_is_no_success_even_if_the_clock_of_its_node_is_wrong(clock: int) -> None:
-    """Otherwise the job is Succeeded with half of its training."""
+    """The job would be Succeeded with half of its training."""
     done = exited(0, 12 + clock, phase="Succeeded")
     for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
         assert not seen(*story).has_completed
@@ -104,7 +104,7 @@ def test_exit_0_counts_as_success_only_once_the_phase_confirms_it() -> None:
 
 
 def test_a_pod_remembers_that_its_node_did_not_report_for_a_while() -> None:
-    """Ranks may report a lost peer long after their node is healthy again: the script would be blamed."""
+    """Ranks may report a lost peer long after their node is healthy again. The script must not be blamed then."""
 
     def conditions(ready: str, **reason: str) -> Raw:
         listed = [{"type": "Ready", "status": ready, **reason}, {"type": "ContainersReady", "status": "True"}]
@@ -124,7 +124,7 @@ def test_a_failing_sidecar_does_not_undo_the_success_of_the_trainer() -> None:
 
 
 def test_a_trainer_recorded_as_completed_stays_completed_if_its_pod_is_evicted_later() -> None:
-    """Otherwise its rank is trained again, by a group whose other ranks have completed."""
+    """The completed rank must not be trained again by a group whose other ranks have completed."""
     world = digits().running().exits(0, phase="Running").after(60).settle()
     assert world.status.completed_nodes == "0"
     world.evicted(0, "Evicted").settle().exits(1).settle()
@@ -132,7 +132,7 @@ def test_a_trainer_recorded_as_completed_stays_completed_if_its_pod_is_evicted_l
 
 
 def test_a_container_that_cannot_be_found_keeps_its_recorded_exit() -> None:
-    """Otherwise an exit code 3 becomes a lost node: uncharged, and its cause gone."""
+    """An exit code 3 must not become a lost node, which is not charged and hides the cause."""
     unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located"}
     pod = seen((RUNNING, {}), (exited(3, 5, phase="Failed"), {}), ({"state": {"terminated": unknown}}, ASKED))
     assert (pod.trainer.exit_code, pod.trainer.reason) == (3, "Error")
@@ -162,7 +162,7 @@ def forgotten(world: World, rank: int, phase: str) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
 def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwards(nodes: int, phase: str) -> None:
-    """Otherwise the job restarts every ten minutes for ever, and its message blames a restarted node."""
+    """The job must not restart every ten minutes for ever with a message that blames a restarted node."""
     world = never_configured(digits(nodes=nodes))
     for rank in range(nodes):
         forgotten(world, rank, phase)
@@ -174,7 +174,7 @@ def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwar
 
 
 def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
-    """The next pod has the same limit: the job would restart for free, for ever."""
+    """The next pod has the same limit, so without a charge the job restarts for ever."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

@@ -63,7 +63,7 @@ def test_long_texts_are_cut() -> None:
 
 
 def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> None:
-    """Otherwise users read half a word, and not the parameters at the message's end."""
+    """Users must not read half a word, nor miss the parameters at the message's end."""
     text = "RuntimeError: " + "a long explanation of how this came about " * 12 + "is there. The parameters are 4 and 5"
     short = failures.abridged(text, failures.BRIEF_MAX)
     assert short.startswith("RuntimeError: a long explanation")
@@ -75,7 +75,7 @@ def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> No
 
 @given(st.text("ab .;", max_size=900))
 def test_cutting_a_text_twice_equals_cutting_it_once(text: str) -> None:
-    """Otherwise the same exception in a report and in a log would be two different ones."""
+    """The same exception must have the same text in a report and in a log."""
     once = failures.abridged(text, failures.BRIEF_MAX)
     assert failures.abridged(failures.abridged(text, failures.EXCEPTION_MAX), failures.BRIEF_MAX) == once
 
@@ -132,5 +132,5 @@ def test_the_cause_among_equal_failures_is_the_first_observed() -> None:
     [(9, "SIGKILL"), (10, "SIGUSR1"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (33, "SIG33"), (99, "SIG99")],
 )
 def test_a_signal_has_one_name_even_if_python_has_no_name_for_it(number: int, name: str) -> None:
-    """Otherwise signal 40 has different names in an agent and in a local run."""
+    """Signal 40 must have the same name in an agent and in a local run."""
     assert failures.signal_name(number) == name

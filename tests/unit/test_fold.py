@@ -49,20 +49,20 @@ def test_lines_of_the_script_are_shown_unchanged() -> None:
 
 
 def test_the_report_of_torchrun_is_counted_and_later_output_of_the_shell_is_shown() -> None:
-    """torchrun's report would bury the one line that explains the failure."""
+    """In full, torchrun's report buries the one line that explains the failure."""
     fold = Fold()
     assert fold.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
     assert (fold.hidden, fold.held) == (len(LAUNCHER), [])
 
 
 def test_a_stopped_torchrun_prints_nothing() -> None:
-    """Otherwise Ctrl-C prints 40 to 80 lines of SignalException."""
+    """Ctrl-C must not print 40 to 80 lines of SignalException."""
     shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
     assert not [line for line in shown if "torch" in line or "Signal" in line]
 
 
 def test_cpp_frames_of_torch_are_only_counted_and_useful_warnings_are_shown() -> None:
-    """Otherwise a successful run ends with 25 frightening lines."""
+    """A successful run must not end with 25 frightening lines."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
     fold = Fold()
     assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
@@ -134,7 +134,7 @@ def test_the_messages_of_ddprun_about_restarts_are_left_to_the_run() -> None:
 
 
 def test_the_stacks_of_a_stall_are_kept_by_rank_and_the_scripts_lines_are_shown() -> None:
-    """Sixty lines of stacks at each stall would hide the one rank that caused it."""
+    """In full, sixty lines of stacks at each stall hide the one rank that caused it."""
     culprit = [
         "ddpjob: rank 1 (process 77) is stalled at step 2; innermost call first:",
         "  thread MainThread:",

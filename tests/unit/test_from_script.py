@@ -84,7 +84,7 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 
 @pytest.mark.parametrize("nodes", ["", ":", "1:", ":3", "1:2:3"])
 def test_a_range_with_a_missing_number_is_refused(nodes: str) -> None:
-    """Otherwise `--nodes 1:` runs one node, by the default of spec.nodes."""
+    """Without the refusal `--nodes 1:` runs one node, the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         sources.load(Source(str(DIGITS), nodes=nodes))
 
@@ -136,7 +136,7 @@ def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accep
     ],
 )
 def test_a_library_that_forms_the_group_by_itself_gets_no_warning_about_training_alone(line: str) -> None:
-    """Otherwise users look for a mistake that does not exist."""
+    """A false warning makes users look for a mistake that does not exist."""
     notes = from_script.read("train.py", f"{line}\n").notes
     assert notes[0] == "A framework forms the group: torchrun starts its processes."
 
@@ -185,7 +185,7 @@ def test_the_job_name_is_valid_in_kubernetes(script: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
 def test_a_script_named_like_a_yaml_keyword_gives_a_job_of_that_name(name: str) -> None:
-    """Otherwise `ddpjob run y.py` is refused, because metadata.name is true."""
+    """`ddpjob run y.py` would be refused, because YAML reads the name `y` as true."""
     assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
 
@@ -245,7 +245,7 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
 def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
-    """Otherwise users see a traceback."""
+    """Users must not see a traceback."""
     with pytest.raises(InputError, match="not UTF-8"):
         sources.load(Source(str(mine), **words))
 
@@ -257,7 +257,7 @@ def test_a_number_of_nodes_cannot_inject_a_line_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
 def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) -> None:
-    """Reading it would take 50 s and 4 GB of memory."""
+    """Reading such a file takes 50 s and 4 GB of memory."""
     path = tmp_path / name
     with path.open("wb") as file:
         file.truncate(2 << 30)
@@ -298,7 +298,7 @@ DO_NOT = [["--epochs", "5"], ["--log-dir", "x"], ["--log-level", "3"], ["x", "--
 
 @pytest.mark.parametrize("words", [*ABBREVIATE, *DO_NOT], ids=str)
 def test_arguments_that_resemble_torchrun_options_are_put_after_dashes(tmp_path: Path, words: list[str]) -> None:
-    """Otherwise `ddpjob run x.py -- --log 5` ends with torchrun's usage: `ambiguous option`."""
+    """`ddpjob run x.py -- --log 5` would end with torchrun's usage: `ambiguous option`."""
     behind = ["--", *words] if words in ABBREVIATE else words
     file = tmp_path / "train.py"
     file.write_text("")
@@ -358,7 +358,7 @@ def test_the_cells_of_a_notebook_become_a_script(tmp_path: Path) -> None:
     ],
 )
 def test_code_that_a_notebook_magic_measures_is_run(tmp_path: Path, cell: str, script: str) -> None:
-    """Otherwise `%time train()` trains nothing, and the job succeeds."""
+    """Without this `%time train()` trains nothing, and the job succeeds."""
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell}]}))
     with sources.as_file(Source(str(path))) as source:

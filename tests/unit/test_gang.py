@@ -57,7 +57,7 @@ def test_auto_takes_the_gang_api_that_is_served_and_gives_the_reason(
 
 
 def test_a_long_message_of_the_api_server_is_cut_and_the_end_of_the_job_is_kept() -> None:
-    """An RBAC error lists each missing role. Beyond the status' bounds it would make the status unreadable."""
+    """An RBAC error lists each missing role. A message beyond the status' bounds makes the status unreadable."""
     why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
     world = digits()
     world.gang_apis = {"native": GangApi(why_not=why)}
@@ -83,7 +83,7 @@ def test_the_pod_group_is_created_before_the_pods_and_the_status_gives_the_reaso
 
 
 def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> None:
-    """Otherwise some of its pods hold nodes for which another job waits."""
+    """Without a gang some pods hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
     assert world.status.message == f"no pod is created without its gang: {OFF}"
@@ -116,7 +116,7 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
 def test_a_finished_or_suspended_job_leaves_no_group(end: str) -> None:
-    """A leftover group counts against its quota, and puzzles readers."""
+    """A leftover group still counts against a quota, and users wonder what it is for."""
     world = gang(backoffLimit=0).running().admits()
     if end == "suspended":
         world.change(suspend=True).settle()

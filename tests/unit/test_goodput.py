@@ -47,7 +47,7 @@ def total(goodput: api.Goodput) -> int:
 
 
 def test_a_job_that_hung_until_its_deadline_does_not_count_as_training() -> None:
-    """Otherwise a cluster's report shows a ratio of 1.0 for a job that wasted its GPUs."""
+    """A cluster's report must not show a ratio of 1.0 for a job that wasted its GPUs."""
     world = trains(digits(activeDeadlineSeconds=1500).running(), *range(1, 11))
     hangs(world, 10, 1500).settle()
     assert world.status.state in ("Failing", "Failed")
@@ -165,7 +165,7 @@ def test_no_second_is_counted_twice_or_lost(events: list[tuple[str, int]]) -> No
 
 
 def test_a_script_that_reports_huge_step_numbers_leaves_a_readable_status() -> None:
-    """Otherwise the lost steps exceed what a status may hold, and the operator cannot read its own status."""
+    """The lost steps must not exceed what a status may hold, or the operator cannot read its own status."""
     world = digits().running()
     for _ in range(2):
         world.reports_step(bounds.COUNT_MAX).settle().exits(0, code=75).restarted().after(400).running()

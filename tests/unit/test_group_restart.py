@@ -124,7 +124,7 @@ def test_a_complete_restart_has_three_events() -> None:
 
 
 def test_a_pod_whose_only_container_has_ended_is_kept_while_its_phase_lags_behind() -> None:
-    """Otherwise `kubectl logs` finds no pod of the rank that failed."""
+    """`kubectl logs` must find the pod of the rank that failed."""
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
@@ -177,7 +177,7 @@ def test_a_job_suspended_during_a_restart_stops_and_later_continues() -> None:
 
 @pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
 def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> None:
-    """Otherwise users who suspend and resume a script that always fails get free restarts."""
+    """Users who suspend and resume a script that always fails must not get free restarts."""
     world = digits(backoffLimit=3).running().exits(1, code=1).settle().change(suspend=True).settle()
     if resumed == "before":
         world.change(suspend=False).settle().stops_all().settle()
@@ -356,7 +356,7 @@ LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
 
 
 def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long() -> None:
-    """Otherwise, with a shorter startDeadlineSeconds, the job restarts for ever."""
+    """If each start counted alone, a job with a shorter startDeadlineSeconds would restart for ever."""
     world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
     assert world.status.reason == "StartBackOff"
     assert world.status.attempt_time is not None
@@ -501,7 +501,7 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
 
 
 def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node. Otherwise a second such loss is charged to the application."""
+    """The cluster takes a minute to notice a lost node. A second such loss must not be charged to the application."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -713,7 +713,7 @@ NO_NODE = "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/s
 
 
 def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
-    """Otherwise two reboots of a healthy node keep a job off its only free node for an hour."""
+    """Two reboots of a healthy node must not keep a job off its only free node for an hour."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(59).settle()
@@ -753,7 +753,7 @@ def test_avoidance_is_lifted_even_if_the_start_gives_up_sooner() -> None:
 
 
 def test_the_minute_starts_when_the_pod_finds_no_node_whoever_is_leader() -> None:
-    """A quota or a queue may hold the pod back before that, and a new leader has not observed the pod yet."""
+    """A quota or a queue may hold the pod back before it is scheduled, and a new leader has not observed it yet."""
     world = twice_lost(digits()).after(300).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(30).settle()
@@ -763,7 +763,7 @@ def test_the_minute_starts_when_the_pod_finds_no_node_whoever_is_leader() -> Non
 
 
 def test_a_node_that_fails_the_job_again_after_its_avoidance_was_lifted_is_avoided_again() -> None:
-    """By then another node may be free."""
+    """By then the job may find another free node."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle().after(60).restarted()
     assert [a.lifted for a in world.status.avoided_nodes] == [True]
     world.runs(0, 1).settle().node_lost(1).after(30).settle().stops_all().settle()
@@ -850,7 +850,7 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 @LAUNCHERS
 def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_completed(command: str) -> None:
-    """The others may complete before the last pod is created. Otherwise finished work runs again."""
+    """The others may complete before the last pod is created. A new attempt must not repeat their work."""
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).vanishes(2).exits(0)
@@ -962,7 +962,7 @@ def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
-    """Otherwise a script that fails in its first second restarts again and again, for free."""
+    """A script that fails in its first second must not restart again and again for free."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said

@@ -169,7 +169,7 @@ def test_links_pipes_and_devices_do_not_block_submit(folder) -> None:
 
 
 def test_a_folder_replaced_by_a_link_during_packing_leaks_no_file(folder, monkeypatch) -> None:
-    """Otherwise a user's own file would be sent to the cluster, where all of the namespace can read it."""
+    """A user's own file must not be sent to the cluster, where everybody in the namespace can read it."""
     (folder / "src").mkdir()
     (folder / "src/id").write_text("theirs")
     outside = folder.parent / "outside"

@@ -35,13 +35,13 @@ def is_mended(world: World, **spec: Any) -> World:
 
 
 def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
-    """Otherwise a completed training stays Running for ever, and holds its GPUs."""
+    """A completed training must not stay Running for ever and hold its GPUs."""
     world = becomes(digits().running(), **WRONG).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
 
 
 def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
-    """Otherwise a pod that is lost at night costs the rest of the night."""
+    """A pod that is lost at night must not cost the rest of the night."""
     world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
     assert world.status.restarts.application == 1
@@ -87,7 +87,7 @@ def test_an_invalid_spec_is_reported_in_the_message_the_condition_and_one_event(
 
 
 def test_the_remark_occurs_once_however_often_the_job_is_reconciled() -> None:
-    """Otherwise a message that is kept between reconciles, as in a back-off, grows by a sentence each time."""
+    """A message that is kept between reconciles, as in a back-off, must not grow by a sentence each time."""
     world = becomes(digits().running(), **WRONG).settle()
     world.exits(0, code=1).restarted().runs(0, 1).settle().exits(0, code=1).settle().stops_all().settle()
     assert world.status.state == "Restarting"
@@ -152,7 +152,7 @@ NO_POD = {"template": {"spec": True}}
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
 def test_an_unreadable_spec_does_not_reduce_two_nodes_to_one(spec: dict[str, Any]) -> None:
-    """Otherwise the job is Succeeded when rank 0 ends, and rank 1 is stopped in the middle of its training."""
+    """With one node the job is Succeeded when rank 0 ends, and rank 1 is stopped in the middle of its training."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}
     parsed, world.problems = validation.parse({**without, **spec})

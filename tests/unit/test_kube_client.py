@@ -157,7 +157,7 @@ def test_a_long_list_is_read_page_by_page() -> None:
 
 
 def test_a_list_of_large_objects_is_requested_in_pages_that_fit() -> None:
-    """Otherwise the server writes pages that the client gives up: a list of 560 MB would take half as long again."""
+    """The client gives up pages that are too long. With such pages a list of 560 MB takes half as long again."""
     listed, asked = [{"n": n, "spec": "x" * 50_000} for n in range(30)], 0
 
     async def answer(request: web.Request) -> web.StreamResponse:

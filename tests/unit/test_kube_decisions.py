@@ -35,7 +35,7 @@ def told(world: World) -> list[str]:
 
 
 def test_a_job_that_starts_and_runs_has_two_lines() -> None:
-    """Otherwise an administrator finds no trace of a job in the log."""
+    """An administrator must find a trace of each job in the log."""
     world = digits()
     assert told(world) == ["default/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"]
     assert told(world.runs(0, 1)) == [

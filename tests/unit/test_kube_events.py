@@ -63,7 +63,7 @@ def play(
 
 
 def test_events_of_one_second_are_listed_in_the_order_in_which_they_occurred() -> None:
-    """Otherwise `kubectl describe` shows PermanentFailure before the RankFailed that caused it."""
+    """`kubectl describe` must not show PermanentFailure before the RankFailed that caused it."""
     failed, over = Event("Warning", "RankFailed", "rank 1 ended"), Event("Warning", "PermanentFailure", "no retry")
     names: dict[str, str] = {}
 
@@ -115,7 +115,7 @@ DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=
 
 
 def test_a_job_that_just_trains_has_no_events_and_a_job_with_any_event_has_all() -> None:
-    """Otherwise the last Event of a job that started slowly and completed would still be CreatingPods."""
+    """If only some were sent, the last Event of a completed job that started slowly would be CreatingPods."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
     assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]

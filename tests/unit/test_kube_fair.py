@@ -47,7 +47,7 @@ async def small_jobs_start(town: Town, *namespaces: str) -> float:
 
 
 def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
-    """Otherwise a small job waits half a minute for somebody else's thousand pods."""
+    """A small job must not wait half a minute for somebody else's thousand pods."""
 
     async def story() -> None:
         town = Town(of_the_big_job({"create": 0.5}))
@@ -71,7 +71,7 @@ def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
 def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
-    """Otherwise all reconciles wait for one namespace's webhook, and after ten minutes the probe restarts the
+    """One namespace's webhook must not hold up all reconciles: after ten minutes the probe would restart the
     operator."""
 
     async def story() -> None:
@@ -269,7 +269,7 @@ def test_slow_deletes_of_one_job_delay_no_other() -> None:
 
 
 def test_a_job_that_is_suspended_during_slow_pod_creation_stops_soon() -> None:
-    """Otherwise the reconcile continues until all pods are created: ten minutes and more with a slow webhook."""
+    """The reconcile must not continue until all pods are created, which takes ten minutes with a slow webhook."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", {"create": 10.0}))
@@ -324,7 +324,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing(
 def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(
     calls: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
-    """Otherwise each lost place reduces the limit until the operator restarts."""
+    """A place that is not given back lowers the limit until the operator restarts."""
     served: list[int] = []
 
     async def story() -> None:

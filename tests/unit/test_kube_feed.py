@@ -83,7 +83,7 @@ def test_a_list_updates_our_copy_and_removes_what_it_lacks() -> None:
 
 
 def test_a_list_causes_no_reconcile_of_a_job_that_is_only_partly_kept() -> None:
-    """Otherwise thousands of ended jobs are read again, one by one, after every list."""
+    """Thousands of ended jobs must not be read again, one by one, after every list."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append, limits=storage.StoredLimits(0, 0, 0, 0, 0))
     feed = Feed(jobs)

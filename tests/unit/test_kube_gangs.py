@@ -100,7 +100,7 @@ def runs(gang: GangWatch, true: Callable[[], object]) -> None:
 
 
 def test_a_gang_watch_ends_when_the_first_of_its_watches_ends() -> None:
-    """Otherwise the operator does not notice that a watch has ended, and its jobs wait for ever."""
+    """If the operator does not notice that a watch has ended, its jobs wait for ever."""
 
     async def run() -> None:
         told: list[str] = []
@@ -155,7 +155,7 @@ def test_a_missing_right_is_logged_and_nothing_is_created() -> None:
 
 
 def test_an_unavailable_api_server_is_asked_again_and_does_not_count_as_lacking_the_api() -> None:
-    """Otherwise a restart of the API server lets jobs start in parts."""
+    """A restart of the API server must not let jobs start in parts."""
     server = Server("v1alpha2")
     server.errors[f"{GROUP}/v1beta1"] = ApiError(0, "NoAnswer", "away")
 
@@ -236,7 +236,7 @@ def test_a_queue_api_that_answers_with_errors_counts_as_unavailable_until_it_wor
 
 
 def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
-    """Otherwise one API that does not answer stops the jobs of all teams, even those without a queue."""
+    """One API that does not answer must not stop the jobs of other teams, and jobs without a queue."""
     gangs = {"kueue": gang_of(Server(), adapter=kueue.ADAPTER), "native": gang_of(Server())}
     one = job()
     in_queue = replace(one, metadata=replace(one.metadata, labels={kueue.QUEUE_LABEL: "main"}))
@@ -250,7 +250,7 @@ def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
 
 
 def test_jobs_without_a_queue_are_reconciled_while_the_queue_api_does_not_answer() -> None:
-    """Otherwise jobs of other teams neither start nor restart."""
+    """Jobs of other teams must still start and restart."""
     settings = dataclasses.replace(OperatorSettings(health_port=0), gangs=("kueue",))
     operator = Operator(settings, cast(Client, Server()))
     for reflector in operator.reflectors:
@@ -293,7 +293,7 @@ def test_an_operator_without_any_gang_api_switched_on_sends_no_request() -> None
 
 
 def test_an_admission_missed_by_the_watch_is_found_by_a_later_list() -> None:
-    """Otherwise the job waits in its queue for ever while it holds its quota."""
+    """The job must not wait in its queue for ever while it holds its quota."""
     server, seen = Server("v1beta1"), []
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
 

@@ -18,8 +18,8 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 
 def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> None:
-    """Otherwise an operator whose clock is ahead gives up a healthy node and starts the next attempt while the last one
-    is still running."""
+    """An operator whose clock is ahead must not give up a healthy node, and start the next attempt next to the last
+    one."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
@@ -29,7 +29,7 @@ def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> No
 
 
 def test_a_pod_bound_in_the_future_by_the_server_clock_counts_as_bound_when_we_saw_it() -> None:
-    """Otherwise a node that failed soon after the binding counts as lost only when our clock reaches that time."""
+    """A node that failed soon after the binding must not count as lost only when our clock reaches that time."""
     memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
     for seconds in (0, 20, 40, 24 * 60):
         assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].bound_since == START

@@ -79,7 +79,7 @@ def test_a_refused_label_is_tried_again() -> None:
 
 
 def test_a_missing_right_is_logged_once_and_retried_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    """With the role of an older chart only reports fail to arrive, and the log must name the reason."""
+    """An older chart's role lacks the right. Then only reports get lost, and the log must name the reason."""
     pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
     lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
     assert pods.asked <= 11

@@ -70,7 +70,7 @@ def test_a_lease_is_taken_only_after_it_did_not_change_for_its_whole_duration(
 
 
 def test_an_absent_lease_is_not_trusted_if_it_was_not_read_for_a_while() -> None:
-    """Otherwise an operator that was cut off would act next to the one that has created the Lease since then."""
+    """An operator that was cut off must not act next to the operator that has created the Lease meanwhile."""
     one, other = candidate(), Candidate(THEIRS, DURATIONS)
     one.saw(None, START)
     other.took(lease(1), START + 50, START + 51)

@@ -102,7 +102,7 @@ def test_the_time_a_node_is_not_ready_is_counted_by_our_own_clock(nodes: NodeCac
 
 
 def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, clock: Clock) -> None:
-    """A cloud deletes the Node of a lost spot VM. Otherwise the job seems to train on all nodes for a minute."""
+    """A cloud deletes the Node of a lost spot VM. The job must not seem to train on all nodes for a minute."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
     timed.remove("", "b", "b")
@@ -110,7 +110,7 @@ def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, 
 
 
 def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: NodeCache, clock: Clock) -> None:
-    """Otherwise the deletion of the Node restarts the countdown, and the job recovers later."""
+    """The deletion of the Node must not restart the countdown and delay the job's recovery."""
     taken(timed, [node("a"), node("b")], 1)
     timed.put(node("b", "Unknown"))
     since = clock.now
@@ -122,7 +122,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
 
 
 def test_a_node_deleted_while_most_are_silent_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
-    """The time before proves nothing, because the control plane received no heartbeats from most nodes then."""
+    """Earlier silence proves nothing, because the control plane received no heartbeats from most nodes then."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
         timed.put(node(name, "Unknown"))
@@ -278,7 +278,7 @@ def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[st
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache, phase: str) -> None:
-    """Otherwise a refused deletion of an old pod stops the job from creating pods, from the fourth attempt on."""
+    """From the fourth attempt on, a job whose old pods cannot be deleted creates no pods."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes, phase)
@@ -286,7 +286,7 @@ def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache
 
 
 def test_an_operator_that_may_not_read_nodes_requests_none(nodes: NodeCache) -> None:
-    """It relies on the node controller. A refused read of a node would keep the job waiting for ever."""
+    """The operator relies on the node controller. A refused read of a node must not keep the job waiting for ever."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)
     assert server.deleted == 1

@@ -259,8 +259,8 @@ def test_an_operator_that_is_stopped_ends_in_time_and_for_one_reason() -> None:
 
 
 def test_a_standby_knows_the_pods_of_a_recreated_job_and_forgets_deleted_jobs() -> None:
-    """Otherwise a standby operator refuses reports for nodes that an earlier job of the same name did not have, and
-    keeps the specs of deleted jobs."""
+    """A standby operator must accept reports for nodes that an earlier job of the same name did not have, and must drop
+    the specs of deleted jobs."""
 
     async def run() -> None:
         made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))

@@ -160,7 +160,7 @@ def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogC
 
 @pytest.mark.parametrize("refused", [True, False], ids=["refused", "held by a finalizer"])
 def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
-    """Otherwise each such pod costs six requests per second until the job is deleted."""
+    """Each such pod would cost six requests per second until the job is deleted."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED, finalizers=["example.com/hold"])
     for place in range(2):
@@ -171,7 +171,7 @@ def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
 
 
 def test_a_pod_that_lost_the_label_of_the_job_gets_it_back_and_training_continues() -> None:
-    """A user may remove a pod's label to inspect the pod. Otherwise its group restarts, and the pod trains on into the
+    """A user may remove a pod's label to inspect the pod. Its group must not restart while the pod trains on into the
     checkpoint of the next attempt."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
@@ -193,7 +193,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
     for pod in pods:
         del pod["metadata"]["labels"][naming.LABEL_JOB]
         cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    del cluster.objects["digits-1-0"]  # one of them is really gone
+    del cluster.objects["digits-1-0"]  # this pod is really gone
     cluster.answers_in = RECONCILE_SECONDS / 10
     asked = cluster.reconciles()
     assert 0 < len(asked) < nodes / 2
@@ -230,8 +230,8 @@ def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
 
 
 def test_pods_left_by_a_job_deleted_with_cascade_orphan_block_the_new_job_until_they_have_ended() -> None:
-    """The message must name these pods and the Service. Otherwise users delete the Service alone, and two groups train
-    into one checkpoint."""
+    """The message must name these pods and the Service. If users delete the Service alone, two groups train into one
+    checkpoint."""
     world: World = digits()
     orphan = Pod(
         "digits-3-0", "o", "", 3, 0, job="digits", node="n", phase="Running", trainer=Container("running", ready=True)
@@ -265,7 +265,7 @@ def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
 
 
 def test_a_pod_that_is_already_gone_when_deleted_is_forgotten() -> None:
-    """Otherwise the pod counts as not yet deleted, and costs a request per minute."""
+    """If it were remembered, it would count as not yet deleted, and cost a request per minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)
     for place in range(2):

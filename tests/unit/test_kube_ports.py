@@ -226,7 +226,7 @@ def test_requests_on_one_connection_are_answered_in_order(port: Port) -> None:
 
 
 def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
-    """Otherwise 30 connections of one pod take 1.3 GB: each sends 32 requests with 128 headers of 8 kB."""
+    """30 connections of one pod would take 1.3 GB, if each sends 32 requests with 128 headers of 8 kB."""
     large = port.head(*[b"X-%d: %s" % (number, b"a" * 8000) for number in range(100)]) * 10
     with ExitStack() as stack:
         before = resident_bytes()
@@ -264,7 +264,7 @@ def test_a_client_that_opens_endless_connections_locks_out_nobody(port: Port, at
     with ExitStack() as stack:
         for number in range(400):
             connection = stack.enter_context(closing(port.connect(attacker)))
-            with suppress(ConnectionError):  # the port closes this one for a newer one
+            with suppress(ConnectionError):  # the port closes this connection to accept a newer one
                 connection.sendall([b"", b"GET", port.head()[:-2]][number % 3])
             if number % 100 == 99:
                 assert port.serves()

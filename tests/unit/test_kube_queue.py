@@ -130,7 +130,7 @@ def test_the_longest_reconcile_is_recorded() -> None:
 
 
 def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
-    """Otherwise, after a restart of the operator, one job waits for all 5,000 of another namespace."""
+    """After a restart of the operator a job must not wait for all 5,000 jobs of another namespace."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(5000):
         jobs.add(("crowded", str(number)), START)
@@ -139,7 +139,7 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
 
 
 def test_kinds_of_jobs_in_a_namespace_take_turns_and_jobs_of_one_kind_wait_in_order() -> None:
-    """Otherwise a restart, or a job of one pod, waits for hundreds of new jobs of eight pods in its namespace."""
+    """A restart, or a job of one pod, must not wait for hundreds of new jobs of eight pods in its namespace."""
     jobs: Schedule[tuple[str, str]] = Schedule(kind=lambda key: {"restarts": 0, "small": 1}.get(key[1], 4))
     for number in range(500):
         jobs.add(("team", str(number)), START)
@@ -171,7 +171,7 @@ def test_a_failure_does_not_wait_behind_earlier_news_of_its_job(first: Priority)
 
 
 def test_changes_that_a_reconcile_has_seen_itself_cause_no_further_reconcile() -> None:
-    """Otherwise each restart writes its status twice, because the old pods disappear during the reconcile."""
+    """Each restart would write its status twice, because the old pods disappear during the reconcile."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
@@ -231,7 +231,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None:
-    """Otherwise the job counts as busy for ever, and no event of it has any effect."""
+    """The job must not count as busy for ever, while its events have no effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:

@@ -106,7 +106,7 @@ def test_each_queue_is_queried_and_a_new_one_at_once() -> None:
 
 
 def test_only_the_job_whose_position_changed_is_notified_and_an_admitted_job_has_none() -> None:
-    """Otherwise a job that is evicted later shows its old position."""
+    """A job that is evicted later must not show its old position."""
     queue = Kueue("v1beta1")
     queue.jobs.append((("team", "second"), "main"))
     queue.answers[MAIN] = {"items": [item("digits", 0), item("second", 2)]}
@@ -132,7 +132,7 @@ def test_the_tested_version_is_used_and_the_newer_one_if_it_is_gone() -> None:
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]
-    both.look(after=ASK_SECONDS)  # 404 means that the queue is gone, or that version
+    both.look(after=ASK_SECONDS)  # 404: the queue is gone, or this version of the API
     both.answers |= newer.answers
     assert both.look(after=ASK_SECONDS).asked[-1] == MAIN.replace("v1beta1", "v1beta2")
 

@@ -142,8 +142,8 @@ def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_rep
 def test_a_connection_beyond_the_limit_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    """Otherwise the receiver may close a kept connection at any time, to accept another one."""
-    monkeypatch.setattr(*bound, 2)  # one connection is kept: three quarters of the limit
+    """A kept connection must not be closed at any time just because another client connects."""
+    monkeypatch.setattr(*bound, 2)  # so one connection is kept open: three quarters of the limit
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
         assert (first.sock is None, second.sock is None) == (False, True)
@@ -210,7 +210,7 @@ def test_while_the_keys_of_the_cluster_are_unavailable_the_answer_is_to_retry_la
 
 
 def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connection(world: World) -> None:
-    """Otherwise a leader that is cut off swallows the reports of all trainers connected to it."""
+    """A leader that is cut off must not swallow the reports of all trainers connected to it."""
     with closing(http.client.HTTPConnection("127.0.0.1", world.receiver.port)) as kept:
         for leads, status, closes in ((True, 204, False), (False, 503, True)):
             world.leads = leads

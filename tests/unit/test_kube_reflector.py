@@ -150,7 +150,7 @@ def test_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -
 def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Otherwise a dozen lines about each short outage hide the line about a watch that stays refused."""
+    """A dozen lines about each short outage must not hide the line about a watch that stays refused."""
     busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
     follow([([], 10)], [[busy], [busy]])
     assert caplog.messages == []
@@ -293,27 +293,27 @@ def test_a_change_missed_by_the_watch_is_found_named_and_counted(
 
 
 def test_a_deletion_missed_by_the_watch_is_found(neglected: Neglected) -> None:
-    """Otherwise a deleted pod counts as running, and a deleted job gets pods."""
+    """A deleted pod must not count as running, and a deleted job must not get pods."""
     neglected.runs(lambda: neglected.server.there.pop("b"))
     assert len(neglected.copy) == 1
 
 
 def test_a_change_between_a_watch_and_the_list_is_not_counted_as_missed(neglected: Neglected) -> None:
-    """Otherwise the alert about missed events would fire in every busy cluster."""
+    """If such changes counted, the alert about missed events would fire in every busy cluster."""
     neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
     assert neglected.names() == ["a", "b", "new"]
     assert neglected.missed() == 0
 
 
 def test_a_list_of_known_objects_causes_no_reconcile(neglected: Neglected) -> None:
-    """Otherwise each list costs a reconcile of every job."""
+    """Without this each list costs a reconcile of every job."""
     neglected.runs(neglected.changes.clear, seconds=3000)
     assert 4 <= neglected.server.asked <= 7, "about every ten minutes"
     assert neglected.changes == []
 
 
 def test_a_refused_list_does_not_end_the_watch(neglected: Neglected) -> None:
-    """Otherwise a busy server is asked for all pods again and again, and changes are not seen meanwhile."""
+    """A busy server must not be asked for all pods again and again, while changes are not seen."""
 
     def lose() -> None:
         neglected.server.error = ApiError(429, "TooManyRequests", "busy")
@@ -343,7 +343,7 @@ class SlowToList(Lossy):
 
 
 def test_a_change_is_seen_while_a_long_list_arrives(neglected: Neglected) -> None:
-    """Otherwise thousands of large jobs of one tenant hide new jobs of all others for minutes, at each list."""
+    """Thousands of large jobs of one tenant must not hide new jobs of all others for minutes, at each list."""
     neglected.server = SlowToList()
     neglected.server.there = {"a": 7}
     neglected.runs(lambda: None, seconds=315)

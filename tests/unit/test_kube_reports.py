@@ -86,7 +86,7 @@ class Desk:
     ids=["ranks start in place", "and make a step", "a start that was lost", "a resume from a snapshot"],
 )
 def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Otherwise STEP, PROGRESS and ETA are blank for 12 s of training, just when users look."""
+    """STEP, PROGRESS and ETA must not be blank for 12 s of training, just when users look."""
     desk = Desk()
     desk.hears(**before)
     assert desk.after(1).hears(**after) == FIRST_REPORT_SECONDS
@@ -106,8 +106,8 @@ def test_an_unknown_phase_is_refused_with_its_field_and_a_missing_one_means_trai
 
 
 def test_reports_of_a_job_whose_progress_waits_to_be_written_cause_one_reconcile_a_minute() -> None:
-    """With 2,000 jobs each one's progress is written every 200 s. Planning each job every 10 s would waste a tenth of a
-    CPU."""
+    """With 2,000 jobs the progress of each job is written every 200 s. Planning each job every 10 s would waste a tenth
+    of a CPU."""
     desk = Desk()
     for number in range(300):
         desk.reports.wait_for_write(JobState(f"other-{number}"))
@@ -251,7 +251,7 @@ def test_no_job_is_restarted_if_most_go_silent_together_and_the_log_says_so_once
         for name in names:
             desk.hears(41, name)
         desk.reports.check_silence()
-    for _ in range(40):  # one of them still reports
+    for _ in range(40):  # one job still reports
         desk.after(5).hears(41, "c")
         desk.reports.check_silence()
         assert desk.found("c") is None, "its 5 minutes end while most are silent"
@@ -279,7 +279,7 @@ def test_jobs_that_have_ended_or_are_being_stopped_may_be_silent(caplog: pytest.
 
 
 def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> None:
-    """Otherwise one pod can report 100,000 ranks, which take 468 MB of the operator's 512 MB."""
+    """One pod could report 100,000 ranks, which take 468 MB of the operator's 512 MB."""
     desk = Desk()
     desk.after(5).running(nproc=4)
     for rank in range(8, 12):

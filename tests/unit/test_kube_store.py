@@ -61,8 +61,8 @@ def test_fields_added_by_an_admission_webhook_come_from_the_watch(store: Store[s
 
 
 def test_all_objects_of_a_list_count_as_seen_at_once_and_events_of_other_jobs_keep_their_order() -> None:
-    """All pods of one list count as seen at the same time. Pods of other jobs keep the order of their events: otherwise
-    a later failure looks like the cause."""
+    """All pods of one list count as seen at the same time. Pods of other jobs keep the order of their events, because a
+    later failure must not look like the cause."""
     seen: dict[str, int] = {}
 
     def noted(_: str | None, name: str, number: int) -> str:
@@ -197,7 +197,7 @@ def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
 
 
 def test_the_event_of_our_own_write_causes_no_reconcile_even_if_it_precedes_the_answer() -> None:
-    """Otherwise each write of a status causes another reconcile, which may write again."""
+    """A write of a status must not cause another reconcile, which may write again."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5) | {"spec": {"nodes": 2}})

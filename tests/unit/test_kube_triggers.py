@@ -95,7 +95,7 @@ def test_a_change_of_a_node_affects_the_jobs_with_a_live_pod_on_it() -> None:
 
 
 def test_an_admission_is_reconciled_at_once_and_messages_of_a_scheduler_are_collected() -> None:
-    """Each message of a scheduler would be a write of the status. But pods wait for a deleted group."""
+    """Each message of a scheduler causes a write of the status. A deleted group is urgent: pods wait for it."""
     group = ObservedGroup("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
     assert group_changed(True, group) == 0.0
     assert group_changed(False, group) == SOME_CHANGED_SECONDS

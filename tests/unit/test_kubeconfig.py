@@ -164,7 +164,7 @@ def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(
 def test_a_server_without_a_trusted_certificate_gets_no_request(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Otherwise a stranger's server gets the user's token. `insecure-skip-tls-verify` allows that."""
+    """A stranger's server would get the user's token. Only `insecure-skip-tls-verify` allows such a server."""
     wrong = base64.b64encode(Authority().pem).decode()
     for other in (
         {"server": server.url},

@@ -109,7 +109,7 @@ def test_objects_written_by_operator_and_client_match_the_kubernetes_schemas(ver
 
 
 def test_the_schemas_refuse_an_unknown_field() -> None:
-    """Otherwise the test above could never fail."""
+    """If the schemas accepted unknown fields, the test above could never fail."""
     body = build.service(job())
     body["spec"]["headless"] = True
     assert "headless" in refusal(body, SUPPORTED[0])

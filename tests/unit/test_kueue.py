@@ -386,7 +386,7 @@ def test_kueue_assigns_nodes_if_the_lowest_level_of_its_topology_is_the_node(lev
 def test_a_pod_avoids_a_bad_node_only_if_kueue_has_not_assigned_that_node(
     names_nodes: bool, avoided: tuple[str, ...]
 ) -> None:
-    """Otherwise the pod fits nowhere, and the job holds its quota until the avoidance is over, after an hour."""
+    """A pod that avoids its assigned node fits nowhere, and the job holds its quota until the avoidance is over."""
     world = admitted()
     placement = Placement(by_topology=True, names_nodes=names_nodes)
     world.groups = {n: replaced(g, placement=placement) for n, g in world.groups.items()}
@@ -423,7 +423,7 @@ def test_a_pod_that_kueue_queues_by_itself_gets_a_message_with_the_fix() -> None
     assert seen(body).unschedulable == "", "a pod that is not asked about yet waits for nobody"
 
 
-# ---------------------------------------------------------------- what Kueue is told
+# ---------------------------------------------------------------- what Kueue gets from the operator
 
 
 def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
@@ -507,7 +507,7 @@ def test_the_end_of_a_job_is_written_to_its_workload_once() -> None:
 
 
 def test_a_job_keeps_its_quota_across_restarts_and_replacements_and_reports_when_it_runs() -> None:
-    """Otherwise other jobs take the nodes between two attempts, and the job queues again."""
+    """Other jobs must not take the nodes between two attempts, so that the job queues again."""
     world = admitted()
     assert world.told == ["ready"]
     world.exits(0, code=1).restarted().running()
@@ -560,7 +560,7 @@ def test_a_job_readmitted_while_its_pods_stop_stops_them_all_and_begins_a_new_at
 
 
 def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_leaves_the_queue() -> None:
-    """Otherwise the job waits for quota to repeat a training that is complete."""
+    """The job must not wait for quota to repeat a training that is complete."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert world.status.reason == "Evicted"
@@ -569,7 +569,7 @@ def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_leaves_
 
 
 def test_a_failure_before_an_eviction_is_charged_and_fails_a_job_without_restarts_left() -> None:
-    """Otherwise a script that always fails takes the nodes again and again, if its queue is often preempted."""
+    """A script that always fails must not take the nodes again and again because its queue is often preempted."""
     world = admitted(backoffLimit=0).exits(1, 1)
     world.step()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle().stops_all().settle()
@@ -593,7 +593,7 @@ def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again
 
 
 def test_an_eviction_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
-    """Under ddprun they wait for a replacement, which an evicted job never gets, and keep others' quota."""
+    """Under ddprun these nodes wait for a replacement, which an evicted job never gets, and keep others' quota."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
@@ -633,7 +633,7 @@ def test_a_suspended_job_releases_its_quota_when_its_pods_have_ended_and_queues_
 
 
 def test_a_job_that_is_resumed_while_its_pods_stop_keeps_its_quota() -> None:
-    """Otherwise the job queues at the end, for the quota that its own pods have just released."""
+    """The job must not go to the end of the queue for quota that its own pods have just released."""
     world = admitted().change(suspend=True).settle().change(suspend=False).settle()
     assert world.status.message == "resumes when 2 pods have ended"
     world.stops_all().settle()
@@ -753,7 +753,7 @@ def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() ->
 
 
 def test_a_partially_admitted_job_keeps_running_if_a_new_operator_cannot_reach_its_queue() -> None:
-    """Otherwise its pods are stopped to grow to spec.nodes, and then nobody can admit new ones."""
+    """If its pods were stopped so that the job can grow to spec.nodes, nobody could admit new pods."""
     world = admitted_in_part()
     known, world.groups = world.groups, {}
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
@@ -792,7 +792,7 @@ def test_the_workload_of_a_waiting_job_follows_changes_of_the_job(
 
 
 def test_a_job_in_a_missing_queue_moves_to_the_right_one_when_its_label_is_fixed() -> None:
-    """Otherwise a job with a typo in the label waits until it is suspended, for a queue that nobody will create."""
+    """A job with a typo in its label must not wait for a queue that nobody creates, until a user suspends it."""
     world = queued().settle().admits("waiting", "LocalQueue main doesn't exist").settle()
     wrong = world.groups["digits"]
     assert relabelled(world, queue_name="research").plan().actions == (DeleteGroup("kueue", "digits", wrong.uid),)
@@ -829,7 +829,7 @@ def test_an_admitted_job_keeps_its_queue_until_it_queues_again_whatever_its_labe
 
 
 def test_a_job_that_is_stopped_in_its_queue_stays_stopped_whatever_its_labels_become() -> None:
-    """Otherwise the job's owner can undo, with a label, what the administrator of the queue decided."""
+    """With a label the job's owner could undo what the administrator of the queue decided."""
     stopped = kueue.read({"spec": {"active": False}})
     world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
     uid = world.admits("waiting", stopped.why, stopped=True).settle().groups["digits"].uid
@@ -841,7 +841,7 @@ def test_a_job_that_is_stopped_in_its_queue_stays_stopped_whatever_its_labels_be
 
 @pytest.mark.parametrize("how", ["label", "field"])
 def test_a_restart_keeps_the_quota_even_if_the_job_will_leave_its_queue(how: str) -> None:
-    """Otherwise, after its next failure, the job trains outside its queue on resources that were promised to others."""
+    """The job must not train outside its queue after its next failure, on resources promised to others."""
     world = admitted()
     world = (relabelled(world) if how == "label" else world.change(gang="none")).settle()
     world.exits(1, code=1).restarted().running()
@@ -852,7 +852,7 @@ def test_a_restart_keeps_the_quota_even_if_the_job_will_leave_its_queue(how: str
 
 
 def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
-    """Otherwise a failure takes the job's nodes away for as long as the queue is full."""
+    """A failure must not take the job's nodes away for as long as the queue is full."""
     world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
     world.exits(1, code=1).restarted().running()
     assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
@@ -872,7 +872,7 @@ def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
 
 @pytest.mark.parametrize("how", ["label", "field"])
 def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None:
-    """Otherwise only a new job could leave the queue `default`, which is used without a label and may not exist."""
+    """Only a new job could leave the queue `default`, which is used without a label and may not exist."""
     world = queued().settle().admits("waiting", "insufficient unused quota").settle()
     world = relabelled(world) if how == "label" else world.change(gang="none")
     world.running()
@@ -881,7 +881,7 @@ def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None
 
 
 def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its_queue() -> None:
-    """Otherwise the steps since the last snapshot are lost."""
+    """With a shorter grace period the steps since the last snapshot are lost."""
     world = admitted().admits("evicted", "preempted", holds_quota=True)
     world.step()
     world = relabelled(world)
@@ -892,7 +892,7 @@ def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its
 
 
 def test_a_workload_marked_as_finished_by_somebody_is_replaced_when_the_pods_have_ended() -> None:
-    """Its quota is free then, and Kueue never admits a finished Workload again."""
+    """The Workload's quota is free by then, and Kueue never admits a finished Workload again."""
     world = admitted()
     before = world.groups["digits"]
     world.groups["digits"] = replaced(before, is_over=True, admission=Admission("evicted", "finished"))

@@ -6,7 +6,7 @@ import pytest
 
 from ddpjob_core.members import Members
 
-LATER = Members((0, 2, 5))  # two nodes were left out
+LATER = Members((0, 2, 5))  # some places have no member
 REORDERED = Members((3, 1))
 
 

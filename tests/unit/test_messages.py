@@ -28,7 +28,7 @@ def test_no_warning_leaves_a_user_without_a_next_step() -> None:
 
 
 def test_every_reason_of_an_event_is_on_the_page() -> None:
-    """Otherwise users search in vain for the reason of an Event."""
+    """Users must find the reason of an Event when they search for it."""
     source = "\n".join(file.read_text() for file in (ROOT / "operator").rglob("*.py"))
     assert set(re.findall(r'Event\("(?:Normal|Warning)", "(\w+)"', source)) == set()
 

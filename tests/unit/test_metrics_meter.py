@@ -143,7 +143,7 @@ def trained(seconds: float, created: float = 5, *, name: str = "digits", over: b
 
 
 def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
-    """Otherwise short jobs that are deleted at their end are missing from the total time."""
+    """Short jobs that are deleted at their end must not be missing from the total time."""
     meter = Meter()
     meter.leads(NOW)
     meter.spends(trained(5), at(5))
@@ -156,7 +156,7 @@ def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
 
 
 def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> None:
-    """Otherwise the time between the election and the first scrape is missing for each running job."""
+    """The time between the election and the first scrape must not be missing for each running job."""
     meter = Meter()
     meter.leads(at(100))
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -179,7 +179,7 @@ def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> No
     ],
 )
 def test_the_seconds_of_one_job_never_fall(later: MeteredJob) -> None:
-    """For a falling counter increase() adds the whole value again: a week in which nobody trained."""
+    """If the counter fell, increase() would add the whole value again: a week in which nobody trained."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     assert scraped(meter, moment(running, seconds=100))[mine] == 100
@@ -212,7 +212,7 @@ TRAINS = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=WEEK)
     ],
 )
 def test_a_restarted_operator_does_not_recount_what_was_already_counted(first: Moment, counted: int) -> None:
-    """Otherwise each update of the operator adds the whole past of all jobs to the counter."""
+    """An update of the operator must not add the whole past of all jobs to the counter."""
     meter = Meter()
     scraped(meter, first)
     assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == counted
@@ -220,7 +220,7 @@ def test_a_restarted_operator_does_not_recount_what_was_already_counted(first: M
 
 
 def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -> None:
-    """Otherwise both releases count the same week."""
+    """Two releases must not count the same week."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == 30
@@ -231,7 +231,7 @@ def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -
 
 
 def test_all_time_of_a_new_job_is_counted() -> None:
-    """Otherwise the first minute of each job is missing, and short jobs are missing completely."""
+    """The first minute of a job must not be missing, nor a short job completely."""
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
@@ -239,7 +239,7 @@ def test_all_time_of_a_new_job_is_counted() -> None:
 
 
 def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:
-    """Otherwise names of deleted jobs exhaust the operator's memory within months."""
+    """Names of deleted jobs must not exhaust the operator's memory within months."""
     meter = Meter()
 
     def lines(*jobs: MeteredJob) -> int:
@@ -315,7 +315,7 @@ def test_an_edited_status_does_not_remove_the_metrics_of_another_job(status: obj
 
 
 def test_no_label_contains_a_uid() -> None:
-    """Otherwise each recreated pod and job is a new series, which Prometheus keeps."""
+    """With a uid each recreated pod and job is a new series, which Prometheus keeps."""
     assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
 
 

@@ -67,7 +67,7 @@ def test_a_pod_without_a_scheduler_message_for_ten_minutes_gets_a_warning_too() 
 
 
 def test_a_rank_that_hangs_silently_after_another_completed_is_shown_after_ten_minutes() -> None:
-    """Otherwise the job stays Running for ever, and its message only says `2 of 2 nodes are running`."""
+    """The job must not stay Running for ever with the message `2 of 2 nodes are running` alone."""
     world = digits().running().exits(0).settle()
     lives_on(world, 590)
     assert world.status.reason == "AllNodesRun"
@@ -98,7 +98,7 @@ def test_remaining_pods_of_a_deleted_job_get_one_warning() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
-    """Otherwise everything looks healthy for 40 to 80 seconds, while STEP and ETA do not change."""
+    """For 40 to 80 seconds, until the node is given up, only STEP and ETA show that something is wrong."""
     world = digits(nodes=nodes).running().after(5).node_lost(nodes - 1).settle()
     assert world.status.reason == "AllNodesRun"
     sentence = f"node node-{nodes - 1} (node {nodes - 1}) is not ready since 07:11:18; given up at 07:11:48"
@@ -108,7 +108,7 @@ def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
 
 
 def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_an_unready_one() -> None:
-    """Otherwise the job says `2 of 2 nodes are running` for 57 s, and then calls the pod deleted."""
+    """The job must not say `2 of 2 nodes are running` for 57 s, and then call the pod deleted."""
     world = digits().running().after(5).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
     assert world.plan().requeue_at == START + dt.timedelta(seconds=35)

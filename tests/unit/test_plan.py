@@ -1,4 +1,4 @@
-"""What the plan promises to users: one test for each situation of a job."""
+"""What plan() decides, and what users see: one test for each situation of a job."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all
 
 
 def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_have_ended() -> None:
-    """Otherwise ranks of the old attempt that save for an hour use up the new attempt's deadline."""
+    """Ranks of the old attempt that save for an hour must not use up the new attempt's deadline."""
     world = digits(activeDeadlineSeconds=100, startDeadlineSeconds=20).running().change(suspend=True).settle()
     world.change(suspend=False).settle().after(3000).settle().stops_all().settle()
     assert world.status.attempt == 2
@@ -229,7 +229,7 @@ def test_a_pod_on_a_lost_node_is_deleted_before_the_pods_of_a_resumed_job_are_cr
 
 
 def test_a_resumed_job_whose_pods_do_not_end_shows_one_warning() -> None:
-    """Otherwise a finalizer that nobody removes silently keeps the job from starting."""
+    """A finalizer that nobody removes must not silently keep the job from starting."""
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "WaitsLong")
     assert world.status.message == "resumes when 2 pods have ended"
@@ -265,7 +265,7 @@ def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None
 
 
 def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_node_trains_again() -> None:
-    """The other nodes need it for the rendezvous."""
+    """The other nodes need the completed node for the rendezvous."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
     assert world.status.state == "Suspended", "fewer nodes make no success of it"
@@ -404,7 +404,7 @@ def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(pol
 
 
 def test_clean_pod_policy_all_also_removes_pods_of_earlier_attempts() -> None:
-    """Otherwise the failed pod of attempt 1 keeps its name, an IP and a local volume."""
+    """A failed pod of attempt 1 that stays keeps its name, an IP and a local volume."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
     world.running().exits(0).exits(1).settle()
@@ -691,7 +691,7 @@ def test_wide_columns_show_the_restarts_by_their_class() -> None:
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
 def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> None:
-    """Otherwise `kubectl describe` prints the same 200 characters up to five times."""
+    """If all repeated it, `kubectl describe` would print the same 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]

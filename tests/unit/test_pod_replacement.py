@@ -76,7 +76,7 @@ def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> N
 
 
 def test_a_replacement_that_has_trained_waits_for_the_next_replacement() -> None:
-    """Otherwise each second loss in a job of two pods costs the steps since the last save."""
+    """Without this each second loss in a job of two pods costs the steps since the last save."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
     world.exits(0, code=137).settle()
@@ -243,7 +243,7 @@ def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_r
 
 @pytest.mark.parametrize("how", ["report", "last word"])
 def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: str) -> None:
-    """Otherwise a job gets new restarts in place with each resume."""
+    """A job must not get new restarts in place with each resume."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
         world.agent = charged(1)
@@ -258,7 +258,7 @@ def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: s
 
 
 def test_a_restart_in_place_with_only_complaints_blames_no_rank_and_shows_that_it_was_free() -> None:
-    """Otherwise users debug the rank that lost its peer, and count a restart that was not charged."""
+    """Users must not debug the rank that lost its peer, nor count a restart that was not charged."""
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
@@ -441,7 +441,7 @@ def test_agents_get_the_restart_grace_set_by_the_user() -> None:
 
 
 def test_steps_that_agents_already_counted_are_no_new_progress_for_the_operator() -> None:
-    """Otherwise a checkpoint that crashes every start is tried backoffLimit times instead of three times."""
+    """A checkpoint that crashes every start must be tried three times, not backoffLimit times."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
     world.settle()

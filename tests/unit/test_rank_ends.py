@@ -36,7 +36,7 @@ OTHER = module("aaaaaaaacccccccc", "xqr")
 
 
 def test_replicas_that_differ_after_training_are_named_by_rank_and_parameter() -> None:
-    """Otherwise N models are trained, one is saved, and the job succeeds."""
+    """Without the warning N models are trained, one of them is saved, and the job succeeds."""
     [(reason, message)] = found(rank(module()), rank(OTHER))
     assert reason == REPLICAS_DIFFER
     assert message == (

@@ -105,7 +105,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
-    """Otherwise a colleague who gets the file must ask for the logs."""
+    """A colleague who gets the file must not have to ask for the logs."""
     parsed = Parsed(shown(folder))
     for said in (
         "digits: Succeeded",
@@ -128,7 +128,7 @@ def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_lo
 
 
 def test_the_drawings_are_well_formed_and_each_has_a_text_description(folder: Path) -> None:
-    """Otherwise a screen reader only reads "image", and a strict viewer shows nothing."""
+    """Without a description a screen reader only reads "image"; a strict viewer shows no malformed drawing."""
     for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
         assert root.get("role") == "img"
@@ -181,7 +181,7 @@ def test_a_series_stays_small_and_keeps_the_spikes() -> None:
 
 
 def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: Path) -> None:
-    """Otherwise the report of a week's training is too large to be sent."""
+    """The report of a week's training must not be too large to be sent."""
     history = History()
     for i in range(5_000):
         values = {f"metric {n}": repr(0.1234567890123 * i * n) for n in range(16)}

@@ -209,7 +209,7 @@ def test_a_new_attempt_does_not_show_the_resume_of_the_last_one() -> None:
 
 
 def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
-    """Otherwise the job silently restarts from its last save, and nobody learns that 100 MiB more would help."""
+    """Without the message nobody learns why the job restarts from its last save, and that 100 MiB more help."""
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
@@ -274,7 +274,7 @@ def test_a_pod_without_enough_memory_is_named_even_if_it_does_not_run_rank_0() -
 
 
 def test_memory_reports_of_ranks_before_a_restart_are_dropped() -> None:
-    """Otherwise a pod that has enough room after the restart is named for ever."""
+    """A pod that has enough room after the restart must not be named for ever."""
     world = trains(command="ddprun").reports_step(523, rank=1, node_rank=1, not_kept="no room")
     world.reports_step(524, generation=1, resumed_step=523, resumed_from="the memory").settle()
     assert world.status.not_kept == ""
@@ -312,7 +312,7 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
     ],
 )
 def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why: str) -> None:
-    """Otherwise users learn the next morning that training resumes at the last save."""
+    """Without the reason users learn only the next morning that training resumes at the last save."""
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
     said = told.stopped("digits", api.Status(progress=progress), 12, ended)

@@ -64,7 +64,7 @@ def made(cli: Cli, words: str) -> dict[str, Any]:
     ],
 )
 def test_all_words_from_the_first_unknown_word_on_belong_to_the_script(cli: Cli, typed: str, command: str) -> None:
-    """Otherwise `ddpjob run train.py --lr 0.1` fails: `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
+    """`ddpjob run train.py --lr 0.1` would fail: `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
     spec = made(cli, typed)
     assert spec["template"]["spec"]["containers"][0]["command"] == command.split()
     assert spec["nodes"] == 1, "as torchrun: one node unless more are given"
@@ -102,7 +102,7 @@ def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_afte
 def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
-    """Otherwise a script that has --env, --report or --logs itself silently does not get it."""
+    """A script that itself has --env, --report or --logs must not silently lose the option."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -121,7 +121,7 @@ def test_an_option_before_the_script_is_ours_even_if_the_script_declares_it(cli:
 
 
 def test_a_misplaced_option_of_ours_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
-    """Otherwise each rank prints the script's own error, which does not say that the order is wrong."""
+    """The script's own error, which each rank prints, does not say that the order is wrong."""
     done = cli.here("init", "train.py", "--lr", "1", "--nodes", "2")
     assert done.returncode == 0
     assert "--nodes goes to train.py, which declares no such option" in done.stderr

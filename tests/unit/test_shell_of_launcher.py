@@ -25,7 +25,7 @@ def is_lost(script: str) -> bool:
 
 @pytest.mark.parametrize("script", scripts("lose"))
 def test_a_script_that_hides_the_failure_of_its_launcher_gets_a_warning(script: str) -> None:
-    """Otherwise the job succeeds although its ranks fail."""
+    """With such a script the job succeeds although its ranks fail."""
     assert is_lost(script)
 
 
@@ -87,7 +87,7 @@ def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> Non
         (["timeout", "1h", "bash", "-c", "torchrun t.py | tee log"], True),
         (["script", "-c", "torchrun t.py", "log"], True),
         (["torchrun", "t.py"], False),
-        (["setsid", "torchrun", "t.py"], True),  # it forks, as the first process of a container leads a group
+        (["setsid", "torchrun", "t.py"], True),  # setsid forks if it leads a group, as in a container
         (["torchrun", "t.py", "|", "tee", "log"], False),  # the script gets these words
         (["bash", "run.sh"], False),
         (["bash", "-c", "torchrun 't.py | tee"], False),  # a quote is missing

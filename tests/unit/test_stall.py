@@ -111,7 +111,7 @@ def test_a_silent_rank_is_mentioned_and_does_not_count_as_stalled() -> None:
 
 @pytest.mark.parametrize("phase", ["start", "train"])
 def test_a_hang_that_agents_have_ended_does_not_teach_a_longer_limit(phase: Phase) -> None:
-    """Otherwise the time-out learns from this hang, and the next one is found three times later."""
+    """If the time-out learned from this hang, the next hang would be found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
     trainers.makes(0 if phase == "start" else 4, phase).report()

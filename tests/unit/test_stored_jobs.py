@@ -135,7 +135,7 @@ def kept(cluster: Cluster, key: Key) -> int:
 
 
 def test_only_a_thousandth_of_a_large_suspended_job_is_kept() -> None:
-    """Otherwise 600 jobs of 280 kB fill the operator's memory, and no job of the cluster is served."""
+    """Kept completely, 600 jobs of 280 kB fill the operator's memory, and no job of the cluster is served."""
     cluster = Cluster()
     key = cluster.user_puts(stored(suspend=True))
     cluster.reconciles(key)
@@ -145,7 +145,7 @@ def test_only_a_thousandth_of_a_large_suspended_job_is_kept() -> None:
 
 
 def test_a_new_leader_sends_no_request_for_large_suspended_jobs() -> None:
-    """Otherwise each start of an operator reads 2,000 suspended jobs, which are 560 MB."""
+    """A start of an operator must not read 2,000 suspended jobs, which are 560 MB."""
     before = Cluster()
     key = before.user_puts(stored(suspend=True))
     before.reconciles(key)
@@ -321,7 +321,7 @@ def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None:
-    """Otherwise nobody stops the job's pods after its end, because the operator does not keep the job."""
+    """If the job were not read, nobody would stop its pods after its end."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []

@@ -141,7 +141,7 @@ def test_credentials_are_not_sent_and_are_named(folder: Path) -> None:
 
 
 def test_snapshots_of_a_local_training_are_not_sent_and_are_named(folder: Path) -> None:
-    """Otherwise a job in the cluster resumes at the end of a local run, makes no step, and succeeds."""
+    """With these snapshots a job in the cluster resumes at the end of a local run, makes no step, and succeeds."""
     for below in ("snapshots", "old/snapshots"):
         (folder / below).mkdir(parents=True)
         (folder / below / "writer-000001.json").write_text("{}")
@@ -291,7 +291,7 @@ def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpj
 
 
 def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder: Path, ddpjob: Ddpjob) -> None:
-    """Otherwise a training of a week succeeds, and its model is lost."""
+    """Without the warning a training of a week succeeds, and its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
     lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which are lost when the pod ends: mount a volume"
     assert lost in ddpjob("submit", "train.py", "--dry-run").err
@@ -431,7 +431,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
 def test_an_error_in_a_notebook_is_reported_with_its_cell(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
 ) -> None:
-    """Lines of a deleted file in /tmp would not help."""
+    """The script in /tmp is deleted, so its line numbers do not help."""
     (folder / "nb.ipynb").write_text(text)
     (folder / "sub").mkdir()
     done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words, code=2)
@@ -518,7 +518,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
 
 
 def test_a_job_with_a_mistake_that_check_finds_is_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Otherwise the mistake costs a queue, an image pull and GPUs."""
+    """If the job were sent, the mistake would cost time in a queue, an image pull and GPUs."""
     (folder / "train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     ddpjob("submit", "train.py", "--nodes", 2, code=2, says="rank-is-local-rank")
     assert cluster.objects == {}

@@ -92,7 +92,7 @@ def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() 
 
 
 def test_at_80_columns_the_least_important_figures_are_omitted() -> None:
-    """Otherwise a terminal of the usual width cuts a line in the middle of a number."""
+    """A terminal of the usual width must not cut a line in the middle of a number."""
     lines = text(moment(status(progress=progress(312, 40)), 41), 80)
     assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
@@ -184,7 +184,7 @@ def test_the_last_failure_stays_visible() -> None:
 
 
 def test_a_failure_is_shown_when_its_cause_is_settled() -> None:
-    """Otherwise the red line may briefly name a rank that was only stopped."""
+    """The red line must not briefly name a rank that was only stopped."""
     stopped = replace(FAILURE, attempt=2, message="rank 0 (node 0) stopped in order")
     first = api.JobFailure(attempt=2, node_rank=0, reason="Error", time=at(90))
     broken = RESTARTED | {"failures": [FAILURE, stopped], "last_failure": first}
@@ -209,7 +209,7 @@ def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
 
 
 def test_the_loss_has_a_curve_of_20_characters() -> None:
-    """Otherwise users need another tool to see if the model learns."""
+    """Without a curve users need another tool to see if the model learns."""
     line = text(moment(*_shown(trained())), 120)[1]
     assert line.startswith("1 s/step  5,210 samples/s  loss 0.025 █")
     assert len(line.split()[-1]) == 20
@@ -228,7 +228,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 
 def test_only_as_many_of_forty_nodes_are_shown_as_fit() -> None:
-    """Otherwise the first lines of the table, which show the state, leave the screen."""
+    """The first lines of the table, which show the state, must stay on the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17
@@ -243,7 +243,7 @@ WORDS = st.text(max_size=12)
 def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(
     width: int, metrics: dict[str, str], message: str
 ) -> None:
-    """Otherwise a metric's name or a message moves the cursor or wraps a line, and the table climbs up the screen."""
+    """If a metric's name or a message moves the cursor or wraps a line, the table moves up the screen."""
     failure = replace(FAILURE, message=message)
     what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])
     lines = text(moment(what, 41), width)
@@ -273,7 +273,7 @@ def test_metrics_are_rounded_and_values_that_are_no_fraction_are_kept(raw: str, 
 
 
 def test_sizes_and_step_times_have_a_unit() -> None:
-    """Otherwise users mistake milliseconds for seconds."""
+    """Users must not mistake milliseconds for seconds."""
     assert [figures.size(n) for n in (0, 999, 1500, 350e6, 1.23e9, 81e9)] == [
         "0 B",
         "999 B",

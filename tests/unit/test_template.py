@@ -45,7 +45,7 @@ def refused(**container: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: dict[str, Any], sentence: str) -> None:
-    """Otherwise the job is accepted, and its pods are refused minutes later, or only in the cluster."""
+    """Without this message the job is accepted, and its pods are refused minutes later, or only in the cluster."""
     assert refused(**container) == [sentence]
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_field_that_resembles_no_known_one_is_left_to_a_newer_api_ser
 
 
 def test_the_operator_refuses_no_unknown_field() -> None:
-    """Otherwise a cluster newer than the operator loses its new fields."""
+    """A cluster newer than the operator must not lose its new fields."""
     assert refused(env=[{"name": "A", "valeu": "b"}], imagePullPolicy="Sometimes") == []
 
 

@@ -38,7 +38,7 @@ OBEYED = {
 
 @pytest.mark.parametrize("name", OBEYED)
 def test_a_terminal_executes_no_control_sequence_of_a_script(name: str) -> None:
-    """Otherwise a window title stays after the run, and a clear-screen hides the lines above it."""
+    """A window title must not stay after the run, nor a clear-screen hide the lines above it."""
     assert for_terminal(f"before{OBEYED[name]}after") == "beforeafter"
 
 
@@ -52,7 +52,7 @@ def test_colors_progress_bars_and_texts_are_kept(text: str) -> None:
 
 
 def test_an_unterminated_title_hides_only_its_own_line() -> None:
-    """Otherwise all later output is missing."""
+    """All later output must be shown."""
     assert for_terminal("a\x1b]0;title\nloss 0.1\n") == "a\nloss 0.1\n"
 
 

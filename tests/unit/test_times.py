@@ -23,7 +23,7 @@ UID = job().metadata.uid
 @pytest.mark.parametrize("seconds", JUMPS)
 @pytest.mark.parametrize("failures", [1, 2, 4])
 def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(seconds: float, failures: int) -> None:
-    """Otherwise a clock that was wrong for a while costs an hour of all GPUs."""
+    """A clock that was wrong for a while must not cost an hour of all GPUs."""
     world = digits(backoffLimit=9).running()
     for _ in range(failures):
         world.exits(0, 3).settle().stops_all().settle()
@@ -49,7 +49,7 @@ def test_a_retried_start_waits_no_longer_than_its_back_off(seconds: float) -> No
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_no_recorded_time_is_ahead_of_the_clock_for_more_than_one_reconcile(seconds: float) -> None:
-    """Otherwise deadlines, ttlSecondsAfterFinished, charges in backoffWindowSeconds and avoided nodes last too long."""
+    """A recorded time in the future prolongs deadlines, back-off windows, TTLs and the avoidance of nodes."""
     world = digits(activeDeadlineSeconds=100, backoffWindowSeconds=60, ttlSecondsAfterFinished=5).running()
     world.exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
     avoided = api.AvoidedNode(node="gpu-7", until=world.now + dt.timedelta(hours=1))
@@ -65,7 +65,7 @@ def test_no_recorded_time_is_ahead_of_the_clock_for_more_than_one_reconcile(seco
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_repeated_steps_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
-    """Otherwise records of earlier ranks seem newer, and each reconcile counts the repeated steps again."""
+    """If records of earlier ranks seem newer, each reconcile counts the repeated steps again."""
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
     for _ in range(3):

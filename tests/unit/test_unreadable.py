@@ -106,7 +106,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
 def test_a_finished_job_with_an_unreadable_status_is_never_restarted(status: dict[str, Any], where: str) -> None:
-    """Otherwise the whole training runs a second time, over the first one's checkpoints."""
+    """The whole training must not run a second time, over the checkpoints of the first."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
     cluster.reconciles()
@@ -177,7 +177,7 @@ Root Cause (first observed failure):
 
 @pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
 def test_an_invalid_rank_in_a_log_does_not_make_the_status_unreadable(rank: str) -> None:
-    """Otherwise the status becomes unreadable, and a job with backoffLimit 0 restarts for ever."""
+    """The status would become unreadable, and a job with backoffLimit 0 would restart for ever."""
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
     assert world.status.last_failure.rank in (None, 0)
     assert validation.stored_status({"status": msgspec.to_builtins(world.status)}) == world.status
@@ -187,7 +187,7 @@ def test_an_invalid_rank_in_a_log_does_not_make_the_status_unreadable(rank: str)
 def test_a_refused_condition_is_retried_with_growing_pauses_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Otherwise each event of a pod causes a request and a line in the operator's log."""
+    """A refused condition must not cause a request and a line in the operator's log at each event of a pod."""
     cluster = Cluster(broken(attempt=-1), ApiError(422, "Invalid", "status.x: Invalid value"))
     pauses = []
     for _ in range(9):

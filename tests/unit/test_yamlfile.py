@@ -102,14 +102,14 @@ def bomb(levels: int, width: int = 10) -> str:
 def test_a_file_that_is_too_large_or_no_json_is_refused_within_a_second(
     tmp_path: Path, content: str | bytes, sentence: str
 ) -> None:
-    """Otherwise users see a traceback of PyYAML, or wait for ever."""
+    """Users must not see a traceback of PyYAML, nor wait for ever."""
     began = time.process_time()
     assert sentence in said(tmp_path / "job.yaml", content)
     assert time.process_time() - began < 1
 
 
 def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
-    """Otherwise the one helpful line scrolls away."""
+    """The one helpful line must not scroll away."""
     job = GOOD.replace("[torchrun, train.py]", "[torchrun]\n" + "      - 7\n" * 3000)
     lines = said(tmp_path / "job.yaml", job).splitlines()
     assert len(lines) <= yamlfile.PROBLEMS_MAX + 1
@@ -186,7 +186,7 @@ def test_a_file_with_ordinary_aliases_and_merges_is_read(tmp_path: Path) -> None
     ids=lambda s: s[:24].encode("unicode_escape").decode(),
 )
 def test_a_value_of_set_has_the_same_limits_as_a_file(tmp_path: Path, setting: str) -> None:
-    """Otherwise users see a traceback of PyYAML, or wait for ever."""
+    """Users must not see a traceback of PyYAML, nor wait for ever."""
     path = tmp_path / "job.yaml"
     path.write_text(GOOD)
     document = yamlfile.read_job(str(path))
