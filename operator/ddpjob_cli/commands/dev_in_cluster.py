@@ -46,8 +46,8 @@ def run(
     limit = min(math.ceil(idle), bounds.SECONDS_MAX)
     first_limit = (f"spec.activeDeadlineSeconds={limit}",) if limit else ()
     wishes = submit.Wishes(
-        job=None, namespace=connect.namespace, image=image, max_restarts=None, launcher="ddprun" if image else None,
-        settings=(*SETTINGS, *first_limit, *settings), code=None, no_code=False, **given,
+        namespace=connect.namespace, image=image, launcher="ddprun" if image else None,
+        settings=(*SETTINGS, *first_limit, *settings), **given,
     )  # fmt: skip
     root = submit.folder_of(file, wishes)
     files, submitted = SavedFiles([str(root)]), read_code(root)

@@ -78,13 +78,12 @@ def submit(
     ImportError as `run` does."""
     sent = function.sent(what, args) if callable(what) else None
     wishes = command.Wishes(
-        job=None, name=name or (sent.name if sent else None), namespace=namespace, image=image,
+        name=name or (sent.name if sent else None), namespace=namespace, image=image, launcher=launcher, gpus=gpus,
         nodes=None if nodes is None else str(nodes), nproc=nproc_per_node,
-        max_restarts=None if max_restarts is None else str(max_restarts), launcher=launcher, gpus=gpus, settings=(),
+        max_restarts=None if max_restarts is None else str(max_restarts),
         variables=tuple(f"{key}={value}" for key, value in (env or {}).items()),
-        code=None if code is None else Path(code), no_code=False,
-        labels={**(labels or {}), **({QUEUE_LABEL: queue} if queue else {})}, limits=dict(resources or {}),
-        made=sent.files if sent else {},
+        code=None if code is None else Path(code), limits=dict(resources or {}), made=sent.files if sent else {},
+        labels={**(labels or {}), **({QUEUE_LABEL: queue} if queue else {})},
     )  # fmt: skip
     connect = Connect(context, namespace, REQUEST_SECONDS, kubeconfig)
     with tempfile.TemporaryDirectory(prefix="ddpjob-") as folder:
