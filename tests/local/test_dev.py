@@ -102,6 +102,8 @@ def test_nodes_stay_up_after_an_error_or_the_end_of_the_script_until_the_next_sa
     for times in range(1, 4):
         session.prints("✖ rank 1 ended with exit code 1 in train.py:2 (OSError: same again); save", times)
         session.save(session.path.read_text() + "\n")
+    session.save("breakpoint()\nprint('not reached')\n")
+    session.prints("(bdb.BdbQuit); breakpoint() needs --pdb RANK, on this machine; save a file")
     session.save(WAITS.format(version=2))
     session.prints("hello v2", 2)
     assert session.end() == 130

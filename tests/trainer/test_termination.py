@@ -118,6 +118,27 @@ def test_a_child_of_multiprocessing_reports_its_exception_although_it_runs_no_ho
     assert message(log)["step"] == 7
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_child_that_imports_the_library_itself_tells_before_it_leaves_its_peers(log, start_script, method):
+    """Leaving may take longer than a rank that has failed is given."""
+    script = (
+        "import multiprocessing, os\n"
+        "def rank():\n"
+        "    import ddpjob\n"
+        "    ddpjob.progress(1)\n"
+        "    def leave(): print(os.path.getsize(os.environ['DDPJOB_TERMINATION_LOG']), flush=True)\n"
+        "    ddpjob.process.at_exit(leave, 10)\n"
+        "    raise ValueError('boom')\n"
+        "if __name__ == '__main__':\n"
+        f"    child = multiprocessing.get_context({method!r}).Process(target=rank)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+    )
+    written, _ = start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
+    assert message(log)["exception"] == "ValueError: boom"
+    assert int(written.split()[0]) == log.stat().st_size
+
+
 def test_a_child_of_torchs_spawn_tells_what_was_raised_and_not_the_exit_that_follows(log, end_ranks):
     def body(rank: int) -> None:
         ddpjob.progress(7)

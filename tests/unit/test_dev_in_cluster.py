@@ -17,7 +17,7 @@ from shell import Ddpjob
 from worlds import manifest
 
 from ddpjob_cli.client import connection, in_pod, jobs
-from ddpjob_cli.client.dev import Code, DevPods, changes, read_code
+from ddpjob_cli.client.dev import Code, DevPods, MovingDeadline, changes, read_code
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_core.heartbeat import RERUN_SIGNAL
 
@@ -124,6 +124,50 @@ def test_what_cannot_be_sent_is_named_and_the_ranks_go_on(pods: Pods) -> None:
     pods.dev.save()
     assert (pods.signalled, len(pods.said)) == ([], 1)
     assert "data.bin 31.5 MB" in pods.said[0]
+
+
+def test_a_job_whose_client_is_dead_ends_within_the_idle_limit_and_no_other_does(cluster: FakeCluster) -> None:
+    """A closed laptop would hold eight GPUs until somebody notices. activeDeadlineSeconds counts from the start."""
+    stored = cluster.add("ddpjobs", {**manifest(), "status": {"state": "Pending"}})
+    deadline = MovingDeadline(connection.connect(namespace="default"), "digits", 1800)
+
+    def until(now: float, start: str | None) -> int | None:
+        stored["status"]["startTime"] = start
+        deadline.renew(jobs.of_raw(stored).job.status, now)
+        limit: int | None = stored["spec"].get("activeDeadlineSeconds")
+        return limit
+
+    assert until(5000, None) is None, "in a queue no time counts"
+    first, second = "2026-01-01T00:00:00Z", "2026-01-01T09:00:00Z"
+    limits = {after: until(6000 + after, first) or 0 for after in range(0, 20_000, 90)}
+    left = [limit - after for after, limit in limits.items()]
+    assert max(left) == 1800
+    assert min(left) > 1200, "a client may sleep for a while"
+    assert len(set(limits.values())) < 50, "each one is a request"
+    assert until(30_000, second) == 1800, "a job that starts again counts again"
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [((), 1800), (("--idle", "90"), 90), (("--idle", "0"), None), (("--set", "spec.activeDeadlineSeconds=60"), 60)],
+)
+def test_a_session_begins_with_a_deadline(
+    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], limit: int | None,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    monkeypatch.setattr(shutil, "which", lambda _: "/bin/kubectl")
+    seen: list[Any] = []
+
+    def start_and_end() -> None:
+        job = cluster.find("ddpjobs")
+        seen.append(dict(job["spec"]))
+        job["status"] = {"state": "Failed", "startTime": "2026-01-01T00:00:00Z"}
+
+    cluster.after("create ddpjobs.training.ddpjob.io", start_and_end)
+    assert ddpjob("dev", "--cluster", *words, "train.py")[0] == 1
+    assert seen[0].get("activeDeadlineSeconds") == limit
 
 
 @given(CODES, CODES)

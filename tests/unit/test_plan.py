@@ -295,6 +295,13 @@ def test_a_job_that_another_controller_manages_is_not_touched() -> None:
 # ---------------------------------------------------------------- deadlines
 
 
+def test_a_deadline_counts_from_the_start_also_when_it_was_moved_on() -> None:
+    """`ddpjob dev --cluster` moves it on while its client lives."""
+    world = digits(activeDeadlineSeconds=60).running().after(50).change(active_deadline_seconds=110).settle()
+    assert world.after(59).settle().status.state == "Running"
+    assert world.after(1).settle().status.reason == "DeadlineExceeded"
+
+
 def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace() -> None:
     world = digits(activeDeadlineSeconds=60).running()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=60)

@@ -139,6 +139,16 @@ def test_the_arguments_of_submit_reach_the_job(cluster: FakeCluster) -> None:
     assert trainer["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "8Gi"}
 
 
+def test_a_cell_that_is_edited_while_its_job_runs_changes_nothing_of_it(cluster: FakeCluster, tmp_path: Path) -> None:
+    cell = "class Point:\n    x = 1\ndef work(): return Point()"
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(cell, scope)
+    job = ddpjob.submit(scope["work"])
+    exec(cell.replace("1", "2"), scope)
+    ends(cluster, tmp_path)
+    assert job.result(timeout=20).x == 1
+
+
 def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(
     cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +210,25 @@ def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 
         with pytest.raises(ddpjob.InputError, match=r"train: cannot be sent \(log\)"):
             ddpjob.run(train)
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "why"),
+    [
+        ("async def work(): pass", {}, "work: a call of it would run nothing"),
+        ("def work(): yield 1", {}, "work: a call of it would run nothing"),
+        ("def work(*words): pass", {"args": "--epochs 5"}, "args='--epochs 5': must be a list"),
+        ("def work(): pass", {"launcher": "mpirun"}, "--launcher"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(
+    cluster: FakeCluster, code: str, options: dict[str, Any], why: str
+) -> None:
+    """The job would have Succeeded, or failed in its pods."""
+    for start in (ddpjob.submit, ddpjob.run):
+        with pytest.raises(ddpjob.InputError, match=why):
+            start(in_main(code), **options)
+    assert cluster.find("ddpjobs") is None
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,32 @@ def test_links_that_lead_outside_in_a_circle_or_nowhere_are_omitted_and_named(fo
     assert "loop, nowhere, outside" in packed.remarks[0]
 
 
+def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -> None:
+    """An editor's backup is gone a moment later, and `ddpjob dev --cluster` reads the folder at each save."""
+    (tmp_path / "train.py").write_text("print(1)")
+    over = threading.Event()
+
+    def edit() -> None:
+        while not over.is_set():
+            for number in range(30):
+                (tmp_path / f"new{number}").mkdir()
+                (tmp_path / f"new{number}" / "backup~").touch()
+                (tmp_path / f"{number}~").touch()
+            for number in range(30):
+                (tmp_path / f"{number}~").unlink()
+                (tmp_path / f"new{number}" / "backup~").unlink()
+                (tmp_path / f"new{number}").rmdir()
+
+    editor = threading.Thread(target=edit)
+    editor.start()
+    try:
+        for _ in range(100):
+            assert "train.py" in pack.read(tmp_path)[1]
+    finally:
+        over.set()
+        editor.join()
+
+
 def test_a_folder_of_2_gb_is_refused_at_once_with_its_largest_files(folder: Path) -> None:
     """The refusal must not read the file, which would take minutes for real data. Here it is sparse."""
     (folder / "data").mkdir()

@@ -17,6 +17,8 @@ from typing import Any
 from ddpjob_core.heartbeat import CELLS_BYTES
 from ddpjob_core.rank_info import RankInfo, on_node
 
+_TOOL, _TOOLS = "ddpjob", (3, 4)  # of sys.monitoring; debuggers, coverage and profilers have the others
+
 
 class Process:
     """The state of one process. Each comment names the file that sets the attributes below it and has their types."""
@@ -200,7 +202,7 @@ def at_exit(action: Callable[[], object], priority: int) -> None:
 
 
 def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
-    """Run the action at the end of a child of multiprocessing, which does not use atexit.
+    """Run the action at the end of a child of multiprocessing, where atexit runs late or not at all.
 
     Higher priorities run first: the termination message (30), the last report of progress (20), leaving the group (10),
     and after that the exit code 75 and the end of a snapshot's heartbeat (5).
@@ -208,6 +210,29 @@ def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
         util.Finalize(None, action, exitpriority=priority)
+        if sys.version_info >= (3, 13) and sys.modules["multiprocessing"].parent_process():
+            _end_child_as_before_3_13(util._exit_function)
+
+
+def _end_child_as_before_3_13(run_finalizers: Callable[[], None]) -> None:
+    """From Python 3.13 on a child drops its exception, then runs its finalizers as one of atexit's functions. Run them
+    before the others, and keep the exception where the interpreter keeps the one that ends a script."""
+    atexit.unregister(run_finalizers)
+    atexit.register(run_finalizers)  # the last one runs first
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]  # from Python 3.12 on
+    users = {monitoring.get_tool(number): number for number in _TOOLS}
+    if _TOOL in users or None not in users:  # a fork has inherited it, or others have all numbers
+        return
+
+    def see(*_place: object) -> None:
+        if (error := sys.exc_info()[1]) is not None:
+            sys.last_value = error
+
+    # No other hook sees the exception of a child that runs already, or whose class has its own run().
+    monitoring.use_tool_id(users[None], _TOOL)
+    monitoring.register_callback(users[None], monitoring.events.LINE, see)
+    bootstrap = sys.modules["multiprocessing.process"].BaseProcess._bootstrap
+    monitoring.set_local_events(users[None], bootstrap.__code__, monitoring.events.LINE)
 
 
 def place() -> RankInfo:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 import json
+import math
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from ddpjob_cli.client.pack import Contents, read
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import RERUN_SIGNAL
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job import api, bounds, launcher
 
 EXEC_SECONDS = 30.0
 TOGETHER_MAX = 16
@@ -43,6 +45,27 @@ def changes(before: Code, now: Code) -> Raw:
         "links": {path: value for path, value in new.items() if isinstance(value, str)},
         "gone": sorted(before.keys() - now.keys()),
     }  # fmt: skip
+
+
+class MovingDeadline:
+    """The deadline of a job, which its client moves on: without a client the nodes are given back."""
+
+    def __init__(self, cluster: Cluster, name: str, seconds: int) -> None:
+        self._cluster, self._name, self._seconds = cluster, name, seconds
+        self._started: dt.datetime | None = None
+        self._seen_at, self._limit = 0.0, 0
+
+    def renew(self, status: api.Status, now: float) -> None:
+        """Set activeDeadlineSeconds, which counts from the start of the job. now: seconds of a clock that goes on while
+        this machine sleeps; it may differ from the cluster's. Raise ClusterError, InputError."""
+        if status.start_time is None:
+            return
+        if status.start_time != self._started:
+            self._started, self._seen_at, self._limit = status.start_time, now, 0
+        limit = min(math.ceil(now - self._seen_at) + self._seconds, bounds.SECONDS_MAX)
+        if limit >= self._limit + self._seconds / 4:
+            jobs.patch(self._cluster, self._name, {"activeDeadlineSeconds": limit})
+            self._limit = limit
 
 
 class DevPods:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
@@ -146,7 +147,8 @@ def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
         elif is_folder and not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
             inside.append(f"{path}/")
         elif entry.is_file(follow_symlinks=False):
-            folder.files[path] = entry.stat(follow_symlinks=False).st_size
+            with contextlib.suppress(FileNotFoundError):  # an editor's backup, which is gone by now
+                folder.files[path] = entry.stat(follow_symlinks=False).st_size
     return inside
 
 
@@ -154,6 +156,8 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as found:
             return sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
 
@@ -194,6 +198,8 @@ def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
             with open(_opened(folder.root, path), "rb") as file:
                 data = file.read(READ_BYTES_MAX + 1)
                 runs = bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             raise InputError(f"{folder.root / path}: {error.strerror}") from None
         if all(word in data[:200] for word in _KEY_BEGINS):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from typing import Any, NamedTuple
 
-from ddpjob_cli.client import actions, jobs
-from ddpjob_cli.client.dev import DevPods, read_code
-from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client import actions, jobs, several
+from ddpjob_cli.client.dev import DevPods, MovingDeadline, read_code
 from ddpjob_cli.client.logs import ClusterLogs
 from ddpjob_cli.client.watch import StateLines
 from ddpjob_cli.commands import submit
@@ -42,9 +43,11 @@ def run(
 ) -> int:  # fmt: skip
     """Run a script until Ctrl-C, the idle limit or the end of the job. given: other fields of Wishes. Raise InputError,
     ClusterError."""
+    limit = min(math.ceil(idle), bounds.SECONDS_MAX)
+    first_limit = (f"spec.activeDeadlineSeconds={limit}",) if limit else ()
     wishes = submit.Wishes(
-        job=None, namespace=connect.namespace, image=image, max_restarts=None, launcher="ddprun" if image else None,
-        settings=(*SETTINGS, *settings), code=None, no_code=False, **given,
+        namespace=connect.namespace, image=image, launcher="ddprun" if image else None,
+        settings=(*SETTINGS, *first_limit, *settings), **given,
     )  # fmt: skip
     root = submit.folder_of(file, wishes)
     files, submitted = SavedFiles([str(root)]), read_code(root)
@@ -56,7 +59,10 @@ def run(
     held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())
     for number in (signal.SIGTERM, signal.SIGHUP):  # delete the job also if the terminal is closed
         signal.signal(number, signal.default_int_handler)
-    follower = _Follower(ClusterLogs(cluster, made, say), held, DevPods(cluster, made, root, submitted, say))
+    is_ours = limit and made.job.spec.active_deadline_seconds == limit  # --set may give the job one of its own
+    deadline = MovingDeadline(cluster, made.job.metadata.name, limit) if is_ours else None
+    pods = DevPods(cluster, made, root, submitted, say)
+    follower = _Follower(ClusterLogs(cluster, made, say), held, pods, deadline)
     try:
         return follower.run()
     finally:
@@ -68,10 +74,12 @@ def run(
 class _Follower:
     """Shows the logs. A second thread sends saved files, because the cluster may answer slowly."""
 
-    def __init__(self, logs: ClusterLogs, held: session.DevSession, pods: DevPods) -> None:
-        self._logs, self._session, self._pods = logs, held, pods
+    def __init__(
+        self, logs: ClusterLogs, held: session.DevSession, pods: DevPods, deadline: MovingDeadline | None
+    ) -> None:
+        self._logs, self._session, self._pods, self._deadline = logs, held, pods, deadline
         self._woken, self._over = threading.Event(), threading.Event()
-        self._stop, self._said = "", ""
+        self._stop = ""
 
     def run(self) -> int:
         states = StateLines(say)
@@ -110,6 +118,7 @@ class _Follower:
             self._woken.set()
 
     def _send(self) -> None:
+        said: list[str] = []
         while not self._over.is_set():
             self._woken.wait(LOOK_SECONDS)
             self._woken.clear()
@@ -119,12 +128,12 @@ class _Follower:
             for note in found.notes:
                 say(note)
             self._stop = found.stop
-            try:
-                if asked:
-                    self._pods.save()
-                self._pods.look()
-                self._said = ""
-            except (ClusterError, InputError) as error:
-                if str(error) != self._said:
-                    self._said = str(error)
-                    say(f"{error}; trying again")
+            _, wrong = several.of_each((self._renew, self._pods.save if asked else self._pods.look), lambda do: do())
+            before, said = said, [str(error) for error in wrong]
+            for text in said:
+                if text not in before:
+                    say(f"{text}; trying again")
+
+    def _renew(self) -> None:
+        if self._deadline is not None:
+            self._deadline.renew(self._logs.stored.job.status, time.clock_gettime(time.CLOCK_BOOTTIME))

@@ -71,6 +71,8 @@ def to_yaml(source: Source) -> str:
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
     """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if the
     source has no launcher. asked: --launcher. missing: returns why ddprun is missing, or "". Raise InputError."""
+    if asked not in (None, launchers.DDPRUN, launchers.TORCHRUN):
+        raise InputError(f"--launcher {asked}: must be {launchers.DDPRUN} or {launchers.TORCHRUN}")
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
     found = _found(source) if made else from_script.FoundScript()
     if not made or found.spawns:

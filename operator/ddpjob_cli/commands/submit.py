@@ -26,21 +26,21 @@ IMAGE = "ddpjob-trainer"
 _EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wishes:
-    job: str | None
+    job: str | None = None
     name: str | None
     namespace: str | None
     image: str | None
     nodes: str | None
     nproc: int | None
-    max_restarts: str | None
-    launcher: str | None
+    max_restarts: str | None = None
+    launcher: str | None = None
     gpus: int | None
-    settings: tuple[str, ...]
+    settings: tuple[str, ...] = ()
     variables: tuple[str, ...]
-    code: Path | None
-    no_code: bool
+    code: Path | None = None
+    no_code: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, str | int] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)

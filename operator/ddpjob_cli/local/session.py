@@ -122,7 +122,8 @@ class DevSession:
                 attempt=pod.attempt, node_rank=pod.place, pod=pod.name, exception=exception, time=now
             )
         enter = " or press Enter" if self._has_keyboard else ""
-        found.notes.append(f"{'✖' if found.failure else '✔'} {why}; save a file{enter} to start them again")
+        needs = "; breakpoint() needs --pdb RANK, on this machine" if "(bdb.BdbQuit)" in why else ""
+        found.notes.append(f"{'✖' if found.failure else '✔'} {why}{needs}; save a file{enter} to start them again")
 
     def due_in(self) -> float | None:
         """Return the seconds until the session ends because nobody uses it; None if the session never ends."""

@@ -11,7 +11,7 @@ import secrets
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -48,16 +48,12 @@ class UnsentError(Exception):
     """The result or exception of a rank could not be sent back."""
 
 
-class _TooLargeError(Exception):
-    pass
-
-
 class _Limited(io.BytesIO):
     """Refuses more than FUNCTION_BYTES_MAX early, before the whole of a large model is copied."""
 
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > FUNCTION_BYTES_MAX:
-            raise _TooLargeError
+            raise OverflowError
         return super().write(data)
 
 
@@ -66,10 +62,16 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
     large or cannot be pickled; ImportError without cloudpickle."""
     package = Path(_cloudpickle().__file__).parent
     name = getattr(function, "__name__", type(function).__name__)
-    with _by_value(function):
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise InputError(f"{name}: a call of it would run nothing, because it is asynchronous or a generator")
+    module = inspect.getmodule(inspect.unwrap(function))
+    with contextlib.ExitStack() as stack:
+        if module is not None and module.__name__ != "__main__" and not _is_installed(module):
+            _cloudpickle().register_pickle_by_value(module)  # a user's own: no image contains it
+            stack.callback(_cloudpickle().unregister_pickle_by_value, module)
         try:
             data = _dumped((function, tuple(arguments)))
-        except _TooLargeError:
+        except OverflowError:  # also from pickle, for 4 GB
             limit = f"more than {FUNCTION_BYTES_MAX / 1e6:.2g} MB{_culprits(function, arguments)}"
             text = f"{name}: its code and the objects that it uses are {limit}"
             raise InputError(f"{text}; load or build it within the function, or read it from a file") from None
@@ -123,20 +125,6 @@ def _dumped(value: object) -> bytes:
     file = _Limited()
     _cloudpickle().dump(value, file)
     return file.getvalue()
-
-
-@contextlib.contextmanager
-def _by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """In this context, pickle the module of a user's function as code, because no image contains it."""
-    module = inspect.getmodule(inspect.unwrap(function))
-    if module is None or module.__name__ == "__main__" or _is_installed(module):
-        yield
-        return
-    _cloudpickle().register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        _cloudpickle().unregister_pickle_by_value(module)
 
 
 def _is_installed(module: ModuleType) -> bool:

@@ -8,7 +8,6 @@ import base64
 import json
 import os
 import sys
-from typing import Any
 
 ANSWER_BYTES_MAX = 1_000_000
 LINE_CHARACTERS = 3000  # characters; below the 4096 bytes that a pipe writes at once, so lines of ranks do not mix
@@ -38,38 +37,35 @@ def main() -> None:
     try:
         answer = function(*arguments)
     except Exception as error:
-        _give(sent["word"], "error", rank, _pickled(cloudpickle, error))
+        _give(sent["word"], "error", rank, error)
         raise
     if rank == 0:
-        data = _pickled(cloudpickle, answer)
-        _give(sent["word"], "value" if isinstance(data, bytes) else "refused", rank, data)
+        _give(sent["word"], "value", rank, answer)
 
 
-def _pickled(cloudpickle: Any, answer: object) -> bytes | str:
+def _give(word: str, kind: str, rank: int, answer: object) -> None:
+    import cloudpickle
+
+    what, why = f"a {type(answer).__name__}", ""
     try:
         data: bytes = cloudpickle.dumps(answer)
+        if len(data) > ANSWER_BYTES_MAX:
+            why = f"{what} of {len(data) / 1e6:.1f} MB, and at most 1 MB comes back: save it, return its path"
     except Exception as error:
-        return f"a {type(answer).__name__} cannot be pickled: {error}"
-    if len(data) <= ANSWER_BYTES_MAX:
-        return data
-    return (
-        f"a {type(answer).__name__} of {len(data) / 1e6:.1f} MB, and at most 1 MB comes back: save it, return its path"
-    )
-
-
-def _give(word: str, kind: str, rank: int, data: bytes | str) -> None:
-    if isinstance(data, str) and kind == "error":
-        return  # an exception that cannot be pickled is still in the log as text
-    text = base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+        why = f"{what} cannot be pickled: {error}"
+    if why:
+        if kind == "error":
+            return  # an exception that cannot be pickled is still in the log as text
+        kind, data = "refused", why.encode()
+    text = base64.b64encode(data).decode()
     parts = [text[i : i + LINE_CHARACTERS] for i in range(0, len(text), LINE_CHARACTERS)]
-    lines = [f"{word}:{kind}:{rank}:{i}/{len(parts)}:{part}\n".encode() for i, part in enumerate(parts)]
     sys.stdout.flush()
     try:
         out = os.open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "answer"), os.O_WRONLY | os.O_APPEND)
     except OSError:
         out = 1
-    for line in lines:
-        os.write(out, line)
+    for i, part in enumerate(parts):
+        os.write(out, f"{word}:{kind}:{rank}:{i}/{len(parts)}:{part}\n".encode())
 
 
 if __name__ == "__main__":

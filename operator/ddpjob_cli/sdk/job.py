@@ -6,6 +6,7 @@ import abc
 import atexit
 import contextlib
 import html
+import math
 import os
 import signal
 import subprocess
@@ -50,8 +51,10 @@ class RankError(Exception):
 class JobFailedError(Exception):
     """A job has failed, or was stopped for good. Its cause is the exception of the rank that failed first."""
 
-    def __init__(self, message: str, status: api.Status) -> None:
-        super().__init__(message)
+    def __init__(self, name: str, status: api.Status) -> None:
+        tail = status.last_failure.log_tail if status.last_failure else ""
+        text = f"{name} is {status.state or 'new'}: {status.message or status.reason}"
+        super().__init__(f"{text}\n{tail}".strip())
         self.status = status
 
 
@@ -87,20 +90,20 @@ class Job(abc.ABC):
     def wait(self, timeout: float | None = None) -> api.Status:
         """Wait until the job has Succeeded, and return its status. Events go to stderr; a notebook also shows a table.
         timeout: seconds. Raises TimeoutError, JobFailedError, ClusterError. After KeyboardInterrupt the job goes on."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else time.monotonic() + timeout
         update = _in_notebook(self)
         try:
             for status in self._looks():
                 update()
                 if status.state in TERMINAL:
                     break
-                if end is not None and time.monotonic() >= end:
+                if time.monotonic() >= end:
                     raise TimeoutError(f"{self.name} is {status.state or 'new'} after {wording.duration(timeout or 0)}")
         except KeyboardInterrupt:
             say(f"{self.name} goes on: wait() waits again, suspend() stops it, delete() ends it")
             raise
         if status.state != "Succeeded":
-            raise self._failed(status) from self._cause(status)
+            raise JobFailedError(self.name, status) from self._cause(status)
         return status
 
     def result(self, timeout: float | None = None) -> Any:
@@ -121,19 +124,11 @@ class Job(abc.ABC):
         """Yield the lines of the last attempt, with the prefix [node:rank] if there are several nodes. follow: until
         the job ends, also after restarts. rank: only the node of this rank, whose ranks share a log. Raises InputError
         for an unknown rank, ClusterError."""
-        source = self._source()
-        wanted = None if rank is None else [source.node_of_rank(rank)]
-        attempt = max(source.attempts(), default=1)
-        nodes = source.nodes(attempt) if wanted is None else wanted
-        pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
-        is_several = wanted is None and (follow or len(nodes) > 1)
-        for node, lines in whole_lines(pieces):
-            begin = source.prefix(node) if is_several else ""
-            yield from (begin + line.decode(errors="replace") for line in lines)
+        return _lines(self._source(), follow, rank)
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
-        """Yield the status repeatedly, and print events to stderr."""
+        """Yield the status repeatedly until nothing runs, and print events to stderr."""
 
     @abc.abstractmethod
     def _source(self) -> LogSource:
@@ -143,22 +138,17 @@ class Job(abc.ABC):
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
         """Return the lines that may contain the result of this rank, or of any rank for None."""
 
-    def _failed(self, status: api.Status) -> JobFailedError:
-        tail = status.last_failure.log_tail if status.last_failure else ""
-        text = f"{self.name} is {status.state or 'new'}: {status.message or status.reason}"
-        return JobFailedError(f"{text}\n{tail}".strip(), status)
-
     def _cause(self, status: api.Status) -> BaseException | None:
         """Return the exception of the failed rank, else a RankError from the status; None without a failure."""
         failure = status.last_failure
-        if failure is None:
+        if failure is None or status.state != "Failed":
             return None
         if self._sent is not None:
             with contextlib.suppress(ClusterError, function.UnsentError):
                 found = function.answers(self._sent.word, self._answer_lines(failure.rank))
                 errors = {rank: data for (kind, rank), data in found.items() if kind == "error"}
-                rank = failure.rank if failure.rank in errors else min(errors, default=-1)
-                if rank in errors and isinstance(error := function.loaded(errors[rank]), BaseException):
+                rank = failure.rank if failure.rank in errors else min(errors, default=None)
+                if rank is not None and isinstance(error := function.loaded(errors[rank]), BaseException):
                     return error
         where = f" at {failure.where}" if failure.where else ""
         return RankError(f"rank {failure.rank}{where}: {failure.exception or failure.reason or failure.log_tail}")
@@ -194,12 +184,14 @@ class LocalJob(Job):
             self._environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         program = Path(ddpjob_cli.__file__).with_name("__main__.py")  # python -m would import from the working folder
         self._argv = [sys.executable, str(program), "run", "--plain", *words]
-        self._said = 0
+        self._output = folder / "stderr"
+        self._output.touch()
+        self._told = open(self._output, errors="replace")  # noqa: SIM115 - what it has read was shown
         self._begin()
         super().__init__(self._run.facts.job, sent)
 
     def _begin(self) -> None:
-        with open(Path(self._folder.name) / "stderr", "ab") as stderr:
+        with open(self._output, "ab") as stderr:
             self._process = subprocess.Popen(
                 self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
                 start_new_session=True,
@@ -208,23 +200,24 @@ class LocalJob(Job):
         atexit.unregister(_wait_for_all)
         atexit.register(_wait_for_all)  # registered last, so it runs first, while the folder still exists
         try:
-            self._run = self._begun()
+            while (run := self._begun()) is None:
+                if self._process.poll() is not None:
+                    why = self._told.read().strip() or f"ddpjob run ended with {self._process.returncode}"
+                    raise InputError(why)
+                time.sleep(POLL_SECONDS / 4)
         except BaseException:
             self._stop()
             raise
+        self._run = run
 
-    def _begun(self) -> runs.Run:
-        """Return the run, once its folder exists. The folder is found by the lock that the process holds open."""
-        while True:
-            is_over = self._process.poll() is not None
-            with contextlib.suppress(OSError):  # the process has ended, or has just closed a descriptor
-                for entry in os.scandir(f"/proc/{self._process.pid}/fd"):
-                    path = Path(os.readlink(entry.path))
-                    if path.name == "lock" and (run := runs.read(path.parent)):
-                        return run
-            if is_over:
-                raise InputError(self._new_text().strip() or f"ddpjob run ended with {self._process.returncode}")
-            time.sleep(POLL_SECONDS / 4)
+    def _begun(self) -> runs.Run | None:
+        """Return the run, if its folder exists. The folder is found by the lock that the process holds open."""
+        with contextlib.suppress(OSError):  # the process has ended, or has just closed a descriptor
+            for entry in os.scandir(f"/proc/{self._process.pid}/fd"):
+                path = Path(os.readlink(entry.path))
+                if path.name == "lock" and (run := runs.read(path.parent)):
+                    return run
+        return None
 
     @property
     def status(self) -> api.Status:
@@ -255,10 +248,10 @@ class LocalJob(Job):
             status = self.status
             if is_over or status.state in TERMINAL:
                 self.join()  # the process prints its last lines after the final status, so wait until it has ended
-            sys.stderr.write(self._new_text())
-            if is_over and status.state not in TERMINAL:
-                raise self._failed(status)
+            sys.stderr.write(self._told.read())
             yield status
+            if is_over:
+                return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)
 
@@ -268,14 +261,6 @@ class LocalJob(Job):
     def _answer_lines(self, rank: int | None) -> Iterable[str]:  # noqa: ARG002 - all ranks write into one file
         path = Path(self._folder.name) / function.ANSWER_FILE
         return path.read_text().splitlines() if path.exists() else ()
-
-    def _new_text(self) -> str:
-        path = Path(self._folder.name) / "stderr"
-        if not path.exists():
-            return ""
-        data = path.read_bytes()
-        text, self._said = data[self._said :].decode(errors="replace"), len(data)
-        return text
 
     def join(self) -> None:
         self._process.wait()
@@ -299,8 +284,7 @@ class ClusterJob(Job):
 
     @property
     def status(self) -> api.Status:
-        self._stored = jobs.again(self._cluster, self._stored)
-        return self._stored.job.status
+        return self._again().job.status
 
     def suspend(self) -> None:
         actions.suspend(self._cluster, self.name, say)
@@ -312,12 +296,11 @@ class ClusterJob(Job):
         actions.delete(self._cluster, [self.name], wait=True, seconds=DELETE_SECONDS, say=say)
 
     def stacks(self) -> list[str]:
-        return stacks.of_job(self._cluster, jobs.again(self._cluster, self._stored))
+        return stacks.of_job(self._cluster, self._again())
 
     def _looks(self) -> Iterator[api.Status]:
         lines = watch.StateLines(say)
-        for stored in watch.Watch(self._cluster, jobs.again(self._cluster, self._stored), say).states():
-            self._stored = stored
+        for stored in watch.Watch(self._cluster, self._again(), say).states():
             lines.see(stored)
             if watch.ended(stored):
                 stored = log_findings.with_findings(self._cluster, stored)
@@ -325,17 +308,28 @@ class ClusterJob(Job):
             yield stored.job.status
 
     def _source(self, part: LogPart = ALL) -> ClusterLogs:
-        return ClusterLogs(self._cluster, jobs.again(self._cluster, self._stored), say, part=part)
+        return ClusterLogs(self._cluster, self._again(), say, part=part)
+
+    def _again(self) -> jobs.Stored:
+        return jobs.again(self._cluster, self._stored)
 
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
         source = self._source(LogPart(tail=ANSWER_LINES_MAX, answers=True))
-        attempt = max(source.attempts(), default=1)
-        nodes = source.nodes(attempt)
-        with contextlib.suppress(InputError):  # torchrun may number the nodes differently, so read all of them
-            nodes = nodes if rank is None else [source.node_of_rank(rank)]
-        return [
-            line.decode(errors="replace") for _, lines in whole_lines(source.read(attempt, nodes)) for line in lines
-        ]
+        try:
+            return list(_lines(source, follow=False, rank=rank))
+        except InputError:  # torchrun may number the nodes differently, so read all of them
+            return list(_lines(source, follow=False, rank=None))
+
+
+def _lines(source: LogSource, follow: bool, rank: int | None) -> Iterator[str]:
+    wanted = None if rank is None else [source.node_of_rank(rank)]
+    attempt = max(source.attempts(), default=1)
+    nodes = source.nodes(attempt) if wanted is None else wanted
+    pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
+    is_several = wanted is None and (follow or len(nodes) > 1)
+    for node, lines in whole_lines(pieces):
+        begin = source.prefix(node) if is_several else ""
+        yield from (begin + line.decode(errors="replace") for line in lines)
 
 
 def _in_notebook(job: Job) -> Any:

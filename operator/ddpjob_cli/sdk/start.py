@@ -12,6 +12,7 @@ from ddpjob_cli.client.connection import REQUEST_SECONDS
 from ddpjob_cli.commands import submit as command
 from ddpjob_cli.commands.cluster import Connect
 from ddpjob_cli.commands.output import say
+from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import function
 from ddpjob_cli.sdk.job import ClusterJob, Job, LocalJob
 from ddpjob_operator.gangs.kueue import QUEUE_LABEL
@@ -36,6 +37,7 @@ def run(
     a number, "gpu", "cpu" or "auto". max_restarts: after failures; default 3. env: variables of the ranks. launcher:
     "ddprun" or "torchrun". cpu: train with gloo even if there are GPUs. Numbers default to the YAML's, or 1. Raises
     InputError if it cannot run, ImportError if a function is given and cloudpickle is not installed."""
+    _refuse_text(args)
     given = {"nodes": nodes, "nproc-per-node": nproc_per_node, "max-restarts": max_restarts, "launcher": launcher}
     words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
     words += [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
@@ -76,15 +78,15 @@ def submit(
     queue: a LocalQueue of Kueue. code: folder to send; by default a script's own, and none for a function. namespace,
     context, kubeconfig: as for kubectl. Raises InputError if it cannot run or its name is taken, ClusterError, and
     ImportError as `run` does."""
+    _refuse_text(args)
     sent = function.sent(what, args) if callable(what) else None
     wishes = command.Wishes(
-        job=None, name=name or (sent.name if sent else None), namespace=namespace, image=image,
+        name=name or (sent.name if sent else None), namespace=namespace, image=image, launcher=launcher, gpus=gpus,
         nodes=None if nodes is None else str(nodes), nproc=nproc_per_node,
-        max_restarts=None if max_restarts is None else str(max_restarts), launcher=launcher, gpus=gpus, settings=(),
+        max_restarts=None if max_restarts is None else str(max_restarts),
         variables=tuple(f"{key}={value}" for key, value in (env or {}).items()),
-        code=None if code is None else Path(code), no_code=False,
-        labels={**(labels or {}), **({QUEUE_LABEL: queue} if queue else {})}, limits=dict(resources or {}),
-        made=sent.files if sent else {},
+        code=None if code is None else Path(code), limits=dict(resources or {}), made=sent.files if sent else {},
+        labels={**(labels or {}), **({QUEUE_LABEL: queue} if queue else {})},
     )  # fmt: skip
     connect = Connect(context, namespace, REQUEST_SECONDS, kubeconfig)
     with tempfile.TemporaryDirectory(prefix="ddpjob-") as folder:
@@ -98,3 +100,8 @@ def submit(
                 say(remark)
     cluster, made = command.create(connect, document, archive)
     return ClusterJob(cluster, made, sent)
+
+
+def _refuse_text(args: Sequence[Any]) -> None:
+    if isinstance(args, (str, bytes)):
+        raise InputError(f"args={args!r}: must be a list, such as ['--epochs', 5]; each character would be an argument")

@@ -91,8 +91,8 @@ def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
 
 def ending() -> BaseException | None:
     """Return the exception that ends this process, for exit handlers. A script's sys.exit() is not visible."""
-    error = sys.exc_info()[1]  # in multiprocessing it is still being raised
-    # At the exit the interpreter has already printed the exception.
+    error = sys.exc_info()[1]  # in multiprocessing it is still being raised, before Python 3.13
+    # At the exit the exception has been printed.
     return error if error is not None else getattr(sys, "last_value", None)
 
 
