@@ -427,9 +427,9 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # Agents print the stacks. The sentence names processes whose stacks no agent prints.
-        if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
-            self.screen.note(sentence)
+        # The agents print the stacks; the text is about processes whose stacks they cannot print.
+        if signal.SIGQUIT in self._keys and (text := stacks.ask(self.folder.uid).text()):
+            self.screen.note(text)
         if signal.SIGTSTP in self._keys:
             self.screen.pause()
             # Stop by SIGTSTP, not SIGSTOP, because the kernel ignores it if no shell could continue the process.
