@@ -148,7 +148,8 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
         notes.append(f"working folder: {cwd}, where the script is")
     # The run's folder, which will have the volumes, does not exist yet. For `check` any folder is good enough.
     volumes = cwd / "volumes"
-    return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
+    searched = None if has_own else Path(os.path.abspath(document.source)).parent
+    return [pod_process.Slot(cwd, volumes, environment, share, searched) for share in shares], notes
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:
