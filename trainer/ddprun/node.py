@@ -387,7 +387,8 @@ class LocalRanks:
         """
         written = None if self._life is None else _document(self._folder.termination(self._life.name))
         with contextlib.suppress(ValueError):
-            return None if written is None else Failure.from_dict(written)
+            message = None if written is None else Failure.from_dict(written)
+            return message and message._replace(where=message.where or where_of(message.traceback.splitlines()))
         return None
 
     def end_of_ranks(self) -> NodeEnd:

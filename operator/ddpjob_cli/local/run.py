@@ -354,8 +354,10 @@ class Runner:
             with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
                 agent = None if reported is None else reported.agent
                 self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
-        if status.attempt != self.job.status.attempt:
+        is_new_attempt = status.attempt != self.job.status.attempt
+        if is_new_attempt or status.in_place != self.job.status.in_place:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
+        if is_new_attempt:
             self.cluster.agent = None  # its restarts in place belong to the old attempt, and are counted already
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
