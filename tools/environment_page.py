@@ -121,6 +121,7 @@ MEANINGS = {
     "DDPJOB_STATUS_CA_FILE": "the certificate authority of an `https` receiver",
     "DDPJOB_AGENT_KEY": "the secret of `ddprun`'s agents, from a Secret; else the run id and the uid are their key",
     "DDPJOB_FAULTS": "faults that `progress()` injects: JSON, set by `ddpjob run --fail`",
+    "DDPJOB_LOCAL": "1: a local run, in which an exception that comes twice at one line ends the job",
     "DDPJOB_DEV": "1: a session of `ddpjob dev`: a save starts the ranks again, and no failure does",
     "DDPJOB_TERMINAL": "the rank that has the terminal in `ddpjob dev --pdb`, and the device",
     "DDPJOB_FAULTS_HAPPENED": "the folder in which a local run records them, so that each happens once",
@@ -142,7 +143,14 @@ def to_markdown() -> str:
     head = ("Variable", "Value", "Set", "Meaning")
     own = ("Variable", "Meaning")
     ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_END", "DDPJOB_MEMORY")
-    others = ("DDPJOB_AGENT_KEY", "DDPJOB_DEV", "DDPJOB_TERMINAL", "DDPJOB_FAULTS", "DDPJOB_FAULTS_HAPPENED")
+    others = (
+        "DDPJOB_AGENT_KEY",
+        "DDPJOB_LOCAL",
+        "DDPJOB_DEV",
+        "DDPJOB_TERMINAL",
+        "DDPJOB_FAULTS",
+        "DDPJOB_FAULTS_HAPPENED",
+    )
     agents = _of_agents()
     reports = report_token.environment("http://ddpjob-operator-status.ddpjob.svc:8081/v1/progress")
     parts = [

@@ -208,7 +208,10 @@ def _started(words: list[str]) -> list[str]:
 
 
 def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
-    _nodes(options.get("nnodes", "1"), words, result)
+    if "nnodes" in options:
+        _nodes(options["nnodes"], words, result)
+    else:
+        result.set("nodes", 1)
     nproc = options.get("nproc_per_node", "")
     if nproc == "gpu":
         result.remark(("command",), f"{nproc}: a rank for each GPU of the pod: set them in resources.limits")

@@ -221,6 +221,33 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     assert order.failure.failure_class == "permanent"
 
 
+@pytest.mark.parametrize(
+    ("local", "second", "then"),
+    [
+        (True, {}, EndOrder),
+        (True, {"where": "train.py:5"}, StartOrder),
+        (True, {"exception": "EOFError: shard 2"}, StartOrder),
+        (True, {"step": 7}, StartOrder),
+        (False, {}, StartOrder),
+    ],
+    ids=["the same", "another line", "another exception", "after a new step", "in a cluster"],
+)
+def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
+    local: bool, second: dict[str, Any], then: type[StartOrder | EndOrder]
+) -> None:
+    """In a cluster a node may be the cause; on the machine where the script is written it is the script."""
+    first = {"exception": "OSError: shard 1", "where": "train.py:4"}
+    found = running(2, local=local)
+    fails_with = [failure(**first), failure(**first | {"exception": "OSError: shard 2"} | second)]
+    for i, failed in enumerate(fails_with):
+        if failed.step:
+            found.reached(failed.step)
+        fail(found, [failed], T0 + i)
+        found.tick(T0 + 400)
+        (order,) = taken(found)
+    assert type(order) is then
+
+
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
     """Otherwise ranks of other nodes are killed before they raise the same error, and the failure counts against
     backoffLimit."""

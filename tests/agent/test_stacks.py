@@ -15,6 +15,7 @@ from typing import Any, cast
 import psutil
 import pytest
 from agents import Launcher, finish
+from fake_py_spy import path_with_py_spy
 from shell import eventually
 
 from ddprun import processes
@@ -46,9 +47,10 @@ class Waiting:
     def __init__(self, launcher: Launcher, text: str, *words: object, ranks: int, **env: str) -> None:
         self.folder, self.ranks = launcher.folder, ranks
         self.errors = launcher.folder / "stderr"
+        start = [] if any(str(word).startswith("--preload") for word in words) else ["--no-preload"]
         with open(self.errors, "wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ddprun", "--no-preload", f"--nproc-per-node={ranks}", *map(str, words),
+                [sys.executable, "-m", "ddprun", *start, f"--nproc-per-node={ranks}", *map(str, words),
                  launcher.script(text)],
                 cwd=launcher.folder, env=launcher.env | env, stdout=errors, stderr=errors,
             )  # fmt: skip
@@ -106,18 +108,30 @@ def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(lau
     run.process.wait(60)
 
 
-def test_py_spy_if_installed_shows_a_rank_that_cannot_answer(launcher: Launcher, tmp_path: Path) -> None:
-    """A rank without the library and without a process group has nothing that could answer, so py-spy reads it."""
-    program = tmp_path / "bin" / "py-spy"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "Thread of $4"\necho "    silent (train.py:3)"\n')
-    program.chmod(0o755)
-    silent = "import os, time\nopen(f'up-{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))\n"
-    silent += "while not os.path.exists('go'): time.sleep(0.01)\n"
-    run = Waiting(launcher, silent, ranks=2, PATH=f"{program.parent}:{os.environ['PATH']}")
-    printed = run.asked()
-    assert f"rank 0 (process {run.pid(0)}): cannot be asked" in printed, printed
-    assert f"    Thread of {run.pid(1)}\n        silent (train.py:3)\n" in printed
+WITHOUT_GROUP = """
+import os, time
+open(f"up-{os.environ['RANK']}", "w").write(str(os.getpid()))
+def load(): time.sleep(0.01)
+while not os.path.exists("go"): load()
+"""
+
+
+@pytest.mark.parametrize("handler", ["", "1"])
+def test_a_rank_without_a_group_shows_its_stack_too(launcher: Launcher, handler: str) -> None:
+    """A script may hang before it forms its group, such as in a download, and then it has no thread that answers."""
+    run = Waiting(launcher, WITHOUT_GROUP, "--preload=json", ranks=3, PYTHONFAULTHANDLER=handler)
+    for _ in range(2):
+        assert "  ranks 0-2:\n    train.py:4 in load\n    train.py:5 in <module>\n" in run.asked()
+    run.ends_well()
+
+
+def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, tmp_path: Path) -> None:
+    """In a rank without a group that is not forked by ddprun, nothing answers."""
+    run = Waiting(launcher, WITHOUT_GROUP, ranks=2, PATH=path_with_py_spy(tmp_path / "bin"))
+    assert (
+        f"  ranks 0-1 (processes {run.pid(0)}, {run.pid(1)}): cannot be asked: no process group and no reported step\n"
+        "    silent.py:3 in load\n    (above it 1 frame of libraries, innermost time.py:1 in wait)\n"
+    ) in run.asked()
     run.ends_well()
 
 

@@ -186,6 +186,16 @@ time.sleep(1000)
 """
 
 
+def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job_as_well(cli: Cli) -> None:
+    """It restarts the ranks in place, so that the job's attempts do not show the repetition."""
+    script = ONE_RANK.replace("DDPJOB_ATTEMPT", "DDPJOB_GENERATION")
+    script = script.format(exception="OSError(f'no such shard in attempt {attempt}')")
+    done, status, told = run(cli, script=script, container={"command": ["ddprun", "--preload=json", "train.py"]})
+    assert (done.returncode, status["reason"]) == (1, "PermanentFailure")
+    assert (told.count("restarted all ranks in place"), "restart 2" in told) == (1, False), told
+    assert "in train.py:4 (OSError: no such shard in attempt 1)" in told
+
+
 def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli) -> None:
     """A bug in one rank must not cost 59 seconds and four tracebacks."""
     script = ONE_RANK.format(exception="OSError(f'no such shard in attempt {attempt}')")

@@ -237,6 +237,16 @@ def test_wrong_input_ends_with_2_before_anything_starts(
     assert done.stdout == ""
 
 
+def test_a_script_that_is_in_neither_folder_is_named_with_both(cli: Cli) -> None:
+    """The script is searched next to the YAML, then in the working folder."""
+    cli.file("pass", container={"command": ["python3", "nowhere.py"]})
+    other = cli.folder / "other"
+    other.mkdir()
+    words = [sys.executable, "-m", "ddpjob_cli", "run", "../job.yaml"]
+    done = subprocess.run(words, cwd=other, env=cli.env, capture_output=True, text=True, check=False)
+    assert f"there is no file nowhere.py in {cli.folder} or {other}" in done.stderr
+
+
 NCCL = """
 import torch.distributed as dist
 

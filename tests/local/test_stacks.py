@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fake_py_spy import path_with_py_spy
 from shell import Cli, eventually
 
 DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--no-preload", "train.py"]}
@@ -92,7 +93,7 @@ def test_stacks_of_an_ended_or_unknown_run_give_one_sentence(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("handles", [False, True])
-def test_a_request_for_stacks_never_ends_ranks_of_another_launcher(cli: Cli, handles: bool) -> None:
+def test_a_request_for_stacks_never_ends_ranks_of_another_launcher(cli: Cli, tmp_path: Path, handles: bool) -> None:
     """SIGQUIT ends a Python process that has no handler for it, and torchrun would then end the whole job."""
     handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
     script = HANGS.replace("rank = int", f"{handler}rank = int")
@@ -106,9 +107,12 @@ def test_a_request_for_stacks_never_ends_ranks_of_another_launcher(cli: Cli, han
         assert "SIGQUIT was sent to 1 rank, which the script handles" in asked.stderr
         eventually(lambda: os.path.exists(cli.folder / "asked"))
     else:
-        sentence = f"no stacks of process {rank.pid}: not started by ddprun. py-spy dump --pid {rank.pid} shows one"
+        sentence = f"no stacks of process {rank.pid}: not started by ddprun; py-spy shows them (pip install py-spy)"
         assert sentence in asked.stderr, asked.stderr
         started.process.send_signal(signal.SIGQUIT)
         eventually(lambda: sentence in started.errors.read_text())
+        cli.env["PATH"] = path_with_py_spy(tmp_path / "fake")
+        seen = cli.run("stacks", "job", code=0).stdout
+        assert f"  rank 0 (process {rank.pid}):\n    silent.py:3 in load\n" in seen, seen
     assert rank.is_running()
     started.ends_well()

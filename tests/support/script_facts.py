@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddprun.core import crash
 from ddprun.forkserver import CRASH_DESCRIPTOR
 
@@ -53,10 +54,10 @@ if __name__ == "__main__":
 
 def differences(forked: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
     """Return how a forked rank differs from a new process, without the intended differences: lines are written in one
-    piece, and a crash is recorded."""
+    piece, and a crash and stacks are recorded."""
     meant = {**fresh, "streams": [_of_lines(stream) for stream in fresh["streams"]]}
     meant["descriptors"] = [*fresh["descriptors"], str(CRASH_DESCRIPTOR)]
-    caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in crash.SIGNALS)
+    caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in (*crash.SIGNALS, STACKS_SIGNAL))
     meant["signals"] = {**fresh["signals"], "SigCgt": f"{caught:016x}"}
     return {key: (forked[key], meant[key]) for key in meant if forked[key] != meant[key]}
 

@@ -207,6 +207,11 @@ def test_a_rank_variable_that_counts_nodes_in_kubeflow_and_ranks_here_is_named(s
         assert (text.partition(": ")[2] in stderr) == is_named
 
 
+@pytest.mark.parametrize(("words", "is_named"), [(["--nnodes", "1"], True), ([], False)])
+def test_only_an_option_of_the_command_is_named_as_the_source_of_nodes(words: list[str], is_named: bool) -> None:
+    assert ("# --nnodes" in run("--", "torchrun", *words, "train.py").stdout) == is_named
+
+
 def test_words_and_variables_with_kubernetes_references_are_named_too() -> None:
     container = {"command": ["torchrun", "t.py", "--rank=$(RANK)"], "env": [{"name": "LOG", "value": "$(WORLD_SIZE)"}]}
     named = said(pytorchjob(pytorchReplicaSpecs=replicas(**container)))

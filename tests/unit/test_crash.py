@@ -1,6 +1,6 @@
 """The report of the code in which a process was killed by a signal."""
 
-from ddprun.core.crash import calls
+from ddprun.core.crash import calls, stack
 
 SEGFAULT = """Fatal Python error: Segmentation fault
 
@@ -43,6 +43,14 @@ def test_if_a_cpp_thread_aborts_the_main_thread_shows_what_waits_for_it() -> Non
     ]
     nothing = "Current thread 0x00007f0000000003 (most recent call first):\n  <no Python frame>\n\nThread 0x"
     assert calls(OF_C.replace("Thread 0x", nothing, 1)) == calls(OF_C)
+
+
+def test_stacks_that_were_asked_for_before_are_no_crash() -> None:
+    """faulthandler writes them into the same file, without its first line."""
+    asked = SEGFAULT.partition("\n\n")[2]
+    assert stack(asked)[-1] == ("/app/train.py", 7, "<module>")
+    assert calls(asked) == []
+    assert calls(asked + OF_C) == calls(OF_C)
 
 
 def test_an_earlier_crash_of_a_child_process_is_not_reported_for_this_process() -> None:

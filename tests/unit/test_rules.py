@@ -215,6 +215,8 @@ def test_a_script_mistake_that_mentions_a_gpu_is_distinguished_from_a_gpu_error(
         ("SystemExit: no CUDA device", 1, False),
         ("SystemExit: 1", 1, False),
         ("AssertionError: empty shard", 1, False),  # an assert may check something that can change
+        ("ddpjob.errors.StateError: snaps/step-3.pt holds another model", 1, True),
+        ("ddpjob.errors.SnapshotError: the state of step 3 was not saved: timed out", 1, False),
     ],
 )
 def test_a_script_that_exits_with_a_message_is_not_restarted(exception: str, code: int, mistake: bool) -> None:

@@ -153,6 +153,14 @@ def test_the_first_step_after_a_restart_does_not_show_the_pace_of_the_old_ranks(
     assert text(moment(later, 52, history), 120)[1].startswith("1 s/step  ")
 
 
+def test_a_lower_step_has_no_pace_of_the_ranks_before_a_restart_that_is_not_reported_yet() -> None:
+    """Under ddprun the first step of the new ranks may arrive before the failure of those that were restarted."""
+    what, history = trained()
+    what = replace(what, progress=progress(1, 50))
+    history.take(what, START, at(50))
+    assert "/step" not in text(moment(what, 51, history), 120)[1]
+
+
 def test_in_plain_output_a_wait_is_shown_as_well() -> None:
     """A CI log that is silent for 19 s looks like a job that hangs."""
     assert table.summary(moment(status(), 11)) == "Starting, attempt 1: importing, 10s"

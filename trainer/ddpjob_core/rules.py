@@ -85,6 +85,7 @@ NO_SUCH_BACKEND = re.compile(
 # networks, disks and GPUs have other types (OSError, ConnectionError, TimeoutError), or a text in _MAY_PASS.
 _MISTAKE = re.compile(
     r"^SystemExit: (?!\d+$)|^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError"
+    r"|ddpjob\.errors\.(?:ConfigurationError|StateError)"
     r"|ZeroDivisionError|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
     r"|RuntimeError)\b"
 )

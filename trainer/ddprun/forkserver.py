@@ -409,7 +409,7 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
         for descriptor in (0, 1):
             os.dup2(terminal, descriptor)
         os.close(terminal)
-    write_down_crashes(run["crash"])
+    write_down_stacks(run["crash"], run["stacks_signal"])
     if (rank_end := sys.modules.get("ddpjob.reporting.rank_end")) is not None:
         rank_end.begin(run["end"])
     for name, value in order["hidden"].items():
@@ -441,18 +441,20 @@ def write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def write_down_crashes(path: str) -> None:
-    """Record the stack when a signal kills this process; otherwise only the signal is known.
+def write_down_stacks(path: str, stacks_signal: int) -> None:
+    """Record the stack when a signal kills this process, or when the agent asks for it by `stacks_signal`: the
+    watchdog, which answers otherwise, starts only with the first group.
 
-    Do nothing if the user has set PYTHONFAULTHANDLER. The descriptor has a high number because a script may close all
-    descriptors: its next files get the lowest numbers, and these lines must not be written into them.
+    No crash is recorded if the user has set PYTHONFAULTHANDLER. The descriptor has a high number: a script that closes
+    all descriptors opens its files with the lowest free ones, and must not get these lines in them.
     """
-    if faulthandler.is_enabled():
-        return
     with contextlib.suppress(OSError, ValueError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
-            faulthandler.enable(file=fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, CRASH_DESCRIPTOR))
+            descriptor = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, CRASH_DESCRIPTOR)
+            if not faulthandler.is_enabled():
+                faulthandler.enable(file=descriptor)
+            faulthandler.register(stacks_signal, file=descriptor, all_threads=True)
         finally:
             os.close(file)
 

@@ -49,6 +49,7 @@ class Leader:
             preflight=options.preflight,
             furthest_step=options.furthest_step,
             dev=options.dev,
+            local=options.local,
         )
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None

@@ -23,6 +23,7 @@ from ddpjob_core.failures import (
     where_of,
 )
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddprun import environment, missing_script, processes
 from ddprun.core import crash
 from ddprun.core.leader_state import Ended
@@ -99,6 +100,10 @@ class LocalRanks:
     def pid(self, local_rank: int) -> int:
         """Return the pid of a local rank; 0 if it has ended."""
         return self._pids.get(local_rank, 0)
+
+    def crash_file(self, local_rank: int) -> str:
+        """Return the file into which faulthandler writes the stacks of a rank."""
+        return self._files[local_rank].crash
 
     def rank(self, local_rank: int) -> int:
         """Return the global rank of a local rank in this generation."""
@@ -382,7 +387,8 @@ class LocalRanks:
         """
         written = None if self._life is None else _document(self._folder.termination(self._life.name))
         with contextlib.suppress(ValueError):
-            return None if written is None else Failure.from_dict(written)
+            message = None if written is None else Failure.from_dict(written)
+            return message and message._replace(where=message.where or where_of(message.traceback.splitlines()))
         return None
 
     def end_of_ranks(self) -> NodeEnd:
@@ -435,6 +441,7 @@ class LocalRanks:
                 "argv": [self._options.script, *words],
                 "environ": own,
                 "crash": files.crash,
+                "stacks_signal": STACKS_SIGNAL,
                 "end": files.end,
                 "imports": files.imports if local_rank == 0 and self._can_learn else "",
             }
@@ -477,7 +484,7 @@ class LocalRanks:
         if number not in crash.SIGNALS:
             return ""
         files = self._files[local_rank]
-        calls = crash.calls(_text(files.crash))
+        calls = crash.calls(text_of(files.crash))
         if not calls:
             return ""
         header = f"calls of rank {self.rank(local_rank)} when {signal_name(number)} killed it, the most recent last:"
@@ -595,7 +602,7 @@ def _with_message(failure: Failure, message: Failure) -> Failure:
     )
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
     """Read a text file that a rank wrote; only its end if it is long."""
     with contextlib.suppress(OSError), open(path, "rb", opener=own_files.opener) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES_MAX))

@@ -45,6 +45,7 @@ class Options(NamedTuple):
     furthest_step: int  # made by earlier attempts of the job
     policy: tuple[PolicyRule, ...]
     has_operator: bool  # whether an operator replaces lost pods
+    local: bool  # whether all nodes are processes of one machine: `ddpjob run`
     dev: bool  # whether a save starts the ranks again, and no failure does: `ddpjob dev`
     preflight: bool  # whether the nodes measure each other before their first ranks start
     replacement: int  # number of this pod at its node in this attempt, from 0
@@ -250,6 +251,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         furthest_step=0 if grant is None else grant.step,
         policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
         has_operator=grant is not None,
+        local=environ.get("DDPJOB_LOCAL") == "1",
         dev=environ.get("DDPJOB_DEV") == "1",
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
+from ddpjob.reporting import frames
 from ddpjob_core.heartbeat import STACK, STACKS_SIGNAL
-from ddprun import processes
-from ddprun.core import folded_stacks
+from ddprun import processes, py_spy
+from ddprun.core import crash, folded_stacks
 from ddprun.core.folded_stacks import RankStack
 from ddprun.heartbeats import Heartbeats
-from ddprun.node import say
+from ddprun.node import say, text_of
 
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 ANSWER_SECONDS = 0.6
 AGAIN_SECONDS = 0.2  # until the next try, if the ranks are still answering a question of the watchdog
-PY_SPY_SECONDS = 5.0
 PY_SPY_RANKS_MAX = 4
-PY_SPY_BYTES_MAX = 1 << 14
 STATES = {
     "T": "stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on",
     "t": "held by a debugger",
@@ -29,7 +28,7 @@ STATES = {
     "R": "does not answer: it has been running C code that holds the interpreter",
     "S": "does not answer: it waits in C code that holds the interpreter",
 }
-UNWATCHED = "cannot be asked: it has formed no process group and reported no step"
+UNWATCHED = "cannot be asked: no process group and no reported step"
 
 
 class StacksQuestion:
@@ -72,14 +71,22 @@ class StacksQuestion:
             self._collect(now)
         elif is_free:
             self._number, self.deadline = self._beats.ask(kind=STACK), now + ANSWER_SECONDS
+            for rank in self._agent.node.running_ranks:
+                if not self._beats.of(rank).pid:  # no thread in it answers
+                    self._request_by_signal(rank)
         else:
             self._number, self.deadline = 0, now + AGAIN_SECONDS
+
+    def _request_by_signal(self, local_rank: int) -> None:
+        with contextlib.suppress(OSError):
+            os.truncate(self._agent.node.crash_file(local_rank), 0)
+        write_stacks(self._agent.node.pid(local_rank))
 
     def _collect(self, now: float) -> None:
         assert self._beats is not None, "they were asked"
         self._found = [self._of(rank, self._beats) for rank in sorted(self._agent.node.running_ranks)]
         silent = [one.pid for one in self._found if one.answer is None and one.pid and one.state != STATES["T"]]
-        program = shutil.which("py-spy") if silent else None
+        program = py_spy.program() if silent else None
         if program is not None:
             self._start_py_spy(program, silent[:PY_SPY_RANKS_MAX], now)
         else:
@@ -95,7 +102,9 @@ class StacksQuestion:
         if state in ("T", "t"):
             return RankStack(rank, pid, beat.step, state=STATES[state])
         if not beat.pid:
-            return RankStack(rank, pid, state=UNWATCHED)
+            calls = crash.stack(text_of(self._agent.node.crash_file(local_rank)))
+            folded = frames.folded([frames.Frame(*call) for call in calls])
+            return RankStack(rank, pid, answer={"stack": folded}) if calls else RankStack(rank, pid, state=UNWATCHED)
         told = "; its stacks are in its log" if write_stacks(beat.pid) else ""
         return RankStack(rank, pid, beat.step, state=STATES.get(state, "does not answer") + told)
 
@@ -107,7 +116,7 @@ class StacksQuestion:
         self._output = b""
         self._agent.node.helpers.add(self._child)
         self._agent.watch(self._pipe, self._read)
-        self.deadline = now + PY_SPY_SECONDS * len(pids) + 1
+        self.deadline = now + py_spy.SECONDS * len(pids) + 1
         return None
 
     def _read(self) -> None:
@@ -126,29 +135,16 @@ class StacksQuestion:
 
     def _print(self) -> None:
         self._close_pipe()
-        outputs = dict(
-            part.split("\n", 1) for part in self._output.decode(errors="replace").split("\0") if "\n" in part
-        )
-        found = [one._replace(more=outputs.get(str(one.pid), "")) for one in self._found]
+        stacks = {}
+        with contextlib.suppress(ValueError):  # no answer in time
+            stacks = json.loads(self._output)
+        found = [one._replace(stack=stacks.get(str(one.pid), ())) for one in self._found]
         self._found, self._output, self._is_open, self._beats, self.deadline = [], b"", False, None, None
         say(f"{folded_stacks.text(found)}\n{folded_stacks.PROGRAM}{folded_stacks.END}")
 
 
 def _py_spy(program: str, pids: list[int]) -> bytes:
-    """Run in a child: return one part per process, each beginning with its pid."""
-    parts = []
-    for pid in pids:
-        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                timeout=PY_SPY_SECONDS, check=False,
-            )  # fmt: skip
-            output = done.stdout if done.returncode == 0 else b"py-spy: " + done.stdout.strip().split(b"\n")[-1]
-        except (OSError, subprocess.TimeoutExpired) as error:
-            output = f"py-spy: {error}".encode()
-        parts.append(b"%d\n%s" % (pid, output.replace(b"\0", b"")[:PY_SPY_BYTES_MAX]))
-    return b"\0".join(parts)
+    return json.dumps({pid: py_spy.stack(program, pid) for pid in pids}).encode()
 
 
 def state_of(pid: int) -> str:

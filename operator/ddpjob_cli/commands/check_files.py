@@ -19,7 +19,8 @@ from ddpjob_cli.commands import kinds
 from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
-from ddpjob_cli.local.script import find
+from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.script import find, folder_of
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, launcher, podspec
@@ -241,5 +242,8 @@ def _not_read(document: Document, job: api.DDPJob) -> str:
     why = f"the command {by}names no script that can be recognized"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
+        why += similar.file(started.script or "", str(folder_of(document.source, job)))
+    elif not started.launcher:
+        why += similar.program(str((launcher.facts(job.spec).trainer.get("command") or [""])[0]))
     where = document.place(command_path(job.spec.template))
     return f"{where}: {why}, so only the job was checked; name it: ddpjob check {document.source} SCRIPT"

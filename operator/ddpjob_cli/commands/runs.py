@@ -140,7 +140,8 @@ def report(job: str | None, folder: Path | None) -> int:
 def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | None, in_cluster: bool) -> int:
     """Show the stacks of JOB's ranks, the same stack only once; without JOB, of the last run on this machine.
 
-    The ranks keep running. ddprun must have started them; in a cluster this needs kubectl and the right to exec.
+    The ranks keep running. Without ddprun, py-spy reads the stacks, on this machine only; a cluster needs kubectl and
+    the right to exec.
     """
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddprun.core import folded_stacks

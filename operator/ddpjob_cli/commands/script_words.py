@@ -253,11 +253,14 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
     from ddpjob_operator.job import command, programs
 
     started, at = command.read(list(words)), _begin(words)
+    is_ddprun = "ddprun" in (programs.name(words[at]), started.launcher)
     is_torchrun = programs.name(words[at]) == "torchrun" or started.launcher.startswith("torch.distributed")
-    if is_torchrun or started.launcher in ("python", "torchrun") or len(words) == 1:
+    if is_ddprun or is_torchrun or started.launcher in ("python", "torchrun") or len(words) == 1:
         begin = command.options_begin(list(words))
         given = {} if begin is None else command.read_options(list(words[begin:]))[0]
         ours = [word for name, own in _OF_LAUNCHERS.items() if name in given for word in (own, given[name])]
+        if is_ddprun and program.split()[-1] != "run":  # only there it is the default for every image
+            ours += ["--launcher", "ddprun"]
         typed = shlex.join([*before, *ours, *(started.named or ("FILE",)), *started.words])
         wrapped = f"{shlex.join(words[:at])} " if at else ""  # keep wrappers such as nohup
         return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"

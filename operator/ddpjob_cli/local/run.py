@@ -148,7 +148,8 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
         notes.append(f"working folder: {cwd}, where the script is")
     # The run's folder, which will have the volumes, does not exist yet. For `check` any folder is good enough.
     volumes = cwd / "volumes"
-    return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
+    searched = None if has_own else Path(os.path.abspath(document.source)).parent
+    return [pod_process.Slot(cwd, volumes, environment, share, searched) for share in shares], notes
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:
@@ -353,8 +354,10 @@ class Runner:
             with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
                 agent = None if reported is None else reported.agent
                 self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
-        if status.attempt != self.job.status.attempt:
+        is_new_attempt = status.attempt != self.job.status.attempt
+        if is_new_attempt or status.in_place != self.job.status.in_place:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
+        if is_new_attempt:
             self.cluster.agent = None  # its restarts in place belong to the old attempt, and are counted already
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
@@ -427,9 +430,9 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # Agents print the stacks. The sentence names processes whose stacks no agent prints.
-        if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
-            self.screen.note(sentence)
+        # The agents print the stacks; the text is about processes whose stacks they cannot print.
+        if signal.SIGQUIT in self._keys and (text := stacks.ask(self.folder.uid).text()):
+            self.screen.note(text)
         if signal.SIGTSTP in self._keys:
             self.screen.pause()
             # Stop by SIGTSTP, not SIGSTOP, because the kernel ignores it if no shell could continue the process.

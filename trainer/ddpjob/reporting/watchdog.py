@@ -25,7 +25,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ddpjob import process
-from ddpjob.reporting import waiting
+from ddpjob.reporting import frames, waiting
+from ddpjob.reporting.frames import FORK_SERVER, Frame
 from ddpjob.reporting.waiting import operation, shape
 from ddpjob_core import heartbeat
 from ddpjob_core.heartbeat import (
@@ -47,14 +48,9 @@ from ddpjob_core.heartbeat import (
 )
 
 T = TypeVar("T")
-TEXT_CHARACTERS_MAX = 120
 POLL_SECONDS = 0.25
 END_SECONDS = 1.0  # an answer takes milliseconds, unless nobody reads it
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
-FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # lines and bytes of an answer, which must fit into a page of memory
-_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")
-_FORK_SERVER = os.path.join(_AGENT, "forkserver.py")
 
 
 def begin() -> None:
@@ -183,20 +179,20 @@ def collectives_begun() -> int | None:
 
 def _answer(page: memoryview, cells: memoryview) -> None:
     """Answer the agent first, because it waits; stderr may be a pipe that nobody reads."""
-    frames = sys._current_frames()
-    main = threading.main_thread().ident
-    answer: dict[str, Any] = {"step": cells[STEP], "where": innermost(frames.get(main or 0))}
+    running = sys._current_frames()
+    stack = calls(running.get(threading.main_thread().ident or 0))
+    answer: dict[str, Any] = {"step": cells[STEP], "where": frames.innermost(stack)}
     if cells[KIND] == QUIET:
-        answer["waits"] = _waits(frames)
+        answer["waits"] = _waits(running)
         _write_answer(page, cells, answer)
         return
     recorded = _of_torch(_recorded) or []
     answer |= {**last_collective(recorded), "apart": waits_apart(recorded, _of_torch(collectives_begun))}
     if cells[KIND] == STACK:
-        _write_answer(page, cells, answer | {"stack": folded(frames.get(main or 0))})
+        _write_answer(page, cells, answer | {"stack": frames.folded(stack)})
         return
     _write_answer(page, cells, answer)
-    os.write(2, _stacks(cells, frames, recorded).encode("utf-8", "replace"))
+    os.write(2, _stacks(cells, running, recorded).encode("utf-8", "replace"))
 
 
 def _waits(frames: dict[int, FrameType]) -> dict[str, Any]:
@@ -213,71 +209,32 @@ def _write_answer(page: memoryview, cells: memoryview, answer: dict[str, Any]) -
     cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
 
 
-def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
+def _stacks(cells: memoryview, running: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
     """Return the stacks as one text, so that lines of two ranks do not mix. The main thread is last, where readers of a
     log look first."""
     rank = os.environ.get("RANK", "0")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
-    order = sorted(frames, key=lambda ident: ident == threading.main_thread().ident)
+    order = sorted(running, key=lambda ident: ident == threading.main_thread().ident)
     # If the script reports no steps, the number of collectives shows how far it is.
     where = f"at step {cells[STEP]}" if cells[PHASE] else f"after {cells[COLLECTIVES]} collectives"
     lines = [f"ddpjob: rank {rank} (process {os.getpid()}) is stalled {where}; innermost call first:"]
     shown = [ident for ident in order if ident != own and names.get(ident) not in NEVER_THE_CAUSE]
     for ident in shown[-THREADS_MAX:]:
-        lines += [f"  thread {names.get(ident, 'of C')}:", *stack(frames[ident])]
+        lines.append(f"  thread {names.get(ident, 'of C')}:")
+        lines += [frame.line_of_traceback for frame in calls(running[ident])[:FRAMES_MAX]]
     if recorded:
         lines += ["  collectives, the last of them last:", *table(recorded)]
     return "\n".join(lines) + "\n"
 
 
-def stack(frame: FrameType | None) -> list[str]:
-    """Format a stack as Python prints it, without source lines, because they may be on the disk that hangs."""
-    lines: list[str] = []
-    while frame is not None and len(lines) < FRAMES_MAX and frame.f_code.co_filename != _FORK_SERVER:
-        lines.append(f'    File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
+def calls(frame: FrameType | None) -> list[Frame]:
+    """Return the running calls up to the first one of the script, innermost first."""
+    found: list[Frame] = []
+    while frame is not None and frame.f_code.co_filename != FORK_SERVER:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return lines
-
-
-def innermost(frame: FrameType | None) -> str:
-    """Return the innermost call of the user's code, else the innermost of all: train.py:41 in load_batch."""
-    first = frame
-    while frame is not None and not _is_of_script(frame):
-        frame = frame.f_back
-    frame = frame or first
-    return "" if frame is None else _place(frame)
-
-
-def folded(frame: FrameType | None) -> list[str]:
-    """Return the frames of the user's code, innermost first, with one line for all others, short enough for an
-    answer."""
-    own: list[str] = []
-    others: list[FrameType] = []
-    while frame is not None and frame.f_code.co_filename != _FORK_SERVER:
-        if _is_of_script(frame):
-            own.append(_place(frame))
-        else:
-            others.append(frame)
-        frame = frame.f_back
-    count = f"{len(others)} frame{'s' * (len(others) > 1)} of libraries"
-    lines = [f"(above it {count}, innermost {_place(others[0])})"] if others and own else []
-    lines = lines or ([f"({count}, innermost {_place(others[0])})"] if others else [])
-    shown = own[:FOLDED_MAX] + ([f"… {len(own) - FOLDED_MAX} more"] if len(own) > FOLDED_MAX else [])
-    while len(json.dumps(shown + lines)) > FOLDED_BYTES_MAX:  # non-ASCII names take six bytes per letter
-        shown.pop()
-    return shown + lines
-
-
-def _is_of_script(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    own = (os.path.dirname(os.__file__), _LIBRARY, _AGENT, "<frozen")
-    return not name.startswith(own) and "-packages" not in name
-
-
-def _place(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"[:TEXT_CHARACTERS_MAX]
+    return found
 
 
 def _recorded() -> list[dict[str, Any]]:

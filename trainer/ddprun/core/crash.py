@@ -1,4 +1,4 @@
-"""Read what faulthandler wrote in a process that a signal killed, as a traceback."""
+"""Read what faulthandler wrote in a process: on a signal that killed it, or on the one that asks for its stack."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 
 
 def calls(dump: str) -> list[str]:
-    """Return the calls of the thread that the signal hit, as lines of a traceback, most recent last.
+    """Return the calls of a process that a signal killed, as lines of a traceback, most recent last."""
+    _, begin, text = dump.rpartition(_BEGIN)  # before that a child may have crashed, and stacks may have been asked for
+    lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack(text if begin else "")]
+    return lines[:CALLS_MAX][::-1]
+
+
+def stack(dump: str) -> list[tuple[str, int, str]]:
+    """Return file, line and function of each call of the thread that the signal hit, innermost first.
 
     dump: faulthandler's text. C++ threads (of gloo, of NCCL's watchdog) have no Python calls. Then return those of the
     main thread, which most likely waits for that thread. faulthandler lists it last, after at most 99 others. With more
     threads return nothing.
     """
-    current: list[str] = []
-    last: list[str] = []
+    current: list[tuple[str, int, str]] = []
+    last: list[tuple[str, int, str]] = []
     is_current = is_over = False
-    for line in dump.rpartition(_BEGIN)[2].splitlines():  # a child of the rank may have crashed before
+    for line in dump.splitlines():
         if line == _MORE_THREADS:
             last = []
         elif thread := _THREAD.match(line):
@@ -33,5 +40,5 @@ def calls(dump: str) -> list[str]:
         elif found := _CALL.match(line):
             is_over = is_over or found[1].endswith(_FORK_SERVER)  # the script's calls end here
             if not is_over:
-                (current if is_current else last).insert(0, f'  File "{found[1]}", line {found[2]}, in {found[3]}')
-    return (current or last)[-CALLS_MAX:]
+                (current if is_current else last).append((found[1], int(found[2]), found[3]))
+    return current or last

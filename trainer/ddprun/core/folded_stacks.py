@@ -21,8 +21,8 @@ class RankStack(NamedTuple):
     answer: Mapping[str, Any] | None = None
     state: str = ""
     """State of the process, if it does not answer."""
-    more: str = ""
-    """Its stacks from py-spy, if it does not answer."""
+    stack: Sequence[str] = ()
+    """Its calls as faulthandler or py-spy sees them, if it does not answer."""
 
 
 def text(ranks: Sequence[RankStack]) -> str:
@@ -35,8 +35,9 @@ def text(ranks: Sequence[RankStack]) -> str:
         first, name = group[0], _named([r.rank for r in group])
         if first.answer is None:
             pids = ", ".join(str(r.pid) for r in group[:PIDS_MAX]) + (", …" if len(group) > PIDS_MAX else "")
-            lines.append(f"  {name} (process{'es' * (len(group) > 1)} {pids}): {first.state}")
-            lines += [f"    {line}" for line in first.more.splitlines()[:LINES_MAX]]
+            state = f": {first.state}" if first.state else ":"
+            lines.append(f"  {name} (process{'es' * (len(group) > 1)} {pids}){state}")
+            lines += [f"    {line}" for line in first.stack[:LINES_MAX]]
             continue
         at = ", ".join(filter(None, (_steps(group), _collective(first.answer))))
         lines.append(f"  {name}{': ' + at if at else ':'}")
@@ -46,7 +47,7 @@ def text(ranks: Sequence[RankStack]) -> str:
 
 def _key(one: RankStack) -> object:
     if one.answer is None:
-        return one.state, one.more
+        return one.state, *one.stack
     return (*_stack(one.answer), _collective(one.answer))
 
 

@@ -153,9 +153,10 @@ class LeaderState:
         preflight: bool = False,
         furthest_step: int = 0,
         dev: bool = False,
+        local: bool = False,
     ) -> None:
         self.state: State = "gathering"
-        self._dev = dev
+        self._dev, self._is_local = dev, local
         self.generation = -1
         self.orders: list[Order] = []
         self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
@@ -586,7 +587,8 @@ class LeaderState:
             found = "infrastructure" if one_may_have_it else "permanent"
             if self.furthest_step or self.generation > 0:
                 found = "application"
-        if found == "application" and self._repeats(failure):
+        is_again = self._is_local and not attempt.made_a_new_step and self._is_again(failure)
+        if found == "application" and (is_again or self._repeats(failure)):
             found = "permanent"
         found = rules.of_complaints(found, history, attempt)
         ignored = any(rule.matches(code) for rule in self._policy)
@@ -601,6 +603,15 @@ class LeaderState:
         on_all_nodes = len(self._current.raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
         return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
+
+    def _is_again(self, failure: Failure) -> bool:
+        """True for an exception of the same type at the same line as the last one. On one machine no node is the cause;
+        the plan has the same rule for attempts (`plan/settlement.py`).
+        """
+        if not self.charged or not failure.where or failure.exit_code in (None, 0):
+            return False
+        kind, before = (f.exception.partition(":")[0] for f in (failure, self.charged[-1]))
+        return kind != "" and (kind, failure.where) == (before, self.charged[-1].where)
 
     def _stand(self, why: str, now: float, *, succeeded: bool = False) -> None:
         self._here -= self._terminations.leaving

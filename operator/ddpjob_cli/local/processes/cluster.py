@@ -220,7 +220,7 @@ class LocalCluster:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
-        process.env[environment.TERMINATION_LOG] = str(termination_log)
+        process.env |= {environment.TERMINATION_LOG: str(termination_log), "DDPJOB_LOCAL": "1"}
         if base.terminal is not None:
             debugging.attach(process, base.terminal, self.folder)
         if faults.VARIABLE in process.env:

@@ -15,7 +15,6 @@ from typing import Any
 from ddpjob_cli.local.processes import similar
 from ddpjob_operator.job import command
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
-from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.pods.environment import user_environment
@@ -52,7 +51,6 @@ _NOT_INHERITED = re.compile(
 _REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
-_PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed", "bash", "sh")
 _INSTALL = {
     **dict.fromkeys(
         ["torchrun", "ddprun"],
@@ -82,6 +80,8 @@ class Slot:
     environment: Mapping[str, str]
     gpus: tuple[str, ...] | None = None
     """The GPUs of this node; None keeps the caller's CUDA_VISIBLE_DEVICES."""
+    file_folder: Path | None = None
+    """The folder of the YAML, if the script was searched there before."""
     terminal: Terminal | None = None
 
 
@@ -152,7 +152,7 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
         return
     program, script = planned.argv[0], command.script_of(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
-        hint = _INSTALL.get(program) or suggestion(program, _PROGRAMS)
+        hint = _INSTALL.get(program) or similar.program(program)
         if " " in program:
             hint = f": it is {len(program.split())} words. Write [{', '.join(program.split())}]"
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')
@@ -160,7 +160,8 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
         hint = similar.file(script, planned.cwd)
         if os.path.isabs(script):
             hint = ". If the image has it, name this machine's: --set 'spec.template.spec.containers[0].command=[…]'"
-        yield Problem((*at, "command"), f"there is no file {script} in {planned.cwd}{hint}")
+        searched = dict.fromkeys(str(folder) for folder in (slot.file_folder, planned.cwd) if folder is not None)
+        yield Problem((*at, "command"), f"there is no file {script} in {' or '.join(searched)}{hint}")
 
 
 def ignored(pod: Body) -> list[str]:

@@ -1,4 +1,4 @@
-"""Suggest a file if the named one does not exist."""
+"""Suggest a file or a program if the named one does not exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 from pathlib import Path
 
 from ddpjob_operator.job.typos import suggestion
+
+_PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed", "bash", "sh")
+
+
+def program(name: str) -> str:
+    """Return `; did you mean torchrun?`, or "" if the name is right or resembles none."""
+    return "" if name in _PROGRAMS else suggestion(name, _PROGRAMS)
 
 
 def file(path: str, folder: str = ".") -> str:

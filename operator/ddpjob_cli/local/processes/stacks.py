@@ -1,9 +1,11 @@
-"""Get the stacks of a local run's ranks: a signal makes the run's agents print them into its logs."""
+"""Stacks of the ranks of a run on this machine: a signal makes its agents print them into its logs, and py-spy reads
+those of ranks that another launcher has started."""
 
 from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +13,14 @@ from ddpjob_cli.local.kept import run_folder, runs
 from ddpjob_cli.local.processes import ranks
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import STACKS_SIGNAL
+from ddpjob_operator.job import bounds
 from ddpjob_operator.job.wording import count
-from ddprun import processes
+from ddprun import processes, py_spy
 from ddprun.core import folded_stacks
+from ddprun.core.folded_stacks import RankStack
 
 ANSWER_SECONDS = 40.0  # seconds; py-spy takes up to 5 s for each rank that does not answer
+PY_SPY_TOGETHER, PY_SPY_RANKS_MAX = 8, 64
 POLL_SECONDS = 0.1
 _PIDS_MAX = 8
 
@@ -27,17 +32,31 @@ class Asked:
     agents: list[int]
     handlers: list[int]
     """Ranks of another launcher that handle SIGQUIT."""
-    silent: list[int]
-    """Other ranks, which got no signal, because it would end them."""
+    silent: dict[int, int]
+    """Its other ranks, by process: they got no signal, because it would end them."""
 
-    def sentence(self) -> str:
-        """Return which stacks cannot be shown, or which ranks handle the signal; "" if agents print all stacks."""
+    def seen_by_py_spy(self) -> str:
+        """Return the stacks of the ranks that cannot be asked; "" if there are none or py-spy is not installed."""
+        program, pids = py_spy.program(), list(self.silent)[:PY_SPY_RANKS_MAX]
+        if not pids or program is None:
+            return ""
+        with ThreadPoolExecutor(PY_SPY_TOGETHER) as threads:
+            found = list(threads.map(lambda pid: py_spy.stack(program, pid), pids))
+        return folded_stacks.text(
+            [RankStack(self.silent[pid], pid, stack=stack) for pid, stack in zip(pids, found, strict=True)]
+        )
+
+    def text(self) -> str:
+        """Return stacks, what cannot be shown, or who writes stacks; "" if agents print all of them."""
+        return self.seen_by_py_spy() or self._sentence()
+
+    def _sentence(self) -> str:
         if self.handlers and not self.silent:
             return f"SIGQUIT was sent to {count(len(self.handlers), 'rank')}, which the script handles"
         if self.silent:
-            pids = ", ".join(map(str, self.silent[:_PIDS_MAX])) + (", …" if len(self.silent) > _PIDS_MAX else "")
+            pids = ", ".join(map(str, [*self.silent][:_PIDS_MAX])) + (", …" if len(self.silent) > _PIDS_MAX else "")
             which = f"process{'es' * (len(self.silent) > 1)} {pids}"
-            return f"no stacks of {which}: not started by ddprun. py-spy dump --pid {self.silent[0]} shows one"
+            return f"no stacks of {which}: not started by ddprun; py-spy shows them (pip install py-spy)"
         return "" if self.agents else "no stacks: no rank runs now"
 
 
@@ -54,7 +73,7 @@ def ask(uid: str) -> Asked:
     handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
     processes.send(agents, STACKS_SIGNAL)
     processes.send(handlers, signal.SIGQUIT)
-    return Asked(agents, handlers, [pid for pid in found if pid not in handlers])
+    return Asked(agents, handlers, {pid: _rank(environs[pid]) for pid in found if pid not in handlers})
 
 
 def of_run(run: runs.Run) -> list[str]:
@@ -67,7 +86,9 @@ def of_run(run: runs.Run) -> list[str]:
     begun = {path: path.stat().st_size for path in _logs(run)}
     asked = ask(run.facts.run)
     if not asked.agents:
-        raise InputError(f"{name}: {asked.sentence()}")
+        if stacks := asked.seen_by_py_spy():
+            return [stacks]
+        raise InputError(f"{name}: {asked.text()}")
     end = time.monotonic() + ANSWER_SECONDS
     while True:
         logs = (b"".join(runs.chunks(path, begun.get(path, 0))).decode(errors="replace") for path in _logs(run))
@@ -78,6 +99,10 @@ def of_run(run: runs.Run) -> list[str]:
             late = count(len(asked.agents) - len(found), "ddprun")
             raise InputError("\n".join([*found, f"{name}: {late} did not answer; is it stopped (Ctrl-Z)?"]))
         time.sleep(POLL_SECONDS)
+
+
+def _rank(environ: dict[str, str]) -> int:
+    return max(0, bounds.number(environ.get("RANK"), bounds.COUNT_MAX))
 
 
 def _logs(run: runs.Run) -> list[Path]:

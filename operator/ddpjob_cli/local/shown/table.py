@@ -203,7 +203,10 @@ def _rate(moment: RunMoment) -> list[str]:
     """Return for example `210 ms/step, 12 % slower` and `5,210 samples/s`."""
     parts, since = [], ranks_since(moment.status)
     begun = 0.0 if since is None else (since - moment.started).total_seconds()
-    if found := trend(moment.history.series.get(STEP_SECONDS, Series()), begun):
+    series = moment.history.series.get(STEP_SECONDS, Series())
+    step = moment.status.progress.step if moment.status.progress else 0
+    was_restarted = bool(series.points) and step < series.points[-1].step  # a failure may be reported after that step
+    if not was_restarted and (found := trend(series, begun)):
         seconds, change = found
         word = "" if change is None or abs(change) < TREND else f", {abs(change):.0%}".replace("%", " % ")
         parts.append(figures.step_time(seconds) + word + ("slower" if (change or 0) > 0 else "faster") * bool(word))
