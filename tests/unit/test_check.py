@@ -1417,9 +1417,23 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
     assert "spec.nodes: must be at least 1, is 0" in str(result.exception)
 
 
-def test_a_script_passed_with_two_jobs_is_refused(job_file) -> None:
-    one, two = job_file("", name="one.yaml"), job_file("", name="two.yaml")
-    assert "one by one" in str(ran(one, two, "train.py").exception)
+@pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
+def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
+    """Otherwise the messages for utils.py are about a job that never starts it."""
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    path = job_file("", "torchrun", command, nodes=2, container=gpu)
+    (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
+    for scripts in (("train.py", "utils.py"), ("utils.py", "train.py")):
+        result = ran(path, *scripts)
+        assert result.stdout.startswith("utils.py:13: warning[rank-is-local-rank]")
+        assert result.stderr == "3 files read: 1 warning\n"
+
+
+def test_a_script_beside_two_jobs_is_checked_for_those_that_name_it(job_file, tmp_path: Path) -> None:
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
+    one, two = job_file(text, nodes=2, container=gpu, name="one.yaml"), job_file(text, nodes=1, name="two.yaml")
+    assert "train.py:13: error[rank-is-local-rank]" in ran(one, two, "train.py").stdout
 
 
 # ---------------------------------------------------------------- notebooks and folders

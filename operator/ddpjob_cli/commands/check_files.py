@@ -89,20 +89,15 @@ def check_all(
     apart: bool = False,
     parameters: int = 0,
 ) -> CheckResult:
-    """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A script given
-    together with one job is checked as that job's script. alone: the context of scripts without a job. apart: the files
-    were found in a folder, so a script belongs to a job only if the job's command names it. parameters: of the model; 0
-    is unknown."""
+    """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A job's script is
+    the one that its command names; others are checked without a job. apart: the files were found in a folder. alone: the
+    context of scripts without a job. parameters: of the model; 0: unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
-    if scripts and len(jobs) > 1 and not apart:
-        raise InputError(
-            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
-        )
     unread: list[str] = []
     read: list[tuple[str, CheckedJob]] = []
     for document, job in jobs.values():
-        own = _script_of(document.source, job) if apart or not scripts else scripts
+        own = _script_of(document.source, job) or _meant(job, scripts if len(jobs) == 1 and not apart else [])
         read += [(script, known(job)) for script in own]
         unread += [] if own else [_not_read(document, job)]
     started = {os.path.realpath(script) for script, _ in read}
@@ -232,6 +227,12 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
     """Return the script that the job's command names, as `ddpjob run` finds it; [] if it is not on this machine."""
     found = find(path, job)
     return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
+
+
+def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
+    """Return which of these scripts a job's command means, if it names one that is not here: /app/train.py."""
+    names = {os.path.basename(file) for file in launcher.facts(job.spec).started.files}
+    return [script for script in scripts if os.path.basename(script) in names] or scripts
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
