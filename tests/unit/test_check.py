@@ -1429,6 +1429,56 @@ def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file
         assert result.stderr == "3 files read: 1 warning\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "shebang"),
+    [
+        (["bash", "train.sh", "--x", "1"], ""),
+        (["bash", "-eux", "-o", "nounset", "train.sh"], ""),
+        (["env", "A=1", "./train.sh"], "#!/usr/bin/env bash\n"),
+        (["timeout", "1h", "train.sh"], "#!/bin/sh -e\n"),
+    ],
+)
+def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
+    job_file, tmp_path: Path, command: list[str], shebang: str
+) -> None:
+    """Most jobs start with one. A branch of it may not run, so nothing that is found by it refuses a run."""
+    (tmp_path / "train.sh").write_text(f'{shebang}torchrun --standalone train.py "$@" | tee log.txt\n')
+    path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *command, nodes=2)
+    result = ran(path)
+    assert (
+        f"warning[exit-code-lost]: {command[-1] if command[-1] != '1' else 'train.sh'}: the exit code" in result.stdout
+    )
+    assert "--standalone is for one node, and spec.nodes is 2" in result.stdout
+    assert "train.py:3: warning[backend-mpi]" in result.stdout
+    lines, is_refused = check_files.before_run(*sources.load(sources.Source(path)))
+    assert not is_refused
+    assert any("--standalone" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ('if [ "$NNODES" = 1 ]; then torchrun --standalone train.py; else torchrun train.py; fi', ["bash", "train.sh"]),
+        ("torchrun --standalone train.py", ["bash", "-c", "true", "train.sh"]),
+        ("torchrun --standalone train.py", ["bash", "other.sh"]),
+        ("torchrun --standalone train.py", ["cat", "train.sh"]),
+        ("torchrun --standalone train.py", ["./train.sh"]),
+        ("if torchrun --standalone train.py", ["bash", "train.sh"]),
+    ],
+)
+def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, text: str, command: list[str]) -> None:
+    (tmp_path / "train.sh").write_text(text)
+    assert ran(job_file("", *command, nodes=2)).stdout == ""
+
+
+def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
+    """`torchrun train.py $ARGS` may contain --launcher pytorch."""
+    launcher = (FIXTURES / "mistakes/group-needs-option.py").read_text()
+    for arguments, expected in (("", True), ("$ARGS", False), ('"${ARGS[@]}"', False), ("--data $DATA", True)):
+        result = ran(job_file(launcher, "bash", "-c", f"exec torchrun train.py {arguments}", nodes=2))
+        assert ("group-needs-option" in result.stdout) is expected
+
+
 def test_a_script_beside_two_jobs_is_checked_for_those_that_name_it(job_file, tmp_path: Path) -> None:
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
