@@ -447,6 +447,8 @@ class Runner:
         pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
         parent_of = processes.parents() if pods else {}
         self.cluster.look_at_ranks(parent_of)
+        for sentence in self.cluster.waits_in_vain(self.job, parent_of):
+            self._note_once(sentence)
         cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
         if found := self._idle.look(now, cpu):
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
