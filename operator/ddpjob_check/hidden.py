@@ -9,9 +9,10 @@ from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
+from ddpjob_operator.job import command
 
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
-_ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError"}
+_ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError", "subprocess.CalledProcessError", "CalledProcessError"}
 _PRINTERS = {"print", "print_exc", "print_exception", "format_exc", "debug", "info", "warning", "error", "exception"}
 
 
@@ -133,6 +134,71 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
             )
 
 
+@rule(
+    "warning",
+    wrong='subprocess.run(["torchrun", "train.py"])',
+    right='subprocess.run(["torchrun", "train.py"], check=True)',
+)
+def launcher_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only if the job is known. subprocess.run, call and Popen raise nothing when the program fails, and os.system
+    returns its status. A script that drops it ends with 0."""
+    if not job.known or script.mentions("returncode", "check_returncode", "poll"):
+        return
+    for call, started in _started(script):
+        results = script.methods_called("wait") if script.called(call) == _POPEN else [call]
+        is_checked = script.called(call).endswith("check_call") or any(k.arg in ("check", None) for k in call.keywords)
+        if not is_checked and all(isinstance(script.parent(result), ast.Expr) for result in results):
+            yield at(
+                call,
+                f"{script.text_of(call.func)}(…) starts {started.launcher}, and nothing looks at its exit code, so a "
+                "training that fails counts as done; use subprocess.run(…, check=True)",
+            )
+
+
+@rule(
+    "warning",
+    wrong='subprocess.run(["torchrun", "--standalone", "train.py"], check=True)',
+    right='subprocess.run(["torchrun", "train.py"], check=True)',
+)
+def launcher_for_one_node(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only in a job of several nodes. A launcher that the script starts has PET_NNODES of the job, and with
+    `--standalone` each waits at its own address for the others, which never come."""
+    for call, started in _started(script) if job.known and (job.nodes or 1) > 1 else ():
+        if "standalone" in started.options and started.options.get("nnodes") != "1":
+            text = f"{started.launcher} --standalone is for one node, and the job has {job.nodes}: each waits for "
+            yield at(call, f"{text}others in vain; leave it out: the job's variables name the nodes")
+
+
+_POPEN = "subprocess.Popen"
+_RUNNERS = ("subprocess.run", "subprocess.call", "subprocess.check_call", _POPEN, "os.system")
+
+
+def _started(script: Script) -> Iterator[tuple[ast.Call, command.Command]]:
+    """Yield calls that start a launcher, or from a script that does not train a Python script, with what they start."""
+    for call in script.calls_to(*_RUNNERS):
+        for origin in script.origins(call.args[0]) if call.args else ():
+            started = command.of_container(_words(script, origin))
+            is_alone = started.launcher == "python" and started.files and not _training(script)
+            if started.has_torchrun_options or is_alone:
+                yield call, started
+
+
+def _words(script: Script, node: object) -> list[str]:
+    """Return the words of a command as far as they are written out: of a list, or of a line for a shell."""
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_word(script, one) for one in node.elts]
+    return ["sh", "-c", _word(script, node)]
+
+
+def _word(script: Script, node: object) -> str:
+    """Return a text in which each value that is not known is `…`."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_word(script, value) for value in node.values)
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "python" if isinstance(node, ast.expr) and script.full_name(node) == "sys.executable" else "…"
+
+
 def _training(script: Script) -> list[ast.Call]:
     """Return the script's calls that form a group or train."""
     return [*script.inits, *script.calls_to(DDP), *script.methods_called("backward")]
@@ -140,7 +206,7 @@ def _training(script: Script) -> list[ast.Call]:
 
 def _trains(script: Script, nodes: Iterable[ast.AST]) -> bool:
     """True if one of these statements or functions forms a group or trains, directly or in functions that it calls."""
-    training, todo, seen = set(_training(script)), [*nodes], set[ast.AST]()
+    training, todo, seen = {*_training(script), *(call for call, _ in _started(script))}, [*nodes], set[ast.AST]()
     while todo:
         for call in (n for n in ast.walk(todo.pop()) if isinstance(n, ast.Call)):
             if call in training:

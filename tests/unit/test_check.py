@@ -991,6 +991,34 @@ def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [str(f) for f in report.findings if f.severity == "error"] == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "rules"),
+    [
+        ("subprocess.call(['torchrun', 'train.py'])", "launcher-failure-ignored"),
+        ("os.system('cd src && torchrun train.py')", "launcher-failure-ignored"),
+        ("os.system(f'python train.py --lr {lr}')", "launcher-failure-ignored"),
+        ("subprocess.run('ddprun train.py', shell=True)", "launcher-failure-ignored"),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\np.wait()", "launcher-failure-ignored"),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\nprint('started')", "launcher-failure-ignored"),
+        ("subprocess.check_call('torchrun --standalone train.py', shell=True)", "launcher-for-one-node"),
+        ("subprocess.check_call(['torchrun', 'train.py'])", ""),
+        ("subprocess.run(['torchrun', 'train.py'], check=True)", ""),
+        ("subprocess.run(['torchrun', 'train.py'], **options)", ""),
+        ("sys.exit(subprocess.call(['torchrun', 'train.py']))", ""),
+        ("code = os.system('torchrun train.py')\nassert code == 0", ""),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\nsys.exit(p.wait())", ""),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\np.wait()\nsys.exit(p.returncode)", ""),
+        ("subprocess.run(['python', 'prepare.py'])\nloss.backward()", ""),
+        ("subprocess.run(['nvidia-smi'])\nos.system('mkdir -p out')", ""),
+        ("os.system('torchrun --standalone --nnodes=1 prepare.py') and sys.exit(1)", ""),
+    ],
+)
+def test_a_program_that_starts_the_launcher_must_look_at_its_exit_code(lines: str, rules: str) -> None:
+    """Otherwise a failed training counts as done, and the log says nothing if the output was captured."""
+    job = CheckedJob(nodes=2, nproc=2, known=True, launcher="python")
+    assert [f.rule for f in check.check("run.py", f"import os, subprocess, sys\n{lines}", job)] == rules.split()
+
+
 # ---------------------------------------------------------------- suppression
 
 
