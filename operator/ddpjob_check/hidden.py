@@ -161,12 +161,13 @@ def launcher_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]
     right='subprocess.run(["torchrun", "train.py"], check=True)',
 )
 def launcher_for_one_node(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """Only in a job of several nodes. A launcher that the script starts has PET_NNODES of the job, and with
-    `--standalone` each waits at its own address for the others, which never come."""
+    """Only in a job of several nodes. A torchrun that the script starts has PET_NNODES of the job, and with
+    `--standalone` each waits at its own address for the others, which never come. ddprun trains alone on each."""
     for call, started in _started(script) if job.known and (job.nodes or 1) > 1 else ():
         if "standalone" in started.options and started.options.get("nnodes") != "1":
-            text = f"{started.launcher} --standalone is for one node, and the job has {job.nodes}: each waits for "
-            yield at(call, f"{text}others in vain; leave it out: the job's variables name the nodes")
+            means = "trains alone" if started.launcher == "ddprun" else "waits for the others in vain"
+            text = f"{started.launcher} --standalone is for one node, and the job has {job.nodes}: each {means}; "
+            yield at(call, f"{text}leave it out: the job's variables name the nodes")
 
 
 _POPEN = "subprocess.Popen"

@@ -113,6 +113,7 @@ def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dic
     [
         ("torchrun train.py", OF_JOB[1]),
         ("torchrun --standalone --nnodes=1 prepare.py", OF_JOB[1]),
+        ("ddprun --standalone train.py", OF_JOB[1]),
         ("torchrun train.py", {}),
         ("torchrun --nnodes 2 --node_rank 1 train.py", {}),
         ("torchrun --rdzv-backend c10d --rdzv-endpoint node-0:29500 train.py", {"PET_NNODES": "2"}),

@@ -647,11 +647,14 @@ def record_exit(error: SystemExit) -> None:
     if isinstance(error.code, int) and error.code and not error.code & 0xFF:
         error.code = 1  # sys.exit(os.system(…)) may be 256: the kernel keeps 8 bits, so the code would be 0
     with contextlib.suppress(Exception):
-        from ddpjob.reporting.termination import exit_words
+        from ddpjob import process
+        from ddpjob.reporting.termination import exit_words, hidden_by
 
         line, printed = exit_words(error)
         if line:
             record(line, printed)
+        if process.current.end is not None:
+            process.current.end.hidden = hidden_by(error)
 
 
 def record(line: str, printed: str) -> None:

@@ -204,7 +204,8 @@ def waits_in_vain(spec: api.Spec, running: Iterable[tuple[int, list[str], Mappin
         given = {name: value for name in _OF_ENVIRONMENT if (value := environ.get(f"PET_{name.upper()}")) is not None}
         options = {"nnodes": "1", "node_rank": "0", **given, **started.options}
         rank = options.pop("node_rank")
-        if options["nnodes"] in ("1", "1:1") and ("standalone" in options or rank == "0"):
+        is_one = options["nnodes"] in ("1", "1:1") or (started.launcher == "ddprun" and "standalone" in options)
+        if is_one and ("standalone" in options or rank == "0"):
             continue  # it trains alone, perhaps on purpose, such as to prepare data
         nodes = nodes_of.setdefault(rank, set())
         nodes.add(node)

@@ -213,7 +213,7 @@ LAUNCHER_OPTION = _warning(
 EXIT_CODE_LOST = _warning(
     "ExitCodeLost",
     "Event: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee. In a local run also "
-    "a condition Suspicious: the command ended before its launcher.",
+    "a condition Suspicious: the log has a traceback, or the command ended before its launcher.",
     "Do what the message says of the command.",
 )
 
@@ -236,7 +236,8 @@ REPLICAS_DIFFER = _warning(
 FAILURE_IN_LOG = _warning(
     "FailureInLog",
     "Condition Suspicious and event, of local runs; in a cluster a line of `submit --follow`, `wait` and `describe`: "
-    "the log ends with the failure of a rank, or shows that of a thread, and the exit code is 0.",
+    "the log ends with the failure of a rank, or shows that of a thread or process, and the exit code is 0. Under "
+    "ddprun also: a rank has left an exception by `sys.exit(0)`.",
     "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun it would be certain.",
 )
 

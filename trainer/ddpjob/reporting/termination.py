@@ -28,7 +28,7 @@ from typing import Any
 from ddpjob import own_files, process
 from ddpjob.errors import Stopped
 from ddpjob_core import rules
-from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted
+from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted, where_of
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
@@ -147,6 +147,18 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
     if not isinstance(cause, Exception):
         return "", ""
     return cause_line(cause), "".join(traceback.format_exception(cause))
+
+
+def hidden_by(error: SystemExit) -> tuple[str, str] | None:
+    """Return place and line of the exception that an exit with 0 hides: `finally: sys.exit(0)`; None if it hides none.
+
+    With an exception of its own, a script may say that it is done.
+    """
+    cause = error.__context__
+    known = type(cause).__module__.partition(".")[0] in ("builtins", "torch")
+    if exit_code(error) != 0 or not known or not isinstance(cause, Exception) or isinstance(cause, StopIteration):
+        return None
+    return where_of(traceback.format_exception(cause)), cause_line(cause)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
