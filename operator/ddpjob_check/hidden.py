@@ -19,30 +19,33 @@ _PRINTERS = {"print", "print_exc", "print_exception", "format_exc", "debug", "in
 @rule("warning", wrong="def main():\n    train()    # and nothing calls it", right="def main():\n    train()\n\nmain()")
 def nothing_runs(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only if the job is known. The script defines functions that train, and nothing outside of them calls one: the
-    call of `main()` is missing, or its guard is misspelt (`if __name__ == "main":`). The job succeeds at once."""
-    if not (job.known and any(script.function(node) for node in _training(script))):
+    call of `main()` is missing, or its guard is misspelt (`if __name__ == "main":`) or not true because the command
+    only imports the file (`python -c "import train"`). The job succeeds at once."""
+    if not (job.known and any(job.imported or script.function(node) for node in _training(script))):
         return
     if any(getattr(node, "decorator_list", ()) for node in script.tree.body):
         return  # a decorator may run the function
-    guards = [node for node in script.tree.body if isinstance(node, ast.If) and _is_misspelt(node)]
+    guards = [node for node in script.tree.body if isinstance(node, ast.If) and _is_misspelt(node, job)]
     if all(isinstance(node, _DEFINES) or node in guards or _is_plain(script, node) for node in script.tree.body):
         what = "nothing in this file calls its functions, so nothing is trained; call main() at its end"
         if guards:
             what = f"`{script.text_of(guards[0].test)}` is never true, so nothing is trained; write __name__ == "
             what += '"__main__"'
+        if job.imported:
+            what = "the command only imports this file and calls nothing in it, so nothing is trained; start the file"
         yield at(guards[0] if guards else script.tree.body[-1], what)
 
 
 _DEFINES = ast.Import | ast.ImportFrom | Function | ast.ClassDef | ast.Pass
 
 
-def _is_misspelt(node: ast.If) -> bool:
-    """True for `if __name__ == "main":`"""
+def _is_misspelt(node: ast.If, job: CheckedJob) -> bool:
+    """True for `if __name__ == "main":`, and for any such guard in a file that is only imported."""
     if not is_main_guard(node.test) or node.orelse or not isinstance(node.test, ast.Compare):
         return False
     name = node.test.comparators[0]
     equals = isinstance(node.test.ops[0], ast.Eq)
-    return equals and isinstance(name, ast.Constant) and name.value != "__main__"
+    return equals and isinstance(name, ast.Constant) and (name.value != "__main__" or job.imported)
 
 
 def _is_plain(script: Script, node: ast.stmt) -> bool:
@@ -86,7 +89,7 @@ def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
 def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
     """Return the statement by which a block certainly hides an exception; None if the block may show it."""
     for statement in body:
-        if isinstance(statement, ast.Return) and how == "finally":
+        if isinstance(statement, ast.Return) and (how == "finally" or statement.value is None):
             return statement
         call = statement.value if isinstance(statement, ast.Expr) else None
         if script.called(call) in _EXITS:

@@ -1507,6 +1507,22 @@ def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
         assert ("group-needs-option" in result.stdout) is expected
 
 
+@pytest.mark.parametrize(
+    ("code", "end", "found"),
+    [
+        ("import train", 'if __name__ == "__main__":\n    main()', True),
+        ("from train import *", 'if __name__ == "__main__":\n    loss.backward()', True),
+        ("import train", "main()", False),
+        ("import train; train.main()", 'if __name__ == "__main__":\n    main()', False),
+        ("import other", 'if __name__ == "__main__":\n    main()', False),
+    ],
+)
+def test_a_command_that_only_imports_the_script_trains_nothing(job_file, code: str, end: str, found: bool) -> None:
+    """The job succeeds at once."""
+    result = ran(job_file(f"def main():\n    loss.backward()\n{end}\n", "python", "-c", code, nodes=2))
+    assert ("train.py:3: warning[nothing-runs]: the command only imports this file" in result.stdout) is found
+
+
 def test_a_script_beside_two_jobs_is_checked_for_those_that_name_it(job_file, tmp_path: Path) -> None:
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()

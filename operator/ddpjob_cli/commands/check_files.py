@@ -20,7 +20,7 @@ from ddpjob_cli.commands import kinds
 from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
-from ddpjob_cli.local.script import find, with_shell_script
+from ddpjob_cli.local.script import find, imported, with_shell_script
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, launcher, podspec
@@ -150,7 +150,9 @@ def before_run(
 def _context(document: Document, job: api.DDPJob) -> tuple[CheckedJob, list[str]]:
     """Return the facts with which a job's script is checked, and the script if it is here."""
     read, name = with_shell_script(document.source, job)
-    return replace(known(read), certain=not name), _script_of(document.source, read)
+    own, path = _script_of(document.source, read), imported(document.source, job)
+    context = replace(known(read), certain=not (name or path), imported=path is not None)
+    return context, [os.path.relpath(path)] if path else own
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:

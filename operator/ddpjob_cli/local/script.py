@@ -19,12 +19,24 @@ from ddpjob_operator.job.podspec import command_path, trainer_container
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 _SHEBANG = re.compile(r"#!\s*(?:/\S*/env\s+(?:-S\s+)?)?(\S+)(.*)")
 _OPTION_OF_SHELL = re.compile(r"[-+].*|pipefail|errexit|nounset|xtrace")
+_ONLY_IMPORTS = re.compile(r"\s*(?:import|from)\s+([\w.]+)[^;\n]*;?\s*")
 _ALL_ARGUMENTS = re.compile(r""""\$\{?@\}?"|\$\{?[@*]\}?""")
 
 
 def find(source: str, job: api.DDPJob) -> Path | None:
     """Return the script's path: next to the YAML, else in the working folder; None if it is in neither."""
     return _here(source, job, launcher.facts(job.spec).started.files)
+
+
+def imported(source: str, job: api.DDPJob) -> Path | None:
+    """Return the file of the module that the command only imports: `python -c "import train"`; None if it is no such
+    command, or the file is not here."""
+    words = launcher.facts(job.spec).command
+    code = next(
+        (code for option, code in itertools.pairwise(words) if option == "-c" and not command.is_shell(words)), ""
+    )
+    found = _ONLY_IMPORTS.fullmatch(code)
+    return _here(source, job, [f"{found[1].replace('.', '/')}.py"]) if found else None
 
 
 def _here(source: str, job: api.DDPJob, names: list[str]) -> Path | None:
