@@ -15,6 +15,7 @@ failure is left when the container ends with 0, a shell or a program around the 
 """
 
 import contextlib
+import faulthandler
 import fcntl
 import json
 import os
@@ -33,6 +34,7 @@ from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
 _BEGINS = b'{"ddpjob"'
+EXIT_SECONDS = 60.0  # for what a script uploads or flushes at its exit
 LOCK_SECONDS = 0.5  # limit for the file's lock, which the pod's other ranks hold while they write 4 kB each
 
 
@@ -161,10 +163,19 @@ def hidden_by(error: SystemExit) -> tuple[str, str] | None:
     return where_of(traceback.format_exception(cause)), cause_line(cause)
 
 
+def end_soon() -> None:
+    """Let this process, whose script has failed, exit with 1 even if something holds it at its exit, such as a thread
+    or a multiprocessing.Process that is not daemonic. The other ranks would wait for it until their timeout."""
+    with contextlib.suppress(Exception):  # stderr is closed
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+
+
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if process.current.reports_failure:  # a child forked by this rank is not the rank
         tell(error)
     process.current.previous_hook(kind, error, trace)
+    if process.current.reports_failure and isinstance(error, Exception):
+        end_soon()
 
 
 def _tell_end_of_child() -> None:
