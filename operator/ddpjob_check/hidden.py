@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 
 from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of
+from ddpjob_check.options import literal
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
+from ddpjob_check.values import STARTERS
 from ddpjob_operator.job import command
 
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
@@ -117,6 +120,11 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
     exception of its function until somebody asks for the result. A script that does neither ends with 0."""
     if not job.known:
         return
+    for call in script.calls_to(*STARTERS) if not script.methods_called("join") else ():
+        if literal(script.argument(call, "join", 3)) is False:
+            yield at(
+                call, f"{script.text_of(call)}: nothing calls join() on what it returns, which raises if one fails"
+            )
     for call in script.starts if not script.mentions("exitcode", "sentinel", "is_alive") else ():
         target, _ = script.started(call) or (None, None)
         is_process = script.called(call).endswith("Process") or name_of(call.func) == "Process"
@@ -127,14 +135,37 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
                 "mp.spawn, or end with sys.exit(1) if p.exitcode is not 0",
             )
             return
-    for call in [*script.methods_called("submit"), *script.methods_called("apply_async")]:
-        dropped = isinstance(script.parent(call), ast.Expr) and call.args
-        if dropped and _trains(script, script.functions_meant(call.args[0])):
+    for call in [c for name in _KEEPS_EXCEPTION for c in script.methods_called(name)]:
+        is_asked = script.mentions(*_KEEPS_EXCEPTION[name_of(call.func)]) and not _is_statement(script, call)
+        if (
+            not is_asked
+            and call.args
+            and _keeps(script, call)
+            and _trains(script, script.functions_meant(call.args[0]))
+        ):
             yield at(
                 call,
-                f"{script.text_of(call)}: its result is dropped, and an exception with it, so a training that fails "
-                "counts as done; keep what it returns, and call result() or get() on it",
+                f"{script.text_of(call)}: nothing asks for its result, which keeps an exception, so a training that "
+                "fails counts as done; call result() or get() on what it returns",
             )
+
+
+# Methods of pools that keep an exception of their function → names with which a script asks for it.
+_KEEPS_EXCEPTION = {
+    "submit": ("result", "exception", "add_done_callback"), "map": (), "apply_async": ("get", "error_callback"),
+}  # fmt: skip
+
+
+def _keeps(script: Script, call: ast.Call) -> bool:
+    """True for a submit or apply_async, and for a map of an executor whose results are not read; that of a
+    multiprocessing.Pool raises."""
+    pools = script.origins(call.func.value) if isinstance(call.func, ast.Attribute) else []
+    is_lazy = all(script.called(pool).endswith("Executor") for pool in pools)
+    return name_of(call.func) != "map" or (is_lazy and _is_statement(script, call))
+
+
+def _is_statement(script: Script, call: ast.Call) -> bool:
+    return isinstance(script.parent(call), ast.Expr)
 
 
 @rule(
@@ -150,7 +181,7 @@ def launcher_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]
     for call, started in _started(script):
         results = script.methods_called("wait") if script.called(call) == _POPEN else [call]
         is_checked = script.called(call).endswith("check_call") or any(k.arg in ("check", None) for k in call.keywords)
-        if not is_checked and all(isinstance(script.parent(result), ast.Expr) for result in results):
+        if not is_checked and all(_is_statement(script, result) for result in results):
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…) starts {started.launcher}, and nothing looks at its exit code, so a "
@@ -177,14 +208,18 @@ _POPEN = "subprocess.Popen"
 _RUNNERS = ("subprocess.run", "subprocess.call", "subprocess.check_call", _POPEN, "os.system")
 
 
-def _started(script: Script) -> Iterator[tuple[ast.Call, command.Command]]:
-    """Yield calls that start a launcher, or from a script that does not train a Python script, with what they start."""
+@functools.lru_cache(maxsize=1)
+def _started(script: Script) -> list[tuple[ast.Call, command.Command]]:
+    """Return calls that start a launcher, or from a script that does not train a Python script, with what they
+    start."""
+    found = []
     for call in script.calls_to(*_RUNNERS):
         for origin in script.origins(call.args[0]) if call.args else ():
             started = command.of_container(_words(script, origin))
             is_alone = started.launcher == "python" and started.files and not _training(script)
             if started.has_torchrun_options or is_alone:
-                yield call, started
+                found.append((call, started))
+    return found
 
 
 def _words(script: Script, node: object) -> list[str]:

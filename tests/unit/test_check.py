@@ -258,6 +258,13 @@ def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, ru
         ("pool.submit(train)", {"process-failure-ignored"}),
         ("pool.apply_async(train, (1,))", {"process-failure-ignored"}),
         ("future = pool.submit(train)\nfuture.result()", set()),
+        ("futures = [pool.submit(train) for _ in range(2)]\nwait(futures)", {"process-failure-ignored"}),
+        ("results = [pool.apply_async(train) for _ in range(2)]\n[r.get() for r in results]", set()),
+        ("with ProcessPoolExecutor() as pool: pool.map(train, range(2))", {"process-failure-ignored"}),
+        ("with ProcessPoolExecutor() as pool: list(pool.map(train, range(2)))", set()),
+        ("with mp.Pool() as pool: pool.map(train, range(2))", set()),
+        ("mp.spawn(train, nprocs=2, join=False)", {"process-failure-ignored"}),
+        ("context = mp.spawn(train, nprocs=2, join=False)\nwhile not context.join(): pass", set()),
         ("train()\npool.submit(upload)", set()),
         ("mp.Process(target=train).start()", {"process-failure-ignored"}),
         ("p = mp.Process(target=train)\np.start()\nsys.exit(p.exitcode)", set()),
@@ -268,7 +275,8 @@ def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_
     lines: str, rules: set[str]
 ) -> None:
     """Such a job exits with 0 although nothing was trained. A file checked without a job may be a module for others."""
-    text = f"{HEAD}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
+    head = f"{HEAD}from concurrent.futures import ProcessPoolExecutor, wait\n"
+    text = f"{head}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
     ours = {"nothing-runs", "process-failure-ignored"}
     assert rules_in(text, CheckedJob(known=True)) & ours == rules
     assert rules_in(text) & ours == set()

@@ -447,6 +447,8 @@ class _ScriptWalk:
             end = self._launched(node, started, state)
             hides = name == "find" and ";" in words[begin:]
             return end.losing("find", "find -exec … ;").ended() if hides else [end]
+        if name == "export" and words[1:2] == ["-n"]:
+            return _unset(words[1:], node, state, tested)
         if name in _DECLARES:
             named = (word.partition("=") for word in words[1:])
             return state.assigned((n, text) for n, has_value, text in named if has_value)
