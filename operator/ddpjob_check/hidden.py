@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Iterable, Iterator
 
-from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of
+from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of, words_of
 from ddpjob_check.options import literal
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import CheckedJob, Found, rule
@@ -16,7 +16,9 @@ from ddpjob_operator.job import command
 
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
 _ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError", "subprocess.CalledProcessError", "CalledProcessError"}
-_PRINTERS = {"print", "print_exc", "print_exception", "format_exc", "debug", "info", "warning", "error", "exception"}
+_PRINTERS = set(
+    "print print_exc print_exception format_exc debug info warning error exception critical echo secho write".split()
+)
 
 
 @rule("warning", wrong="def main():\n    train()    # and nothing calls it", right="def main():\n    train()\n\nmain()")
@@ -72,10 +74,15 @@ _MAKE_VALUES = set("argparse collections logging pathlib re torch typing".split(
     right="try:\n    train()\nfinally:\n    dist.destroy_process_group()",
 )
 def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """An exception in the training ends in `sys.exit(0)` or `return` of a `finally`, or in an `except Exception` that
-    only prints it. The rank ends with 0, and a failed training counts as done."""
+    """An exception in the training ends in `sys.exit(0)` or `return` of a `finally`, in an `except Exception` that only
+    prints it, or in `contextlib.suppress(Exception)`. The rank ends with 0, and a failed training counts as done."""
+    for call in script.calls_to("contextlib.suppress"):
+        block = script.parent(script.parent(call) or call)
+        caught = any(dotted(kind) in _ANY_FAILURE for kind in call.args)
+        if caught and isinstance(block, ast.With) and not _is_in_loop(script, block) and _trains(script, block.body):
+            yield at(call, f"{script.text_of(call)} around the training: the rank ends with 0 although it has failed")
     for node in script.nodes:
-        if not isinstance(node, ast.Try) or any(isinstance(p, ast.For | ast.While) for _, p in script.above(node)):
+        if not isinstance(node, ast.Try) or _is_in_loop(script, node):
             continue
         ways = [(node.finalbody, "finally")] if node.finalbody else []
         ways += [(h.body, "except") for h in node.handlers if dotted(h.type or ast.Name("")) in _ANY_FAILURE]
@@ -89,13 +96,17 @@ def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
                 )
 
 
+def _is_in_loop(script: Script, node: ast.AST) -> bool:
+    return any(isinstance(parent, ast.For | ast.While) for _, parent in script.above(node))
+
+
 def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
     """Return the statement by which a block certainly hides an exception; None if the block may show it."""
     for statement in body:
-        if isinstance(statement, ast.Return) and (how == "finally" or statement.value is None):
+        if isinstance(statement, ast.Return) and (how == "finally" or _is_lost(script, statement)):
             return statement
         call = statement.value if isinstance(statement, ast.Expr) else None
-        if script.called(call) in _EXITS:
+        if script.called(call) in _EXITS or (isinstance(call, ast.Call) and name_of(call.func) == "exit"):
             return statement if _is_0(call) else None
         prints = isinstance(statement, ast.Pass | ast.Import) or (
             isinstance(call, ast.Call) and name_of(call.func) in _PRINTERS
@@ -107,7 +118,15 @@ def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
 
 def _is_0(call: ast.expr | None) -> bool:
     given = call.args if isinstance(call, ast.Call) else []
-    return not given or (isinstance(given[0], ast.Constant) and given[0].value in (0, None))
+    return not given or literal(given[0]) in (0, None)
+
+
+def _is_lost(script: Script, end: ast.Return) -> bool:
+    """True if all callers ignore what a function returns, or exit with it: `sys.exit(False)` exits with 0."""
+    function = script.function(end)
+    calls = [] if function is None else [caller.call for caller in script.callers(function)]
+    exits = [call for call in calls if literal(end.value) in (0, None) and script.called(script.parent(call)) in _EXITS]
+    return bool(calls) and all(_is_statement(script, call) or call in exits for call in calls)
 
 
 @rule(
@@ -243,9 +262,16 @@ def _training(script: Script) -> list[ast.Call]:
     return [*script.inits, *script.calls_to(DDP), *script.methods_called("backward")]
 
 
+def _is_of_trainer(call: ast.Call) -> bool:
+    """True for `trainer.train()` and `trainer.fit(…)`, of transformers and Lightning."""
+    owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return "trainer" in words_of(owner) and name_of(call.func) in ("train", "fit")
+
+
 def _trains(script: Script, nodes: Iterable[ast.AST]) -> bool:
     """True if one of these statements or functions forms a group or trains, directly or in functions that it calls."""
-    training, todo, seen = {*_training(script), *(call for call, _ in _started(script))}, [*nodes], set[ast.AST]()
+    training = {*_training(script), *(call for call, _ in _started(script)), *filter(_is_of_trainer, script.calls)}
+    todo, seen = [*nodes], set[ast.AST]()
     while todo:
         for call in (n for n in ast.walk(todo.pop()) if isinstance(n, ast.Call)):
             if call in training:
