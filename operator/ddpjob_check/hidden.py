@@ -268,10 +268,16 @@ def _is_of_trainer(call: ast.Call) -> bool:
     return "trainer" in words_of(owner) and name_of(call.func) in ("train", "fit")
 
 
+@functools.lru_cache(maxsize=1)
+def _all_training(script: Script) -> frozenset[ast.Call]:
+    """Return those, and calls that train in another file or process."""
+    elsewhere = (call for call, _ in _started(script))
+    return frozenset((*_training(script), *elsewhere, *filter(_is_of_trainer, script.calls)))
+
+
 def _trains(script: Script, nodes: Iterable[ast.AST]) -> bool:
     """True if one of these statements or functions forms a group or trains, directly or in functions that it calls."""
-    training = {*_training(script), *(call for call, _ in _started(script)), *filter(_is_of_trainer, script.calls)}
-    todo, seen = [*nodes], set[ast.AST]()
+    training, todo, seen = _all_training(script), [*nodes], set[ast.AST]()
     while todo:
         for call in (n for n in ast.walk(todo.pop()) if isinstance(n, ast.Call)):
             if call in training:
