@@ -106,8 +106,8 @@ def _findings(file: str, script: Script, job: CheckedJob, limited: Limited) -> I
 def _of_rule(rule: Rule, file: str, script: Script, job: CheckedJob, certainty: Certainty) -> Iterator[Finding]:
     for found in rule.find(script, job):
         severity = found.severity or rule.severity
-        if severity == "error" and found.node is not None and not certainty.runs(found.node):
-            severity = "warning"
+        runs = job.certain and (found.node is None or certainty.runs(found.node))
+        severity = "warning" if severity == "error" and not runs else severity
         yield Finding(file, found.line, found.column, rule.name, severity, found.message)
 
 

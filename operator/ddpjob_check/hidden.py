@@ -3,45 +3,54 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 
-from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of
+from ddpjob_check.nodes import Function, dotted, is_main_guard, name_of, words_of
+from ddpjob_check.options import literal
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
+from ddpjob_check.values import STARTERS
+from ddpjob_operator.job import command
 
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
-_ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError"}
-_PRINTERS = {"print", "print_exc", "print_exception", "format_exc", "debug", "info", "warning", "error", "exception"}
+_ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError", "subprocess.CalledProcessError", "CalledProcessError"}
+_PRINTERS = set(
+    "print print_exc print_exception format_exc debug info warning error exception critical echo secho write".split()
+)
 
 
 @rule("warning", wrong="def main():\n    train()    # and nothing calls it", right="def main():\n    train()\n\nmain()")
 def nothing_runs(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only if the job is known. The script defines functions that train, and nothing outside of them calls one: the
-    call of `main()` is missing, or its guard is misspelt (`if __name__ == "main":`). The job succeeds at once."""
-    if not (job.known and any(script.function(node) for node in _training(script))):
+    call of `main()` is missing, or its guard is misspelt (`if __name__ == "main":`) or not true because the command
+    only imports the file (`python -c "import train"`). The job succeeds at once."""
+    if not (job.known and any(job.imported or script.function(node) for node in _training(script))):
         return
     if any(getattr(node, "decorator_list", ()) for node in script.tree.body):
         return  # a decorator may run the function
-    guards = [node for node in script.tree.body if isinstance(node, ast.If) and _is_misspelt(node)]
+    guards = [node for node in script.tree.body if isinstance(node, ast.If) and _is_misspelt(node, job)]
     if all(isinstance(node, _DEFINES) or node in guards or _is_plain(script, node) for node in script.tree.body):
         what = "nothing in this file calls its functions, so nothing is trained; call main() at its end"
         if guards:
             what = f"`{script.text_of(guards[0].test)}` is never true, so nothing is trained; write __name__ == "
             what += '"__main__"'
+        if job.imported:
+            what = "the command only imports this file and calls nothing in it, so nothing is trained; start the file"
         yield at(guards[0] if guards else script.tree.body[-1], what)
 
 
 _DEFINES = ast.Import | ast.ImportFrom | Function | ast.ClassDef | ast.Pass
 
 
-def _is_misspelt(node: ast.If) -> bool:
-    """True for `if __name__ == "main":`"""
+def _is_misspelt(node: ast.If, job: CheckedJob) -> bool:
+    """True for `if __name__ == "main":`, and for any such guard in a file that is only imported."""
     if not is_main_guard(node.test) or node.orelse or not isinstance(node.test, ast.Compare):
         return False
     name = node.test.comparators[0]
     equals = isinstance(node.test.ops[0], ast.Eq)
-    return equals and isinstance(name, ast.Constant) and name.value != "__main__"
+    return equals and isinstance(name, ast.Constant) and (name.value != "__main__" or job.imported)
 
 
 def _is_plain(script: Script, node: ast.stmt) -> bool:
@@ -65,10 +74,16 @@ _MAKE_VALUES = set("argparse collections logging pathlib re torch typing".split(
     right="try:\n    train()\nfinally:\n    dist.destroy_process_group()",
 )
 def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """An exception in the training is lost in a `finally` with `sys.exit(0)` or `return`, or in an `except Exception`
-    that only prints it. The rank exits with 0, and a failed training counts as done."""
+    """An exception in the training is lost in a `finally` with `sys.exit(0)` or `return`, in an `except Exception` that
+    only prints it, or in `contextlib.suppress(Exception)`. The rank exits with 0, and a failed training counts as
+    done."""
+    for call in script.calls_to("contextlib.suppress"):
+        block = script.parent(script.parent(call) or call)
+        caught = any(dotted(kind) in _ANY_FAILURE for kind in call.args)
+        if caught and isinstance(block, ast.With) and not _is_in_loop(script, block) and _trains(script, block.body):
+            yield at(call, f"{script.text_of(call)} around the training: the rank exits with 0 although it has failed")
     for node in script.nodes:
-        if not isinstance(node, ast.Try) or any(isinstance(p, ast.For | ast.While) for _, p in script.above(node)):
+        if not isinstance(node, ast.Try) or _is_in_loop(script, node):
             continue
         ways = [(node.finalbody, "finally")] if node.finalbody else []
         ways += [(h.body, "except") for h in node.handlers if dotted(h.type or ast.Name("")) in _ANY_FAILURE]
@@ -82,13 +97,17 @@ def failure_exits_with_0(script: Script, job: CheckedJob) -> Iterator[Found]:
                 )
 
 
+def _is_in_loop(script: Script, node: ast.AST) -> bool:
+    return any(isinstance(parent, ast.For | ast.While) for _, parent in script.above(node))
+
+
 def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
     """Return the statement by which a block certainly hides an exception; None if the block may show it."""
     for statement in body:
-        if isinstance(statement, ast.Return) and how == "finally":
+        if isinstance(statement, ast.Return) and (how == "finally" or _is_lost(script, statement)):
             return statement
         call = statement.value if isinstance(statement, ast.Expr) else None
-        if script.called(call) in _EXITS:
+        if script.called(call) in _EXITS or (isinstance(call, ast.Call) and name_of(call.func) == "exit"):
             return statement if _is_0(call) else None
         prints = isinstance(statement, ast.Pass | ast.Import) or (
             isinstance(call, ast.Call) and name_of(call.func) in _PRINTERS
@@ -100,7 +119,15 @@ def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
 
 def _is_0(call: ast.expr | None) -> bool:
     given = call.args if isinstance(call, ast.Call) else []
-    return not given or (isinstance(given[0], ast.Constant) and given[0].value in (0, None))
+    return not given or literal(given[0]) in (0, None)
+
+
+def _is_lost(script: Script, end: ast.Return) -> bool:
+    """True if all callers ignore what a function returns, or exit with it: `sys.exit(False)` exits with 0."""
+    function = script.function(end)
+    calls = [] if function is None else [caller.call for caller in script.callers(function)]
+    exits = [call for call in calls if literal(end.value) in (0, None) and script.called(script.parent(call)) in _EXITS]
+    return bool(calls) and all(_is_statement(script, call) or call in exits for call in calls)
 
 
 @rule(
@@ -113,6 +140,11 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
     until its result is requested. A script that checks neither exits with 0."""
     if not job.known:
         return
+    for call in script.calls_to(*STARTERS) if not script.methods_called("join") else ():
+        if literal(script.argument(call, "join", 3)) is False:
+            yield at(
+                call, f"{script.text_of(call)}: nothing calls join() on what it returns, which raises if one fails"
+            )
     for call in script.starts if not script.mentions("exitcode", "sentinel", "is_alive") else ():
         target, _ = script.started(call) or (None, None)
         is_process = script.called(call).endswith("Process") or name_of(call.func) == "Process"
@@ -123,14 +155,107 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
                 "mp.spawn, or end with sys.exit(1) if p.exitcode is not 0",
             )
             return
-    for call in [*script.methods_called("submit"), *script.methods_called("apply_async")]:
-        dropped = isinstance(script.parent(call), ast.Expr) and call.args
-        if dropped and _trains(script, script.functions_meant(call.args[0])):
+    for call in [c for name in _KEEPS_EXCEPTION for c in script.methods_called(name)]:
+        is_asked = script.mentions(*_KEEPS_EXCEPTION[name_of(call.func)]) and not _is_statement(script, call)
+        if (
+            not is_asked
+            and call.args
+            and _keeps(script, call)
+            and _trains(script, script.functions_meant(call.args[0]))
+        ):
             yield at(
                 call,
-                f"{script.text_of(call)}: its result is dropped, and an exception with it, so a training that fails "
-                "counts as done; keep what it returns, and call result() or get() on it",
+                f"{script.text_of(call)}: nothing asks for its result, which keeps an exception, so a training that "
+                "fails counts as done; call result() or get() on what it returns",
             )
+
+
+# Methods of pools that keep an exception of their function → names with which a script asks for it.
+_KEEPS_EXCEPTION = {
+    "submit": ("result", "exception", "add_done_callback"), "map": (), "apply_async": ("get", "error_callback"),
+}  # fmt: skip
+
+
+def _keeps(script: Script, call: ast.Call) -> bool:
+    """True for a submit or apply_async, and for a map of an executor whose results are not read; that of a
+    multiprocessing.Pool raises."""
+    pools = script.origins(call.func.value) if isinstance(call.func, ast.Attribute) else []
+    is_lazy = all(script.called(pool).endswith("Executor") for pool in pools)
+    return name_of(call.func) != "map" or (is_lazy and _is_statement(script, call))
+
+
+def _is_statement(script: Script, call: ast.Call) -> bool:
+    return isinstance(script.parent(call), ast.Expr)
+
+
+@rule(
+    "warning",
+    wrong='subprocess.run(["torchrun", "train.py"])',
+    right='subprocess.run(["torchrun", "train.py"], check=True)',
+)
+def launcher_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only if the job is known. subprocess.run, call and Popen raise nothing when the program fails, and os.system
+    returns its status. A script that drops it ends with 0."""
+    if not job.known or script.mentions("returncode", "check_returncode", "poll"):
+        return
+    for call, started in _started(script):
+        results = script.methods_called("wait") if script.called(call) == _POPEN else [call]
+        is_checked = script.called(call).endswith("check_call") or any(k.arg in ("check", None) for k in call.keywords)
+        if not is_checked and all(_is_statement(script, result) for result in results):
+            yield at(
+                call,
+                f"{script.text_of(call.func)}(…) starts {started.launcher}, and nothing looks at its exit code, so a "
+                "training that fails counts as done; use subprocess.run(…, check=True)",
+            )
+
+
+@rule(
+    "warning",
+    wrong='subprocess.run(["torchrun", "--standalone", "train.py"], check=True)',
+    right='subprocess.run(["torchrun", "train.py"], check=True)',
+)
+def launcher_for_one_node(script: Script, job: CheckedJob) -> Iterator[Found]:
+    """Only in a job of several nodes. A torchrun that the script starts has PET_NNODES of the job, and with
+    `--standalone` each waits at its own address for the others, which never come. ddprun trains alone on each."""
+    for call, started in _started(script) if job.known and (job.nodes or 1) > 1 else ():
+        if "standalone" in started.options and started.options.get("nnodes") != "1":
+            means = "trains alone" if started.launcher == "ddprun" else "waits for the others in vain"
+            text = f"{started.launcher} --standalone is for one node, and the job has {job.nodes}: each {means}; "
+            yield at(call, f"{text}leave it out: the job's variables name the nodes")
+
+
+_POPEN = "subprocess.Popen"
+_RUNNERS = ("subprocess.run", "subprocess.call", "subprocess.check_call", _POPEN, "os.system")
+
+
+@functools.lru_cache(maxsize=1)
+def _started(script: Script) -> list[tuple[ast.Call, command.Command]]:
+    """Return calls that start a launcher, or from a script that does not train a Python script, with what they
+    start."""
+    found = []
+    for call in script.calls_to(*_RUNNERS):
+        for origin in script.origins(call.args[0]) if call.args else ():
+            started = command.of_container(_words(script, origin))
+            is_alone = started.launcher == "python" and started.files and not _training(script)
+            if started.has_torchrun_options or is_alone:
+                found.append((call, started))
+    return found
+
+
+def _words(script: Script, node: object) -> list[str]:
+    """Return the words of a command as far as they are written out: of a list, or of a line for a shell."""
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_word(script, one) for one in node.elts]
+    return ["sh", "-c", _word(script, node)]
+
+
+def _word(script: Script, node: object) -> str:
+    """Return a text in which each value that is not known is `…`."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_word(script, value) for value in node.values)
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "python" if isinstance(node, ast.expr) and script.full_name(node) == "sys.executable" else "…"
 
 
 def _training(script: Script) -> list[ast.Call]:
@@ -138,9 +263,22 @@ def _training(script: Script) -> list[ast.Call]:
     return [*script.inits, *script.calls_to(DDP), *script.methods_called("backward")]
 
 
+def _is_of_trainer(call: ast.Call) -> bool:
+    """True for `trainer.train()` and `trainer.fit(…)`, of transformers and Lightning."""
+    owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return "trainer" in words_of(owner) and name_of(call.func) in ("train", "fit")
+
+
+@functools.lru_cache(maxsize=1)
+def _all_training(script: Script) -> frozenset[ast.Call]:
+    """Return those, and calls that train in another file or process."""
+    elsewhere = (call for call, _ in _started(script))
+    return frozenset((*_training(script), *elsewhere, *filter(_is_of_trainer, script.calls)))
+
+
 def _trains(script: Script, nodes: Iterable[ast.AST]) -> bool:
     """True if one of these statements or functions forms a group or trains, directly or in functions that it calls."""
-    training, todo, seen = set(_training(script)), [*nodes], set[ast.AST]()
+    training, todo, seen = _all_training(script), [*nodes], set[ast.AST]()
     while todo:
         for call in (n for n in ast.walk(todo.pop()) if isinstance(n, ast.Call)):
             if call in training:

@@ -40,7 +40,9 @@ class Option:
         meant = [(self._meant(word), word, after) for word, after in pairwise((*words, ""))]
         meant = [found for found in meant if found[0]]
         if not meant:
-            return self.default
+            # A shell may replace $ARGS by options, unless it is the value of one.
+            expanded = (a.startswith("$") and not b.startswith("-") for b, a in pairwise(("", *words)))
+            return UNKNOWN if any(expanded) else self.default
         name, word, after = meant[-1]
         if self.flags:
             return UNKNOWN if "=" in word else self.flags[name]

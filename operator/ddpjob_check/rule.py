@@ -83,6 +83,10 @@ class CheckedJob:
     """True if there is a YAML, so that the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
     local: bool = False
     """True if all nodes are groups of processes on this machine, as in `ddpjob run`."""
+    imported: bool = False
+    """True if the command only imports the script: `python -c "import train"`."""
+    certain: bool = True
+    """False if the job may not run the script, so that nothing in it is an error."""
 
     @property
     def has_one_rank(self) -> bool:

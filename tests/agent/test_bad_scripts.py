@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually, lives
+
+from ddpjob.reporting import termination
 
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
@@ -353,3 +356,20 @@ def test_suspended_agents_with_a_rank_that_died_meanwhile_restart_all_ranks(laun
     for agent in agents:
         psutil.Process(agent.pid).resume()
     assert [finish(agent).returncode for agent in agents] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "held",
+    ["threading.Thread(target=time.sleep, args=(900,))", "multiprocessing.Process(target=time.sleep, args=(900,))"],
+)
+@pytest.mark.parametrize("end", ["raise RuntimeError('boom')", "sys.exit('RuntimeError: boom')"])
+def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, held: str, end: str
+) -> None:
+    """Python joins threads and processes that are not daemonic; the other ranks waited in a collective for 30 min."""
+    monkeypatch.setattr(termination, "EXIT_SECONDS", 0.5)
+    script = launcher.script(f"import multiprocessing, sys, threading, time\n{held}.start()\n{end}\n")
+    agent = launcher.warm("--max-restarts", 0, script)
+    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # with the stack of what holds it
+    assert agent.returncode == 1
+    assert "RuntimeError: boom" in json.loads((launcher.folder / "termination.json").read_text())["exception"]

@@ -299,7 +299,8 @@ if WAY == "no group":
     torch.ones(2, requires_grad=True).sum().backward()
 elif WAY == "groups of one":
     path = f"{os.getcwd()}/{os.environ['RANK']}"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    form = torch.distributed.init_process_group
+    form("gloo", init_method=f"file://{path}", rank=0, world_size=1)
     torch.ones(2, requires_grad=True).sum().backward()
 elif WAY == "by another library":
     sys.modules["horovod"] = sys
@@ -333,3 +334,42 @@ def test_ranks_with_a_possible_reason_to_form_no_group_are_not_reported(launcher
     done = finish(start("--nproc-per-node", 2, script))
     assert done.returncode == 0
     assert "process group" not in done.stderr
+
+
+LOST = """
+import sys, torch
+from concurrent.futures import ThreadPoolExecutor
+class Done(Exception): pass
+def main():
+    raise {raised}
+    torch.distributed.init_process_group("gloo")
+{around}
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "around", "reason", "text"),
+    [
+        (
+            "KeyError(1)",
+            "try: main()\nfinally: sys.exit(0)",
+            "FailureInLog",
+            "rank 0 has failed in train.py:6, although",
+        ),
+        ("KeyError(1)", "try: main()\nexcept KeyError: sys.exit()", "FailureInLog", "the exit code is 0: KeyError: 1"),
+        ("KeyError(1)", "with ThreadPoolExecutor() as pool: pool.submit(main)", "NoProcessGroup", "none has formed a"),
+        ("Done()", "try: main()\nexcept Done: sys.exit(0)", "", ""),
+    ],
+)
+def test_a_failure_that_a_script_loses_makes_its_success_suspicious(
+    launcher: Launcher, raised: str, around: str, reason: str, text: str
+) -> None:
+    """Nothing is printed, the exit code is 0, and no rank has trained."""
+    # A copy of this process has another __main__ at its end, so no rank in it knows the script.
+    start = launcher.ddprun if reason == "NoProcessGroup" else launcher.warm
+    done = finish(start("--nproc-per-node", 2, launcher.script(LOST.format(raised=raised, around=around))))
+    assert done.returncode == 0
+    message = launcher.folder / "termination.json"
+    found = json.loads(message.read_text())["findings"] if message.exists() else []
+    assert [finding["reason"] for finding in found] == ([reason] if reason else [])
+    assert all(text in finding["message"] for finding in found)

@@ -57,6 +57,13 @@ def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(c
     assert (done.returncode, "rank 0 was in a group of 1 rank, but the job has 2" in done.stderr) == (0, size == 1)
 
 
+@pytest.mark.long  # the looks are 5 s apart; by day tests/unit/test_launching.py tells the promise
+def test_a_launcher_of_a_script_that_waits_in_vain_is_named_while_it_waits(cli: Cli) -> None:
+    (cli.folder / "torchrun").write_text("import time\ntime.sleep(9)\n")
+    job = cli.file("", container={"command": ["sh", "-c", "exec python $0 --nnodes=3 train.py", "torchrun"]}, nodes=2)
+    assert "node 1 waits for others in vain: torchrun --nnodes=3 contradicts" in cli.run("run", job, code=0).stderr
+
+
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
 def test_a_stop_signal_that_a_shell_does_not_forward_is_explained(cli: Cli, shell: str, is_kept: bool) -> None:
     """The shell ends at once and the ranks are killed before they save; "stopped" alone would not tell users why."""

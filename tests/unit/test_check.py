@@ -258,6 +258,13 @@ def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, ru
         ("pool.submit(train)", {"process-failure-ignored"}),
         ("pool.apply_async(train, (1,))", {"process-failure-ignored"}),
         ("future = pool.submit(train)\nfuture.result()", set()),
+        ("futures = [pool.submit(train) for _ in range(2)]\nwait(futures)", {"process-failure-ignored"}),
+        ("results = [pool.apply_async(train) for _ in range(2)]\n[r.get() for r in results]", set()),
+        ("with ProcessPoolExecutor() as pool: pool.map(train, range(2))", {"process-failure-ignored"}),
+        ("with ProcessPoolExecutor() as pool: list(pool.map(train, range(2)))", set()),
+        ("with mp.Pool() as pool: pool.map(train, range(2))", set()),
+        ("mp.spawn(train, nprocs=2, join=False)", {"process-failure-ignored"}),
+        ("context = mp.spawn(train, nprocs=2, join=False)\nwhile not context.join(): pass", set()),
         ("train()\npool.submit(upload)", set()),
         ("mp.Process(target=train).start()", {"process-failure-ignored"}),
         ("p = mp.Process(target=train)\np.start()\nsys.exit(p.exitcode)", set()),
@@ -268,7 +275,8 @@ def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_
     lines: str, rules: set[str]
 ) -> None:
     """Such a job exits with 0 although nothing was trained. A file checked without a job may be a module for others."""
-    text = f"{HEAD}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
+    head = f"{HEAD}from concurrent.futures import ProcessPoolExecutor, wait\n"
+    text = f"{head}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
     ours = {"nothing-runs", "process-failure-ignored"}
     assert rules_in(text, CheckedJob(known=True)) & ours == rules
     assert rules_in(text) & ours == set()
@@ -992,6 +1000,34 @@ def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [str(f) for f in report.findings if f.severity == "error"] == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "rules"),
+    [
+        ("subprocess.call(['torchrun', 'train.py'])", "launcher-failure-ignored"),
+        ("os.system('cd src && torchrun train.py')", "launcher-failure-ignored"),
+        ("os.system(f'python train.py --lr {lr}')", "launcher-failure-ignored"),
+        ("subprocess.run('ddprun train.py', shell=True)", "launcher-failure-ignored"),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\np.wait()", "launcher-failure-ignored"),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\nprint('started')", "launcher-failure-ignored"),
+        ("subprocess.check_call('torchrun --standalone train.py', shell=True)", "launcher-for-one-node"),
+        ("subprocess.check_call(['torchrun', 'train.py'])", ""),
+        ("subprocess.run(['torchrun', 'train.py'], check=True)", ""),
+        ("subprocess.run(['torchrun', 'train.py'], **options)", ""),
+        ("sys.exit(subprocess.call(['torchrun', 'train.py']))", ""),
+        ("code = os.system('torchrun train.py')\nassert code == 0", ""),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\nsys.exit(p.wait())", ""),
+        ("p = subprocess.Popen(['torchrun', 'train.py'])\np.wait()\nsys.exit(p.returncode)", ""),
+        ("subprocess.run(['python', 'prepare.py'])\nloss.backward()", ""),
+        ("subprocess.run(['nvidia-smi'])\nos.system('mkdir -p out')", ""),
+        ("os.system('torchrun --standalone --nnodes=1 prepare.py') and sys.exit(1)", ""),
+    ],
+)
+def test_a_program_that_starts_the_launcher_must_look_at_its_exit_code(lines: str, rules: str) -> None:
+    """Otherwise a failed training counts as done, and the log says nothing if the output was captured."""
+    job = CheckedJob(nodes=2, nproc=2, known=True, launcher="python")
+    assert [f.rule for f in check.check("run.py", f"import os, subprocess, sys\n{lines}", job)] == rules.split()
+
+
 # ---------------------------------------------------------------- suppression
 
 
@@ -1427,9 +1463,89 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
     assert "spec.nodes: must be at least 1, is 0" in str(result.exception)
 
 
-def test_a_script_passed_with_two_jobs_is_refused(job_file) -> None:
-    one, two = job_file("", name="one.yaml"), job_file("", name="two.yaml")
-    assert "one by one" in str(ran(one, two, "train.py").exception)
+@pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
+def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
+    """Otherwise the messages for utils.py are about a job that never starts it."""
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    path = job_file("", "torchrun", command, nodes=2, container=gpu)
+    (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
+    for scripts in (("train.py", "utils.py"), ("utils.py", "train.py")):
+        result = ran(path, *scripts)
+        assert result.stdout.startswith("utils.py:13: warning[rank-is-local-rank]")
+        assert result.stderr == "3 files read: 1 warning\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "shebang"),
+    [
+        (["bash", "train.sh", "--x", "1"], ""),
+        (["bash", "-eux", "-o", "nounset", "train.sh"], ""),
+        (["env", "A=1", "./train.sh"], "#!/usr/bin/env bash\n"),
+        (["timeout", "1h", "train.sh"], "#!/bin/sh -e\n"),
+    ],
+)
+def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
+    job_file, tmp_path: Path, command: list[str], shebang: str
+) -> None:
+    """Most jobs start with one. A branch of it may not run, so nothing that is found by it refuses a run."""
+    (tmp_path / "train.sh").write_text(f'{shebang}torchrun --standalone train.py "$@" | tee log.txt\n')
+    path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *command, nodes=2)
+    result = ran(path)
+    assert (
+        f"warning[exit-code-lost]: {command[-1] if command[-1] != '1' else 'train.sh'}: the exit code" in result.stdout
+    )
+    assert "--standalone is for one node, and spec.nodes is 2" in result.stdout
+    assert "train.py:3: warning[backend-mpi]" in result.stdout
+    lines, is_refused = check_files.before_run(*sources.load(sources.Source(path)))
+    assert not is_refused
+    assert any("--standalone" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ('if [ "$NNODES" = 1 ]; then torchrun --standalone train.py; else torchrun train.py; fi', ["bash", "train.sh"]),
+        ("torchrun --standalone train.py", ["bash", "-c", "true", "train.sh"]),
+        ("torchrun --standalone train.py", ["bash", "other.sh"]),
+        ("torchrun --standalone train.py", ["cat", "train.sh"]),
+        ("torchrun --standalone train.py", ["./train.sh"]),
+        ("if torchrun --standalone train.py", ["bash", "train.sh"]),
+    ],
+)
+def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, text: str, command: list[str]) -> None:
+    (tmp_path / "train.sh").write_text(text)
+    assert ran(job_file("", *command, nodes=2)).stdout == ""
+
+
+def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
+    """`torchrun train.py $ARGS` may contain --launcher pytorch."""
+    launcher = (FIXTURES / "mistakes/group-needs-option.py").read_text()
+    for arguments, expected in (("", True), ("$ARGS", False), ('"${ARGS[@]}"', False), ("--data $DATA", True)):
+        result = ran(job_file(launcher, "bash", "-c", f"exec torchrun train.py {arguments}", nodes=2))
+        assert ("group-needs-option" in result.stdout) is expected
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "found"),
+    [
+        ("import train", 'if __name__ == "__main__":\n    main()', True),
+        ("from train import *", 'if __name__ == "__main__":\n    loss.backward()', True),
+        ("import train", "main()", False),
+        ("import train; train.main()", 'if __name__ == "__main__":\n    main()', False),
+        ("import other", 'if __name__ == "__main__":\n    main()', False),
+    ],
+)
+def test_a_command_that_only_imports_the_script_trains_nothing(job_file, code: str, end: str, found: bool) -> None:
+    """The job succeeds at once."""
+    result = ran(job_file(f"def main():\n    loss.backward()\n{end}\n", "python", "-c", code, nodes=2))
+    assert ("train.py:3: warning[nothing-runs]: the command only imports this file" in result.stdout) is found
+
+
+def test_a_script_beside_two_jobs_is_checked_for_those_that_name_it(job_file, tmp_path: Path) -> None:
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
+    one, two = job_file(text, nodes=2, container=gpu, name="one.yaml"), job_file(text, nodes=1, name="two.yaml")
+    assert "train.py:13: error[rank-is-local-rank]" in ran(one, two, "train.py").stdout
 
 
 # ---------------------------------------------------------------- notebooks and folders

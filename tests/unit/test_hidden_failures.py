@@ -174,30 +174,48 @@ def test_findings_of_many_nodes_are_one_line() -> None:
 @pytest.mark.parametrize(
     ("log", "trusted", "is_found"),
     [
-        (TABLE, False, True),
-        (TABLE + "done\n", False, True),
+        (TABLE, None, True),
+        (TABLE + "done\n", None, True),
         (TABLE, True, False),  # torchrun a.py || torchrun b.py
-        (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), False, True),
+        (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), None, True),
         (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
-        (TRACE + BOOM + "\nepoch 2 loss 0.1\n", False, False),  # the script handled it and continued
+        (TRACE + BOOM + "\nepoch 2 loss 0.1\n", None, False),  # the script handled it and continued
         (TRACE + BOOM + "\n[W1122 16:20:01.1 ProcessGroupNCCL.cpp:138] was not called\n", True, True),
-        (TRACE + "KeyboardInterrupt\n", False, False),
-        ("Exception ignored in: <function f>\n" + TRACE + BOOM + "\n", False, False),
+        (TRACE + "KeyboardInterrupt\n", None, False),
+        ("Exception ignored in: <function f>\n" + TRACE + BOOM + "\n", None, False),
         ("Exception ignored in atexit callback: <function save>\n" + TRACE + BOOM + "\n", True, True),
         (f'x | ERROR |\n{TRACE.replace("  File", "> File")}    └ <function main>\n\n{BOOM}\n', True, True),  # loguru
         (f"╭── Traceback (most recent call last) ──╮\n│ train.py:3 in main │\n╰────╯\n{BOOM}\n", True, True),  # rich
         (f"Exception in thread Thread-1 (fill):\n{TRACE}{BOOM}\nepoch 2 loss 0.1\n", True, True),
         (f"[rank0]: Exception in thread Thread-1:\n{TRACE}{BOOM}\nepoch 2 loss 0.1\n", True, True),
         (f"Exception in thread Thread-3:\n{TRACE.replace('/app', '/usr/lib/python3.12')}{BOOM}\ndone\n", True, False),
-        ("epoch 1 loss 0.3\n", False, False),
-        ("", False, False),
+        (f"Process SpawnProcess-1:\n{TRACE}{BOOM}\nepoch 2 loss 0.1\n", True, True),
+        (f"Process Process-2:\n{TRACE}KeyboardInterrupt\ndone\n", True, False),
+        ("epoch 1 loss 0.3\n", None, False),
+        ("", None, False),
     ],
 )  # fmt: skip
 def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_follows(
-    log: str, trusted: bool, is_found: bool
+    log: str, trusted: bool | None, is_found: bool
 ) -> None:
     found = list(termination_message.findings(log, trusted=trusted))
     assert [f.reason for f in found] == (["FailureInLog"] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("log", "reasons"),
+    [
+        (f"{TRACE}{BOOM}\ndone\n", ["ExitCodeLost"]),
+        (f"epoch 1\n{TRACE}{BOOM}\ndone\n", ["ExitCodeLost"]),
+        (f"{TRACE}{BOOM}\n", ["FailureInLog"]),
+        (f"Exception ignored in: <function f>\n{TRACE}{BOOM}\ndone\n", []),
+        (f"{TRACE}KeyboardInterrupt\ndone\n", []),
+        ("epoch 1\n", []),
+    ],
+)
+def test_any_traceback_counts_if_the_shell_hides_how_the_ranks_ended(log: str, reasons: list[str]) -> None:
+    """`python train.py; echo done`: what follows the traceback says nothing about the script."""
+    assert [one.reason for one in termination_message.findings(log, trusted=False)] == reasons
 
 
 def test_the_shell_that_loses_an_exit_code_is_warned_of_when_the_job_starts() -> None:

@@ -78,3 +78,50 @@ def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytes
             assert topology.ranks_follow_nodes(job.spec)
             assert launcher.facts(job.spec).min_nodes is None
     assert read == 2
+
+
+def in_vain(*launchers: tuple[str, dict[str, str]]) -> list[str]:
+    """Return what is said of these processes, one per node of a job that starts a script of its image."""
+    spec = validation.parse(manifest(nodes=2, nprocPerNode=2, container={"command": ["bash", "train.sh"]}))[0].spec
+    running = ((node, words.split(), environ) for node, (words, environ) in enumerate(launchers))
+    return list(launcher.waits_in_vain(spec, running))
+
+
+OF_JOB = [{"PET_NNODES": "2", "PET_NODE_RANK": str(node)} for node in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "expected"),
+    [
+        ("python /bin/torchrun --standalone train.py", OF_JOB[1], "torchrun --standalone is for one node"),
+        ("ddprun --nnodes=3 train.py", OF_JOB[1], "ddprun --nnodes=3 contradicts spec.nodes: 2"),
+        ("torchrun --rdzv-backend c10d train.py", OF_JOB[1], "without --rdzv_endpoint: each of 2 nodes waits at its"),
+        ("python -m torch.distributed.run train.py", {"PET_NODE_RANK": "1"}, "does not have the variable PET_NNODES"),
+        ("torchrun train.py", OF_JOB[0], "torchrun has --node_rank=0, as that of node 0"),
+        ("torchrun --node_rank 0 train.py", OF_JOB[1], "torchrun has --node_rank=0, as that of node 0"),
+    ],
+)
+def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dict[str, str], expected: str) -> None:
+    """A script in the image is read by nobody, and its launchers wait for ever, or for ten minutes."""
+    (sentence,) = in_vain(("torchrun train.py", OF_JOB[0]), (words, environ))
+    assert sentence.startswith("node 1 waits for others in vain: ")
+    assert expected in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        ("torchrun train.py", OF_JOB[1]),
+        ("torchrun --standalone --nnodes=1 prepare.py", OF_JOB[1]),
+        ("ddprun --standalone train.py", OF_JOB[1]),
+        ("torchrun train.py", {}),
+        ("torchrun --nnodes 2 --node_rank 1 train.py", {}),
+        ("torchrun --rdzv-backend c10d --rdzv-endpoint node-0:29500 train.py", {"PET_NNODES": "2"}),
+        ("bash -c torchrun\t--standalone\ttrain.py", OF_JOB[1]),
+        ("python train.py", OF_JOB[0]),
+    ],
+)
+def test_a_running_launcher_that_may_meet_others_or_trains_alone_on_purpose_is_not(
+    words: str, environ: dict[str, str]
+) -> None:
+    assert in_vain(("torchrun train.py", OF_JOB[0]), (words, environ)) == []

@@ -491,6 +491,13 @@ def test_the_exit_code_of_the_guilty_rank_is_known_under_plain_torchrun() -> Non
             "rank 1 lost its peers",
         ),
         (
+            recorded(1, "PeerLost", exit_code=1, exception="torch.distributed.RendezvousTimeoutError"),
+            "rank 1 (pod bert-1-1, node gpu-01) waited for the other nodes until its timeout "
+            "(torch.distributed.RendezvousTimeoutError); no rank failed first: one has not started, or a launcher does "
+            "not have the job's address and PET_NNODES (--standalone)",
+            "rank 1 lost its peers",
+        ),
+        (
             recorded(1, "PeerLost", exit_code=1, exception="RuntimeError: Timed out waiting 8000ms for recv operation"),
             "rank 1 (pod bert-1-1, node gpu-01) waited for another rank until its timeout (RuntimeError: Timed out "
             "waiting 8000ms for recv operation); no rank failed first: one hangs, is slower than "

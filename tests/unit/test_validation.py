@@ -346,6 +346,7 @@ docker run --rm image bash -c "torchrun t.py"
 singularity exec --cleanenv image torchrun t.py
 kubectl exec pod -- torchrun t.py
 unset PET_RDZV_ENDPOINT PET_NNODES PET_MASTER_ADDR; torchrun t.py
+export -n PET_NNODES PET_NODE_RANK; torchrun t.py
 f() { sudo ddprun "$@"; }; f t.py
 cd /app; sudo python t.py
 bash -n run.sh

@@ -13,11 +13,11 @@ from ddpjob_core.failures import BRIEF_MAX
 
 FINDINGS_MAX = 8
 NO_PROCESS_GROUP = "NoProcessGroup"
-"""Several ranks were expected, but none has formed a process group, so each has trained alone."""
+"""Several ranks were expected, but none has formed a process group, so each has trained alone, or not at all."""
 REPLICAS_DIFFER = "ReplicasDiffer"
 """The parameters of a DDP-wrapped module were not the same on all ranks at the end."""
 FAILURE_IN_LOG = "FailureInLog"
-"""The log shows the failure of a rank, but the exit code is 0. Agents do not write this finding."""
+"""The log shows the failure of a rank, or an exit with 0 has hidden it, and the exit code is 0."""
 
 
 class NamedFinding(NamedTuple):
@@ -43,6 +43,13 @@ class NamedFinding(NamedTuple):
 
 def trained_alone(world_size: int) -> NamedFinding:
     """Return the finding of ranks that have all trained alone."""
-    text = f"{world_size} ranks ran, but none formed a process group with another: each trained a model of its own."
-    text += " Call init_process_group, or give the script the option with which it calls it"
+    text = f"{world_size} ranks ran, but none formed a process group with another: each trained a model of its own, or"
+    text += " nothing. Call init_process_group, or give the script the option with which it calls it"
     return NamedFinding(NO_PROCESS_GROUP, text)
+
+
+def hidden_failure(rank: int | None, where: str, why: str) -> NamedFinding:
+    """Return the finding of a rank that has failed and ended with 0. where: train.py:41, or "". why: its exception."""
+    who = "a rank" if rank is None else f"rank {rank}"
+    what = f"{who} has failed{f' in {where}' if where else ''}, although the exit code is 0: "
+    return NamedFinding(FAILURE_IN_LOG, what + why[: BRIEF_MAX - len(what)])

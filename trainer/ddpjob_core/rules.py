@@ -48,6 +48,8 @@ _TIMED_OUT = re.compile(
     r"|Application timeout caused pair closure|monitoredBarrier|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
+# Symptoms of a launcher that has waited for those of the other nodes.
+_NEVER_MET = re.compile(r"RendezvousTimeoutError|waiting for clients\. \d+/\d+ clients joined")
 # Symptoms count only in torch's errors: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
 # Errors of torch, of CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++, and the agent's for
@@ -205,6 +207,11 @@ def cannot_start(f: Failure) -> bool:
 def has_timed_out(exception: str) -> bool:
     """True if a symptom is that of a rank that waited for another until its timeout."""
     return _TIMED_OUT.search(exception) is not None
+
+
+def have_never_met(exception: str) -> bool:
+    """True if a symptom is that of a launcher that has waited for those of the other nodes until its timeout."""
+    return _NEVER_MET.search(exception) is not None
 
 
 def is_mistake(exception: str, exit_code: int | None) -> bool:

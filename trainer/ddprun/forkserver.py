@@ -627,6 +627,10 @@ def print_without_our_frames() -> None:
                 record(cause_line(error), "".join(traceback.format_exception(kind, error, trace)))
             with never_exit_with_0():
                 users(kind, error, trace)
+            with contextlib.suppress(Exception):
+                from ddpjob.reporting.termination import end_soon
+
+                end_soon()
         else:
             users(kind, error, trace)
 
@@ -649,11 +653,17 @@ def record_exit(error: SystemExit) -> None:
     if isinstance(error.code, int) and error.code and not error.code & 0xFF:
         error.code = 1  # sys.exit(os.system(…)) may be 256: the kernel keeps 8 bits, so the code would be 0
     with contextlib.suppress(Exception):
-        from ddpjob.reporting.termination import exit_words
+        from ddpjob import process
+        from ddpjob.reporting.termination import end_soon, exit_code, exit_words, hidden_by
+        from ddpjob_core import rules
 
         line, printed = exit_words(error)
         if line:
             record(line, printed)
+        if exit_code(error) not in (0, rules.RESUMABLE_EXIT_CODE):
+            end_soon()
+        if process.current.end is not None:
+            process.current.end.hidden = hidden_by(error)
 
 
 def record(line: str, printed: str) -> None:

@@ -8,11 +8,12 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import ddpjob_check as check
 from ddpjob_check import CheckedJob, Finding, notebook
-from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
+from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, FieldPath, known, mistakes
 from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
 from ddpjob_cli.commands import kinds
@@ -20,7 +21,7 @@ from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 from ddpjob_cli.local.processes import similar
-from ddpjob_cli.local.script import find, folder_of
+from ddpjob_cli.local.script import find, folder_of, imported, with_shell_script
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, launcher, podspec
@@ -90,21 +91,17 @@ def check_all(
     apart: bool = False,
     parameters: int = 0,
 ) -> CheckResult:
-    """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A script given
-    together with one job is checked as that job's script. alone: the context of scripts without a job. apart: the files
-    were found in a folder, so a script belongs to a job only if the job's command names it. parameters: of the model; 0
-    is unknown."""
+    """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A job's script is
+    the one that its command names; others are checked without a job. apart: the files were found in a folder. alone:
+    the context of scripts without a job. parameters: of the model; 0: unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
-    if scripts and len(jobs) > 1 and not apart:
-        raise InputError(
-            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, but it is unknown to which. Check the jobs one by one."
-        )
     unread: list[str] = []
     read: list[tuple[str, CheckedJob]] = []
     for document, job in jobs.values():
-        own = _script_of(document.source, job) if apart or not scripts else scripts
-        read += [(script, known(job)) for script in own]
+        context, own = _context(document, job)
+        own = own or _meant(job, scripts if len(jobs) == 1 and not apart else [])
+        read += [(script, context) for script in own]
         unread += [] if own else [_not_read(document, job)]
     started = {os.path.realpath(script) for script, _ in read}
     read += [(s, alone) for s in scripts if os.path.realpath(s) not in started]
@@ -134,10 +131,10 @@ def before_run(
 ) -> tuple[list[str], bool]:
     """Return the lines to show before a run, and True if an error prevents it. cpu: no GPU is used. read_instead: the
     notebook from which the script was made. given: variables that the trainer gets from outside the job."""
-    context = replace(known(job), local=local)
-    context = replace(context, gpus=0) if cpu else context
-    own = _script_of(document.source, job) if read_instead is None else [read_instead]
-    of_job = [f for f in _of_job(document, job, given=given, local=local) if f.rule not in CLUSTER_ONLY]
+    context, own = _context(document, job)
+    context = replace(context, local=local, gpus=0 if cpu else context.gpus)
+    own = own if read_instead is None else [read_instead]
+    of_job = _of_job(document, job, given=given, local=local, left_out=CLUSTER_ONLY)
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
     errors = [f for f in findings if f.severity == "error"]
     warnings = [f for f in findings if f.severity != "error"]
@@ -149,6 +146,14 @@ def before_run(
     elif len(warnings) > WARNINGS_SHOWN:
         lines.append(f"and {count(len(warnings) - WARNINGS_SHOWN, 'more warning')}: ddpjob check {name}")
     return lines, bool(errors)
+
+
+def _context(document: Document, job: api.DDPJob) -> tuple[CheckedJob, list[str]]:
+    """Return the facts with which a job's script is checked, and the script if it is here."""
+    read, name = with_shell_script(document.source, job)
+    own, path = _script_of(document.source, read), imported(document.source, job)
+    context = replace(known(read), certain=not (name or path), imported=path is not None)
+    return context, [os.path.relpath(path)] if path else own
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
@@ -202,16 +207,31 @@ def _of_job(
     *,
     given: Collection[str] = (),
     local: bool = False,
+    left_out: Collection[str] = (),
 ) -> list[Finding]:
+    """Return the findings in a job. left_out: rules of which the job's Events tell, unless a script file is the reason,
+    which the operator cannot read."""
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
-    path = document.source
-    script = _script_text(path, job)
+    path, (read, name) = document.source, with_shell_script(document.source, job)
+    script, limit = _script_text(path, read), limit or CpuLimit()
     try:
-        found = (limit or CpuLimit())(lambda: list(mistakes(job, parameters, script, given, local=local)))
+        of_job, of_file = (limit(partial(_listed, of, parameters, script, given, local)) for of in (job, read))
     except TooLongError:
         return [check.unchecked(path)]
-    findings = [Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in found]
+    # A branch of a script file may not run, so no mistake in it is certain.
+    more = [(field, rule, f"{name}: {text}") for field, rule, text in of_file if (field, rule, text) not in of_job]
+    severities |= dict.fromkeys((rule for _, rule, _ in more), "warning")
+    left_out_of_file = CLUSTER_ONLY - {"launcher-option"} if local else ()
+    shown = [found for found in of_job if found[1] not in left_out]
+    shown += [found for found in more if found[1] not in left_out_of_file]
+    findings = [Finding(path, document.line(field), 1, rule, severities[rule], text) for field, rule, text in shown]
     return check.kept(findings, _text_of(path)) if findings else []
+
+
+def _listed(
+    job: api.DDPJob, parameters: int, script: str, given: Collection[str], local: bool
+) -> list[tuple[FieldPath, str, str]]:
+    return list(mistakes(job, parameters, script, given, local=local))
 
 
 def _text_of(path: str) -> str:
@@ -233,6 +253,12 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
     """Return the script that the job's command names, as `ddpjob run` finds it; [] if it is not on this machine."""
     found = find(path, job)
     return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
+
+
+def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
+    """Return which of these scripts a job's command means, if it names one that is not here: /app/train.py."""
+    names = {os.path.basename(file) for file in launcher.facts(job.spec).started.files}
+    return [script for script in scripts if os.path.basename(script) in names] or scripts
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:

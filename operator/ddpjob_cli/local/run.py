@@ -97,8 +97,10 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     folder = _run_folder(job.metadata.name, options)
     if options.pdb is not None:
         notes.append(f"--pdb: rank {options.pdb} has this terminal; the output of the others is in {folder.path}")
+    read, _ = script.with_shell_script(document.source, job)
+    settings = dataclasses.replace(SETTINGS, command=launcher.facts(read.spec).command)
     try:
-        runner = Runner(job, slots, folder, options)
+        runner = Runner(job, slots, folder, options, settings)
     except OSError as error:
         folder.close()
         raise InputError(f"{folder.path}: {error.strerror}; choose another folder with --logs") from None
@@ -204,7 +206,12 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
 
 class Runner:
     def __init__(
-        self, job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
+        self,
+        job: api.DDPJob,
+        slots: list[pod_process.Slot],
+        folder: run_folder.RunFolder,
+        options: RunOptions,
+        settings: Settings,
     ) -> None:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
@@ -227,7 +234,7 @@ class Runner:
             from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes long to import
 
             self._metrics = MetricsFile(options.metrics, self.job)
-        self._settings = SETTINGS
+        self._settings = settings
         self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -356,7 +363,7 @@ class Runner:
                 self._metrics.changed(self.job.status, status, dt.datetime.now(dt.timezone.utc), agent)
         is_new_attempt = status.attempt != self.job.status.attempt
         if is_new_attempt or status.in_place != self.job.status.in_place:
-            self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
+            self._settings = dataclasses.replace(self._settings, failed_before=status.last_failure)
         if is_new_attempt:
             self.cluster.agent = None  # its restarts in place belong to the old attempt, and are counted already
         self.job = replace(self.job, status=status)
@@ -450,6 +457,8 @@ class Runner:
         pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
         parent_of = processes.parents() if pods else {}
         self.cluster.look_at_ranks(parent_of)
+        for sentence in self.cluster.waits_in_vain(self.job, parent_of):
+            self._note_once(sentence)
         cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
         if found := self._idle.look(now, cpu):
             self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))

@@ -103,7 +103,10 @@ def _complaint(failure: api.JobFailure) -> str:
     node = root_cause.evidence_of(failure).silent_node
     means = "" if node else ": often the ranks have different numbers of batches, and ddprun names the rank"
     what = "lost its peers"
-    if rules.has_timed_out(failure.exception):
+    if rules.have_never_met(failure.exception):
+        what = "waited for the other nodes until its timeout"
+        means = ": one has not started, or a launcher does not have the job's address and PET_NNODES (--standalone)"
+    elif rules.has_timed_out(failure.exception):
         what = "waited for another rank until its timeout"
         means = ": one hangs, is slower than that, or does not call the same collectives"
     network = f"; node {node} did not report for a while, so its network may have failed" if node else ""

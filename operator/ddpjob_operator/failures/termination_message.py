@@ -16,7 +16,6 @@ import msgspec
 
 from ddpjob_core import failures, rules
 from ddpjob_core.failures import (
-    BRIEF_MAX,
     LAST_ERROR,
     UNUSED_PARAMETERS,
     Failure,
@@ -26,9 +25,10 @@ from ddpjob_core.failures import (
     with_last_error,
     with_next,
 )
-from ddpjob_core.findings import FAILURE_IN_LOG, FINDINGS_MAX, NamedFinding
+from ddpjob_core.findings import FINDINGS_MAX, NamedFinding, hidden_failure
 from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job import reasons
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.hidden_failure import is_recorded
 from ddpjob_operator.observed.reports import AgentReport
@@ -44,8 +44,9 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|In
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
 # Printed by multiprocessing above the traceback of a child: Process SpawnProcess-1:
 _PROCESS = re.compile(r"^Process \S+:$")
-# Printed by threading above the traceback that ended a thread.
-_IN_THREAD = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*Exception in thread .*$", re.MULTILINE)
+# Printed above the traceback that ended a thread, or a process of multiprocessing.
+_ENDS_A_PART = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*(?:Exception in thread .*|Process \S+:)$", re.MULTILINE)
+_ANY_TRACEBACK = re.compile(r"(?:\A|^(?!Exception ignored |--- Logging ).*\n)(?=Traceback \()", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
 # A program that was asked to stop ends with these exceptions.
@@ -136,36 +137,33 @@ def read(text: str) -> ContainerReport:
     return ContainerReport(merged, lines, permanent=permanent, agreed=message.ended and bool(failure.failure_class))
 
 
-def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
+def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
     trusted: True if the exit code is the last launcher's. A rank's failure in log or message then was retried with
-    success. A traceback with nothing after it always counts, because the script printed it and ended.
+    success. A traceback with nothing after it always counts, because the script printed it and ended. False if the
+    shell hides the exit code, so that any traceback may be the end of a rank.
     """
     message, log = _message(text)
     if message is not None:
         yield from message.findings
-    failure = _failure_in_log(log, trusted=trusted)
+    failure = _failure_in_log(log, trusted=trusted is True)
     if message is not None and is_recorded(text) and not trusted:
         failure = message.failure
     if failure is not None:
-        yield NamedFinding(FAILURE_IN_LOG, _although(failure))
-
-
-def _although(failure: Failure) -> str:
-    who = "a rank" if failure.rank is None else f"rank {failure.rank}"
-    where = f" in {failure.where}" if failure.where else ""
-    why = failure.exception or (f"its own was {failure.exit_code}" if failure.exit_code else "its launcher reports it")
-    what = f"{who} has failed{where}, although the exit code is 0: "
-    return what + why[: BRIEF_MAX - len(what)]
+        why = f"its own was {failure.exit_code}" if failure.exit_code else "its launcher reports it"
+        yield hidden_failure(failure.rank, failure.where, failure.exception or why)
+    elif trusted is False and (may_have_ended := next(_own_after(_ANY_TRACEBACK, log), None)) is not None:
+        what = f"the log has {may_have_ended.exception} ({may_have_ended.where})"
+        yield NamedFinding(reasons.EXIT_CODE_LOST.name, f"{what}, and the shell hides whether a rank ended by it")
 
 
 def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
     """Return the failure of a rank in the log of a success.
 
     Without torch's prefix or torchrun's report, only a traceback at the end counts, because a script that continued has
-    handled its exception. An exception that ended a thread was not handled. Threads of libraries do not count, because
-    pin_memory, for example, may fail at the end of a good run.
+    handled its exception. An exception that ended a thread or a process was not handled. Those of libraries do not
+    count, because pin_memory, for example, may fail at the end of a good run.
     """
     # Count the failure of an atexit callback, because the callback may save or upload, and nothing else reports it.
     log = log.replace("Exception ignored in atexit callback", "At the exit")
@@ -174,9 +172,16 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
         return _read_log(log).failure
     if exceptions and _ends_with_traceback(log):
         return _cause(exceptions[-1:])
-    ended = (one for begin in _IN_THREAD.finditer(log) for one in raised(log[begin.end() :])[:1])
-    own = next((one for one in ended if one.where and not one.exception.startswith(_NO_FAILURE)), None)
-    return own and own._replace(exception=f"{own.exception} (in a thread)")
+    own = next(_own_after(_ENDS_A_PART, log), None)
+    return own and own._replace(exception=f"{own.exception} (in a thread or a process)")
+
+
+def _own_after(begins: re.Pattern[str], log: str) -> Iterator[Failure]:
+    """Yield the first exception after each match that was raised in the user's own code."""
+    for begin in begins.finditer(log):
+        for one in raised(log[begin.end() :])[:1]:
+            if one.where and not one.exception.startswith(_NO_FAILURE):
+                yield one
 
 
 def _ends_with_traceback(log: str) -> bool:

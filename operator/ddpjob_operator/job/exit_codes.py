@@ -105,12 +105,15 @@ def may_be_replaced(words: list[str]) -> bool:
     return any(found.replaced for found in launcher_exits(words))
 
 
-def zero_proves_success(words: list[str]) -> bool:
-    """True if exit code 0 proves that the last launcher ended with 0. False if the script cannot be followed."""
+def zero_proves_success(words: list[str]) -> bool | None:
+    """True if exit code 0 proves that the last launcher ended with 0, False if it proves nothing because the shell
+    hides its failure, and None if it is not known."""
     if not any(programs.name(word) in (*command.SHELLS, "script") for word in words):
-        return command.read(words).launcher not in ("", "python")
+        return True if command.read(words).launcher not in ("", "python") else None
     found = launcher_exits(words)
-    return bool(found) and all(one.certain for one in found)
+    if any(one.lost for one in found):
+        return False
+    return True if found and all(one.certain for one in found) else None
 
 
 def shell_call(words: list[str]) -> tuple[set[str], str | None, list[str]]:
@@ -444,6 +447,8 @@ class _ScriptWalk:
             end = self._launched(node, started, state)
             hides = name == "find" and ";" in words[begin:]
             return end.losing("find", "find -exec … ;").ended() if hides else [end]
+        if name == "export" and words[1:2] == ["-n"]:
+            return _unset(words[1:], node, state, tested)
         if name in _DECLARES:
             named = (word.partition("=") for word in words[1:])
             return state.assigned((n, text) for n, has_value, text in named if has_value)

@@ -4,7 +4,8 @@ the launcher waits for nodes that never come (docs/dev/upstream.md), so the job 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -42,6 +43,8 @@ NEEDS_TORCHRUN = (
 )
 # Arguments with which a script may form its group without variables.
 _OWN_GROUP = re.compile(r"rank|world|dist|init|master", re.IGNORECASE)
+# Options that torchrun takes from PET_ variables, and that decide which nodes it waits for.
+_OF_ENVIRONMENT = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint")
 # Names that scripts use for the init_method option.
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
@@ -186,6 +189,34 @@ def _without_variables(spec: api.Spec) -> Iterator[str]:
             means = f"each of the {spec.nodes} nodes trains alone, or waits for the others forever"
             means = means if apart else f"it starts one process and not {nproc}"
             yield f"`{taken.by}` withholds the job's variables from {what}, so {means}; {taken.fix}"
+
+
+def waits_in_vain(spec: api.Spec, running: Iterable[tuple[int, list[str], Mapping[str, str]]]) -> Iterator[str]:
+    """Yield why launchers wait for nodes that never come. running: node rank, words and variables of each process.
+
+    A script in the image, or a program around the launcher, may give it other options and variables than the job's.
+    """
+    nodes_of: dict[str, set[int]] = {}
+    for node, words, environ in running if facts(spec).min_nodes is None else ():
+        started = None if command.is_shell(words) else command.by_torchrun(words)
+        if started is None:
+            continue
+        given = {name: value for name in _OF_ENVIRONMENT if (value := environ.get(f"PET_{name.upper()}")) is not None}
+        options = {"nnodes": "1", "node_rank": "0", **given, **started.options}
+        rank = options.pop("node_rank")
+        is_one = options["nnodes"] in ("1", "1:1") or (started.launcher == "ddprun" and "standalone" in options)
+        if is_one and ("standalone" in options or rank == "0"):
+            continue  # it trains alone, perhaps on purpose, such as to prepare data
+        nodes = nodes_of.setdefault(rank, set())
+        nodes.add(node)
+        own = replace(started, options=options)
+        found = next(iter((*_nodes(own, spec), *_several_nodes(own, spec))), "")
+        if found and "nnodes" not in {**given, **started.options}:
+            found = "does not have the variable PET_NNODES"
+        elif not found and len(nodes) > 1 and options.get("rdzv_backend", "static") == "static":
+            found = f"has --node_rank={rank}, as that of node {min(nodes)}"
+        if found:
+            yield f"node {node} waits for others in vain: {started.launcher} {found}"
 
 
 def _only_read(spec: api.Spec) -> Iterator[str]:

@@ -214,7 +214,7 @@ LAUNCHER_OPTION = _warning(
 EXIT_CODE_LOST = _warning(
     "ExitCodeLost",
     "Event: the command's shell exits with 0 although its launcher fails, as in a pipe to tee. Condition Suspicious, "
-    "in local runs only: the command ended before its launcher.",
+    "in local runs only: the log has a traceback, or the command ended before its launcher.",
     "Change the command as the message says.",
 )
 
@@ -236,9 +236,10 @@ REPLICAS_DIFFER = _warning(
 )
 FAILURE_IN_LOG = _warning(
     "FailureInLog",
-    "The exit code is 0, but the log ends with the failure of a rank, or shows that of a thread. Condition Suspicious "
-    "and event in local runs; in a cluster a line of `submit --follow`, `wait` and `describe`.",
-    "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun no failure is lost.",
+    "The exit code is 0, but the log ends with the failure of a rank, or shows that of a thread or process. Condition "
+    "Suspicious and event in local runs; in a cluster a line of `submit --follow`, `wait` and `describe`. Under ddprun "
+    "also if a rank left an exception by `sys.exit(0)`.",
+    "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost).",
 )
 
 NOT_KEPT_IN_MEMORY = Reason(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpjob_operator.gangs import ADAPTERS
@@ -102,6 +102,8 @@ class Settings:
     """True if files that a pod writes outside its volumes outlive it. In a local run a pod is a process."""
     failed_before: api.JobFailure | None = None
     """The previous failure, if its repetition ends the job. Only set in a local run, where the author is watching."""
+    command: Sequence[str] = ()
+    """The trainer's command with the text of its script file; empty if only the cluster has the file."""
     keep_log_tail: bool = True
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
 

@@ -115,8 +115,8 @@ class View:
         return [p for p in failed if not self.comes_too_late(status, p.place)]
 
     @cached_property
-    def hands_over_exit_code(self) -> bool:
-        return exit_codes.zero_proves_success(self.facts.command)
+    def hands_over_exit_code(self) -> bool | None:
+        return exit_codes.zero_proves_success([*(self.settings.command or self.facts.command)])
 
     @cached_property
     def is_elastic(self) -> bool:

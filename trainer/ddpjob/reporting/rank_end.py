@@ -16,6 +16,8 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ ROW = 1021  # words that share a weight; a prime, so that no axis of a tensor is
 WORDS_WEIGHTED = 2048  # in larger tensors the words of a row share a weight
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
+FORMS_A_GROUP = re.compile(rb"\b(?:init_process_group|ddpjob\.init)\(")
 # torch's communication hooks, except OUT_OF_STEP, leave all ranks with the same parameters before a backward pass. A
 # script's own hook may do anything, local SGD lets replicas differ for some steps, and ZeRO may still be sending
 # parameters when the next pass begins.
@@ -46,6 +49,7 @@ class RankEnd:
     def __init__(self, path: str) -> None:
         self._path = path
         self.group_size = 0  # size of the largest default group of this process
+        self.hidden: tuple[str, str] | None = None  # place and line of the exception that an exit with 0 hides
         self._modules: list[WatchedModule] = []
         self._made: dict[str, int] = {}  # number of modules per group
 
@@ -60,15 +64,14 @@ class RankEnd:
 
     def write(self) -> None:
         """Write the record at the end of the process, unless the script has not imported torch."""
-        torch = sys.modules.get("torch")
-        if torch is None:
+        if "torch" not in sys.modules and not self.hidden:
             return
         for module in self._modules:
             module.end()
         modules = [module.ended for module in self._modules if module.ended is not None]
         alone = self.group_size <= 1 and has_trained_alone()
         with open(self._path, "w", opener=own_files.opener) as file:
-            json.dump({"alone": alone, "modules": modules}, file)
+            json.dump({"alone": alone, "hidden": self.hidden, "modules": modules}, file)
 
 
 def begin(path: str) -> RankEnd:
@@ -380,11 +383,26 @@ def hardware(torch: Any, parameter: Any) -> str:
 
 
 def has_trained_alone() -> bool:
-    """True if this process has trained, and is one of several ranks that cannot exchange gradients. Call it at the end
-    of a process that never joined a group of several ranks."""
+    """True if this process has trained, or was to form a group, and is one of several ranks that cannot exchange
+    gradients. Call it at the end of a process that never joined a group of several ranks."""
     torch = sys.modules.get("torch")
-    expected = process.number("WORLD_SIZE", 1)
-    return torch is not None and expected > 1 and not knows_others() and has_run_backward(torch)
+    if torch is None or process.number("WORLD_SIZE", 1) <= 1 or knows_others():
+        return False
+    return has_run_backward(torch) or names_a_group()
+
+
+def names_a_group() -> bool:
+    """True if the script, or a module beside it, has a call that forms a group. The call was not reached then, such as
+    behind `if __name__ == "main"`, or something took its exception, such as a future that nobody reads."""
+    # Not by getattr: a module that loads lazily may raise any exception.
+    modules = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in list(sys.modules.items())}
+    folder = os.path.dirname(os.path.abspath(modules["__main__"] or "")) + os.sep
+    for path in {os.path.abspath(file) for file in modules.values() if isinstance(file, str) and file.endswith(".py")}:
+        if path.startswith(folder) and "site-packages" not in path:
+            with contextlib.suppress(OSError), open(path, "rb") as text:
+                if FORMS_A_GROUP.search(text.read()):
+                    return True
+    return False
 
 
 def knows_others() -> bool:

@@ -15,6 +15,7 @@ failure is left when the container ends with 0, a shell or a program around the 
 """
 
 import contextlib
+import faulthandler
 import fcntl
 import json
 import os
@@ -28,11 +29,12 @@ from typing import Any
 from ddpjob import own_files, process
 from ddpjob.errors import Stopped
 from ddpjob_core import rules
-from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted
+from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted, where_of
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
 _BEGINS = b'{"ddpjob"'
+EXIT_SECONDS = 60.0  # for what a script uploads or flushes at its exit
 LOCK_SECONDS = 0.5  # limit for the file's lock, which the pod's other ranks hold while they write 4 kB each
 
 
@@ -149,10 +151,31 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
     return cause_line(cause), "".join(traceback.format_exception(cause))
 
 
+def hidden_by(error: SystemExit) -> tuple[str, str] | None:
+    """Return place and line of the exception that an exit with 0 hides: `finally: sys.exit(0)`; None if it hides none.
+
+    With an exception of its own, a script may say that it is done.
+    """
+    cause = error.__context__
+    known = type(cause).__module__.partition(".")[0] in ("builtins", "torch")
+    if exit_code(error) != 0 or not known or not isinstance(cause, Exception) or isinstance(cause, StopIteration):
+        return None
+    return where_of(traceback.format_exception(cause)), cause_line(cause)
+
+
+def end_soon() -> None:
+    """Let this process, whose script has failed, exit with 1 even if something holds it at its exit, such as a thread
+    or a multiprocessing.Process that is not daemonic. The other ranks would wait for it until their timeout."""
+    with contextlib.suppress(Exception):  # stderr is closed
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+
+
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if process.current.reports_failure:  # a child forked by this rank is not the rank
         tell(error)
     process.current.previous_hook(kind, error, trace)
+    if process.current.reports_failure and isinstance(error, Exception):
+        end_soon()
 
 
 def _tell_end_of_child() -> None:

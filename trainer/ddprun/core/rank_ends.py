@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ddpjob_core.findings import FINDINGS_MAX, REPLICAS_DIFFER, NamedFinding, trained_alone
+from ddpjob_core.findings import FINDINGS_MAX, REPLICAS_DIFFER, NamedFinding, hidden_failure, trained_alone
 
 SUM_CHARACTERS = 8
 MESSAGE_BYTES_MAX = 48 * 1024  # a line between two agents is at most 64 KiB
@@ -50,26 +50,30 @@ class NodeEnd(NamedTuple):
     alone: bool = False
     """True if every rank has trained, and none formed a process group with another."""
     modules: tuple[ModuleEnd, ...] = ()
+    hidden: tuple[int, str, str] | None = None
+    """Rank, place and exception of the first failure that an exit with 0 has hidden."""
 
 
 def node_end(written: Mapping[int, Any]) -> NodeEnd:
     """Combine the results of a node's ranks. written: by rank, the JSON of its file; None if there is none."""
-    alone, modules = bool(written), dict[tuple[Any, ...], ModuleEnd]()
+    alone, modules, hidden = bool(written), dict[tuple[Any, ...], ModuleEnd](), None
     for rank, document in sorted(written.items()):
         if not isinstance(document, Mapping):
             alone = False
             continue
         alone = alone and document.get("alone") is True
+        found = document.get("hidden")
+        hidden = hidden or _hidden([rank, *found] if isinstance(found, list) else None)
         for module in _modules(document.get("modules"), (rank,)):
             same = (*module[1:6], tuple(module.passes.items()), module.hardware)
             known = modules.get(same)
             modules[same] = module if known is None else known._replace(ranks=(*known.ranks, rank))
-    return NodeEnd(alone, tuple(modules.values()))
+    return NodeEnd(alone, tuple(modules.values()), hidden)
 
 
 def as_message(end: NodeEnd) -> dict[str, Any]:
     """Convert to a message that fits into one line: as many modules as possible, then as many parameter names."""
-    message: dict[str, Any] = {"alone": end.alone, "modules": []}
+    message: dict[str, Any] = {"alone": end.alone, "modules": [], "hidden": end.hidden}
     left, named = MESSAGE_BYTES_MAX, set[str]()
     for module in end.modules:
         passes = [[*key, number] for key, number in module.passes.items()]
@@ -91,12 +95,15 @@ def of_message(message: Any) -> NodeEnd:
     """Read another agent's message."""
     if not isinstance(message, Mapping):
         return NodeEnd()
-    return NodeEnd(message.get("alone") is True, tuple(_modules(message.get("modules"), None)))
+    hidden = _hidden(message.get("hidden"))
+    return NodeEnd(message.get("alone") is True, tuple(_modules(message.get("modules"), None)), hidden)
 
 
 def findings(ends: Iterable[NodeEnd], world_size: int) -> list[NamedFinding]:
     """Return reasons to doubt the success of all ranks."""
     ends = list(ends)
+    if hidden := min((end.hidden for end in ends if end.hidden is not None), default=None):
+        return [hidden_failure(*hidden)]
     if world_size > 1 and ends and all(end.alone for end in ends):
         return [trained_alone(world_size)]
     groups: dict[tuple[str, int, str], list[ModuleEnd]] = {}
@@ -180,6 +187,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     hidden = len(ranks) - RANKS_SHOWN
     *shown, last = [*map(str, ranks)] if hidden <= 0 else [*map(str, ranks[:RANKS_SHOWN]), f"{hidden} others"]
     return f"ranks {', '.join(shown)} and {last}"
+
+
+def _hidden(written: Any) -> tuple[int, str, str] | None:
+    is_whole = isinstance(written, list | tuple) and [*map(type, written)] == [int, str, str]
+    return (written[0], written[1], written[2]) if is_whole else None
 
 
 def _modules(written: Any, ranks: tuple[int, ...] | None) -> list[ModuleEnd]:
