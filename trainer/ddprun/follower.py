@@ -125,11 +125,7 @@ class Follower:
 
     def _handle(self, message: dict[str, Any], now: float) -> None:
         if "welcome" in message:
-            self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
-            # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
-            self._generation = max(self._generation, int(message["generation"]))
-            if self._agent.termination_signal:
-                self._send({"terminating": self._agent.termination_signal})
+            self._welcomed(message)
         elif "start" in message:
             order = message["start"]
             members = Members.read(str(order["members"]))
@@ -146,6 +142,18 @@ class Follower:
             self._watch(message, now)
         elif "end" in message:
             self._end(message["end"])
+
+    def _welcomed(self, message: dict[str, Any]) -> None:
+        self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
+        if message.get("joins") is not None:
+            say(f"the other nodes train; this one joins them in {float(message['joins']):.0f} s")
+        generation = int(message["generation"])
+        if generation > self._generation:
+            self._agent.members = Members()  # a failed rank of that generation was not here
+        # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
+        self._generation = max(self._generation, generation)
+        if self._agent.termination_signal:
+            self._send({"terminating": self._agent.termination_signal})
 
     def _watch(self, message: dict[str, Any], now: float) -> None:
         (order, about), *_ = message.items()
