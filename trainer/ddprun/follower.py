@@ -146,7 +146,7 @@ class Follower:
     def _welcomed(self, message: dict[str, Any]) -> None:
         self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
         if message.get("joins") is not None:
-            say(f"the other nodes train; this one joins them in {float(message['joins']):.0f} s")
+            say(f"the other nodes train; this one joins them in {max(1.0, float(message['joins'])):.0f} s")
         generation = int(message["generation"])
         if generation > self._generation:
             self._agent.members = Members()  # a failed rank of that generation was not here
