@@ -158,6 +158,15 @@ def test_a_node_that_comes_joins_after_a_snooze_at_a_step_on_which_all_agree() -
     assert (found.members, found.said, found.restarts) == ((0, 1, 2), "node 2 joined", 0)
 
 
+def test_a_node_that_still_imports_torch_stops_nobody() -> None:
+    """All others would wait for it, for ten seconds on a busy machine."""
+    found = running(1, 3, 0, 1)
+    found.joined(2, T0 + 100, is_ready=False)
+    assert (found.joins_in(2, T0 + 105), found.deadline) == (SNOOZE, None)
+    found.ready(2, T0 + 110)
+    assert found.deadline == T0 + 110 + SNOOZE
+
+
 def test_whoever_is_here_when_the_ranks_have_stopped_takes_part() -> None:
     found = running(1, 4, 0, 1)
     found.joined(3, T0 + 100)
@@ -285,9 +294,9 @@ BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
         "if self._current.finished.issuperset(self.members)",
         "if self._current.finished",
     ),
-    "no snooze": (NEWCOMERS, "self._joins_at[place] = now + ", "self._joins_at[place] = now + 0 * "),
+    "no snooze": (NEWCOMERS, "now + self._snoozes[place])\n\n    def left", "now)\n\n    def left"),
     "a snooze that does not double": (NEWCOMERS, "2 ** self._departures(place, now)", "1"),
-    "a snooze for ever": (NEWCOMERS, "min(snooze, STABLE_SECONDS)", "snooze * 1000"),
+    "a snooze for ever": (NEWCOMERS, "now + self._snoozes[place])\n\n    def left", "now + 1e5)\n\n    def left"),
 }
 
 

@@ -14,7 +14,8 @@ from shell import eventually
 TOTAL = 600
 SCRIPT = elastic_training.SCRIPT.replace("ddpjob.Snapshot(folder, world)", "ddpjob.Snapshot(folder or None, world)")
 SCRIPT = SCRIPT.replace("step += 1", "step += 1; world.is_main and print(step, file=made, flush=True)")
-SCRIPT = SCRIPT.replace("loss_of =", "made = open('made', 'a'); loss_of =")
+BEGINS = "made = open('made', 'a'); world.is_main and print(world.world_size, file=open('sizes', 'a'))"
+SCRIPT = SCRIPT.replace("loss_of =", f"{BEGINS}; loss_of =")
 
 
 class Training:
@@ -24,7 +25,7 @@ class Training:
         self.launcher = launcher
         self._group = ["--nnodes", f"{least}:{most}", "--master-port", free_port(), "--rdzv-id", launcher.mark]
         self._group += ["--rdzv-conf", "last_call_timeout=0,snooze=0", "--node-rank"]
-        self._script = [launcher.script(SCRIPT), folder, 0.01]
+        self._script = [launcher.script(SCRIPT), folder, 0.03]
         self.agents: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, *nodes: int, replacement: int = 0) -> None:
@@ -38,15 +39,16 @@ class Training:
         agent.kill()
         agent.communicate()
 
-    def made(self) -> list[int]:
-        """Return all steps that rank 0 has made, in order."""
-        path = self.launcher.folder / "made"
+    def noted(self, name: str) -> list[int]:
+        """Return what rank 0 has noted: the steps that it `made`, or the `sizes` of the groups in which it began."""
+        path = self.launcher.folder / name
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def trains(self, more: int) -> None:
-        """Wait until so many more steps are made."""
-        until = len(self.made()) + more
-        eventually(lambda: len(self.made()) >= until, 60)
+    def trains_with(self, *sizes: int) -> None:
+        """Wait until 20 steps are made after the last of these changes."""
+        eventually(lambda: self.noted("sizes") == list(sizes), 60)
+        until = len(self.noted("made")) + 20
+        eventually(lambda: len(self.noted("made")) >= until, 60)
 
     def done(self) -> dict[int, subprocess.CompletedProcess[str]]:
         return {node: finish(agent) for node, agent in self.agents.items()}
@@ -63,23 +65,22 @@ def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
 ) -> None:
     training = Training(launcher, 2, 3, folder)
     training.start(0, 1)
-    training.trains(35)
+    training.trains_with(2)
     training.start(2)
-    training.trains(55)
+    training.trains_with(2, 3)
     training.kill(1)
-    training.trains(55)
+    training.trains_with(2, 3, 2)
     training.start(1, replacement=1)
-    training.trains(55)
+    training.trains_with(2, 3, 2, 3)
     training.agents[2].terminate()
     left = finish(training.agents.pop(2))
     assert left.returncode == 75
     done = training.done()
     said = "\n".join(d.stderr for d in (*done.values(), left))
     assert {d.returncode for d in done.values()} == {0}, said
-    sizes = [line.split()[-1] for line in done[0].stdout.splitlines() if line.startswith("begins")]
-    assert sizes == ["2", "3", "2", "3", "2"], said
+    assert training.noted("sizes") == [2, 3, 2, 3, 2], said
     assert "the number of ranks has changed; random states are seeded" in said
-    assert training.made() == list(range(1, TOTAL + 1)), said
+    assert training.noted("made") == list(range(1, TOTAL + 1)), said
     result = elastic_training.result(done[0].stdout)
     error = sum((one - other) ** 2 for one, other in zip(result, undisturbed, strict=True)) ** 0.5
     assert error <= 1e-5 * sum(value**2 for value in undisturbed) ** 0.5

@@ -51,6 +51,7 @@ class Follower:
         self._heard_at = self._heartbeat_at = 0.0
         self._done = False  # whether all our ranks have ended with 0
         self._wait_logged = False
+        self._was_ready = False  # whether the leader knows that our ranks would start at once
 
     @property
     def deadline(self) -> float | None:
@@ -105,6 +106,9 @@ class Follower:
         if self._link is None:
             if self._agent.code is None:
                 self._reconnect(now)
+        elif self._welcome and not self._was_ready and self._agent.node.can_start:
+            self._was_ready = True
+            self._send({"ready": 1})
         elif now > self._heard_at + SILENT_SECONDS:
             self._disconnect(f"it has been silent for {SILENT_SECONDS:g} s", now)
         elif now >= self._heartbeat_at:
@@ -269,7 +273,9 @@ class Follower:
             return self._cancel(now)
         connection, self._connecting = self._connecting, None
         self._agent.unwatch(connection.fileno())
+        self._was_ready = self._agent.node.can_start
         about = {
+            "ready": self._was_ready,
             "preflight": self._options.preflight and self._generation < 0,
             "nodes": self._options.nodes,
             "nproc": self._options.nproc,

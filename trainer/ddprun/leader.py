@@ -329,12 +329,17 @@ class Leader:
         self._start_others()  # pending orders are not for the node that joins now
         self._links[node], self._heard_at[node] = link, now
         present = self._lead.generation
-        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
+        has_imports, wants_preflight = message.get("ready") is not False, message.get("preflight") is True
+        self._lead.joined(
+            node, now, generation, replacement, preflight=wants_preflight, grant=grant, is_ready=has_imports
+        )
         link.send({"welcome": node, "generation": present, "joins": self._lead.joins_in(node, now)})
 
     def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
         if "terminating" in message:
             self._lead.termination_requested(node, now)
+        if "ready" in message:
+            self._lead.ready(node, now)
         if message.get("generation") != self._lead.generation:
             return  # a heartbeat, or a delayed event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]

@@ -62,7 +62,7 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @_rare("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="as FILE")
 @_rare("-m", "--module", metavar="NAME", help="not FILE")
 @_rare("--no-check", is_flag=True, help="anyway")
-@_rare("--job", metavar="NAME", help="of several")
+@_rare("--job", metavar="NAME", help="which")
 @_rare("--report", type=sections.AsPath(dir_okay=False), help="HTML")
 @_rare("--status", type=sections.AsPath(dir_okay=False), help="JSON")
 @_rare("--metrics-file", "metrics", type=sections.AsPath(dir_okay=False), help="metrics")

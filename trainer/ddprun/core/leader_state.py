@@ -209,8 +209,8 @@ class LeaderState:
 
     def joins_in(self, node: int, now: float) -> float | None:
         """Return the seconds until a connected node joins the running generation; None if it need not wait for that."""
-        at = self._newcomers.due_at([node])
-        return at - now if self.state == "running" and node not in self.members and at is not None else None
+        waits = self.state == "running" and node not in self.members
+        return self._newcomers.joins_in(node, now) if waits else None
 
     @property
     def restarts(self) -> int:
@@ -235,19 +235,28 @@ class LeaderState:
         *,
         preflight: bool = False,
         grant: Grant | None = None,
+        is_ready: bool = True,
     ) -> None:
-        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`."""
+        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`.
+
+        is_ready: False if its ranks could not start at once; `ready` follows.
+        """
         assert node not in self._here, "a node is lost before it comes again"
         self._here.add(node)
         self._terminations.leaving.discard(node)
         self._replacements[node] = replacement
-        self._newcomers.came(node, now)
+        self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
             self._budget = self._budget.renewed(grant, self._replacements[self.places.leader])
         if generation > self.generation:  # a replaced leader continues the count
             self.generation, self.said = generation, "the pod of node 0 is new"
         self._go_on_if_enough_are_here(now)
+
+    def ready(self, node: int, now: float) -> None:
+        """Handle a connected node whose ranks would start at once from now on."""
+        if node in self._here:
+            self._newcomers.ready(node, now)
 
     def lost(self, node: int, now: float) -> None:
         """Handle the loss of the connection to an agent."""
