@@ -854,7 +854,7 @@ def test_a_generation_starts_when_its_members_are_here_and_not_when_as_many_othe
     assert taken(led(0, 2)) == [StartOrder(0, Members((0, 2)))]
 
 
-def test_a_lost_pod_is_reported_by_its_node_rank_and_waited_for_in_its_place() -> None:
+def test_a_lost_pod_is_reported_by_its_place_and_waited_for_there() -> None:
     found = led(0, 2, has_operator=True)
     found.orders.clear()
     found.lost(2, T0)
@@ -862,7 +862,7 @@ def test_a_lost_pod_is_reported_by_its_node_rank_and_waited_for_in_its_place() -
     found.stopped(0, [], T0)
     assert not found.charged, "who is charged is known when it comes again"
     found.joined(2, T0)
-    assert [failure.node_rank for failure in found.charged] == [1], "the same pod: only its connection was lost"
+    assert [failure.node_rank for failure in found.charged] == [2], "the same pod: only its connection was lost"
 
 
 def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:

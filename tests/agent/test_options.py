@@ -58,7 +58,7 @@ def test_variables_count_if_the_command_line_does_not_set_the_option() -> None:
     environ = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ID": "uid-1",
                "PET_MASTER_ADDR": "job-0.job.ns", "PET_MASTER_PORT": "23001", "PET_SHUTDOWN_TIMEOUT": "25"}  # fmt: skip
     found = options("train.py", **environ)
-    assert (found.members, found.place, found.nproc) == ((0, 1), 1, 4)
+    assert (found.places, found.place, found.nproc) == ((0, 1), 1, 4)
     assert (found.host, found.port, found.run_id, found.shutdown_seconds) == ("job-0.job.ns", 23001, "uid-1", 25.0)
     assert options("--node-rank 0 --nproc 1 train.py", **environ).place == 0
 
@@ -150,7 +150,11 @@ def test_only_the_gpus_visible_to_a_rank_are_counted(monkeypatch: Any, visible: 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--nnodes 1:4 train.py", "--nnodes: 1:4: a job whose size changes"),
+        ("--nnodes 4:1 --node-rank 0 train.py", "--nnodes: 1 is less than 4"),
+        ("--nnodes 1:x --node-rank 0 train.py", "--nnodes: 'x' is not a number"),
+        ("--nnodes 0:2 --node-rank 0 train.py", "--nnodes: 0 is less than 1"),
+        ("--nnodes 1:2 train.py", "--node-rank: missing"),
+        ("--nnodes 1:2 --node-rank 0 --rdzv-conf snooze=soon train.py", "--rdzv-conf: snooze: 'soon' is not a number"),
         ("--nnodes 2 train.py", "--node-rank: missing"),
         ("--nnodes 2 --node-rank 2 train.py", "--node-rank: 2 is not below --nnodes: 2"),
         ("--nproc 0 train.py", "--nproc-per-node: 0 is less than 1"),
@@ -266,3 +270,12 @@ def test_version_is_an_option(capsys: Any) -> None:
         options("--version")
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("ddprun ")
+
+
+def test_a_range_of_nodes_has_a_smallest_number_and_waits_as_long_as_torchrun_does() -> None:
+    found = options("--nnodes 2:4 --node-rank 3 train.py")
+    assert (found.least, found.nodes, found.place) == (2, 4, 3)
+    assert (found.last_call_seconds, found.snooze_seconds) == (30, 30)
+    found = options("--nnodes 2:4 --node-rank 3 --rdzv-conf last_call_timeout=5,snooze=0 train.py")
+    assert (found.last_call_seconds, found.snooze_seconds) == (5, 0)
+    assert options("--nnodes 2 --node-rank 1 train.py").least == 2

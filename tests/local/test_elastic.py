@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,36 @@ def test_a_lost_node_restarts_the_group_with_all_variables_of_torchrun(cli: Cli,
     assert len({(s["MASTER_ADDR"], s["MASTER_PORT"]) for s in said}) == 1
 
 
+CHANGES = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+assert os.environ["DDPJOB_ATTEMPT"] == "1"
+open(f"size-{os.environ['WORLD_SIZE']}", "w").close()
+while not (os.environ["WORLD_SIZE"] == "2" and os.path.exists("size-1") and time.time() > float(sys.argv[1])):
+    time.sleep(0.05)
+"""
+
+
+def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli) -> None:
+    """With room for one node less the others waited for it before."""
+    (cli.folder / "train.py").write_text(CHANGES)
+    words = ["--nodes", "1:2", "--fail", "node=1,at=3s", "--resize", "1,at=15s", "--resize", "2,at=20s"]
+    words += ["--status", "status.json", "--no-check", "train.py", str(time.time() + 21)]
+    done = cli.run("run", *words, code=0, says="--resize 1,at=15s: there is room for 1 node now")
+    assert "takes its place, the others go on (not charged to backoffLimit" in done.stderr
+    status = status_of(cli.folder / "status.json")
+    assert (status["state"], status["attempt"], status["restarts"]["application"]) == ("Succeeded", 1, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--nodes", "3:2"], "spec.minNodes: must be at most spec.nodes"),
         (["--nodes", "0:2"], "spec.minNodes: must be at least 1, is 0"),
         (["--nodes", "1:"], "--nodes: must be a number of nodes, or MIN:MAX"),
+        (["--nodes", "1:2", "--resize", "1,at=1s"], "--resize 1,at=1s: needs a job with --nodes MIN:MAX under ddprun"),
+        (["--resize", "1"], "--resize 1: must be a number of nodes and a time: 2,at=30s"),
+        (["--resize", "1,at=soon"], "--resize 1,at=soon: at must be a time such as 20s or 2m"),
         (["--nodes", "1:2", "--set", "spec.template.spec.containers[0].command=[python, train.py]"], "torchrun can"),
     ],
 )

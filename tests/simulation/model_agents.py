@@ -356,7 +356,7 @@ class Agents:
             return
         leader.posts, leader.posting = leader.posts + 1, True
         account = self._account(leader)
-        failures = [leading.reported(failure, 1) for failure in lead.charged]
+        failures = list(map(leading.reported, lead.charged))
         place = {"attempt": leader.process.attempt, "rank": 0, "nodeRank": 0, "step": lead.furthest_step}
         body = posting.encode({**place, "agent": {**account, "failures": failures}})
         fault = self._faults.at("post")

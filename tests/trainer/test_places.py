@@ -102,3 +102,24 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
     assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
     assert mixed_up([evaluated, of_another_node], 20) == ""
+
+
+def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
+    """Nobody knows which rank of another number would go on with whose reader."""
+
+    def left(reader: str) -> Left:
+        found = {
+            SAMPLE: 1,
+            NAMED: 2,
+            MOVED: [],
+            KNOWN: ["sampler"],
+            LATER: [],
+            OBJECTS: {"sampler": "2", "reader": reader},
+        }
+        return Left(True, {20: found})
+
+    assert mixed_up([left("a"), left("b")], 20) == ""
+    changed = "reader: each rank may have its own, and the number of ranks has changed"
+    assert mixed_up([left("a"), left("b")], 20, resized=True) == changed
+    assert mixed_up([left("a"), left("a")], 20, resized=True) == ""
+    assert mixed_up([left("a"), left("a"), Left(False, {})], 20, resized=True).endswith("and that of rank 2 is lost")

@@ -80,6 +80,41 @@ def test_more_nodes_in_the_command_than_in_the_job_get_a_warning() -> None:
     assert any("(torchrun's last call)" in note for note in launcher.warnings(what.spec))
 
 
+# ---------------------------------------------------------------- ddprun, so far in local runs
+
+
+DDPRUN = {"command": ["ddprun", "train.py"]}
+
+
+def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
+    """Its nodes keep their places; only the ranks are numbered anew."""
+    second = variables(job(nodes=3, minNodes=2, container=DDPRUN), 1)
+    assert (second["PET_NNODES"], second["PET_NODE_RANK"]) == ("2:3", "1")
+    assert not second.keys() & {"PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_MAX_RESTARTS", "RANK"}
+
+
+@pytest.mark.parametrize(
+    ("command", "spec"), [(["ddprun", "x.py"], {"minNodes": 2}), (["ddprun", "--nnodes=2:3", "x.py"], {})]
+)
+def test_ddprun_trains_with_a_range_on_this_machine_and_is_refused_in_a_cluster(command: list[str], spec: Any) -> None:
+    what = manifest(container={"command": command}, nodes=3, **spec)
+    assert launcher.facts(validation.parse(what, here=True)[0].spec).min_nodes == 2
+    assert validation.parse(what, here=True)[1] == []
+    (problem,) = validation.parse(what)[1]
+    assert "in a cluster yet, only under `ddpjob run`" in problem.message
+
+
+def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
+    world = elastic(container=DDPRUN).running().after(60).settle().exits(1, code=137).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert world.status.message == "2 of 3 nodes are running, attempt 1; waiting for node 1"
+    assert any("digits-1-1-r1 takes its place, the others go on" in event.message for event in world.events)
+    world.runs(1).settle()
+    assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
+    world.exits(0).exits(1).exits(2).settle()
+    assert world.status.state == "Succeeded"
+
+
 # ---------------------------------------------------------------- who is needed
 
 

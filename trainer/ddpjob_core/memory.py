@@ -217,11 +217,11 @@ SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "mov
 ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary."""
 
 
-def mixed_up(rows: Sequence[Left], step: int) -> str:
+def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     """Return why ranks cannot continue from what they have left; "" if they can.
 
     A rank whose own state is lost takes another's, which must be proved equal. All ranks must have left the same moment
-    of the step.
+    of the step. resized: there are more or fewer ranks now, so that all do.
     """
     common = {number for row in rows for number in row.boundaries}
     for number in sorted(common):
@@ -238,8 +238,9 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
     if name := _of_two_moments(present):
         return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
     for rank, row in enumerate(rows):
-        if not row.own and (name := _unproved(rank, rows)):
-            return f"{name}: each rank may have its own, and that of rank {rank} is lost"
+        if (resized or not row.own) and (name := _unproved(rank, rows)):
+            why = "the number of ranks has changed" if row.own else f"that of rank {rank} is lost"
+            return f"{name}: each rank may have its own, and {why}"
     return ""
 
 

@@ -20,6 +20,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.findings import NamedFinding
 from ddpjob_core.heartbeat import RERUN_SIGNAL, STACKS_SIGNAL
+from ddpjob_core.members import Members
 from ddprun import processes
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
@@ -90,7 +91,7 @@ class Agent:
         self._fatal = _fatal() - set(self._numbers)
         # SIGQUIT asks for stacks, unless the user lets it end the job; STACKS_SIGNAL works in both cases.
         self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
-        leads = options.place == options.members.leader
+        leads = options.place == options.places.leader
         self._for_reruns = {RERUN_SIGNAL} if options.dev and leads else set()
         listened = (*self._numbers, *self._fatal, *self._for_stacks, *self._for_reruns)
         self._signals = processes.listen_to_signals(listened)
@@ -98,7 +99,7 @@ class Agent:
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = server
         self.node = LocalRanks(options, environ, folder, server)
-        self.members = options.members  # nodes of the last generation
+        self.members = Members()  # nodes of the last generation in which this node took part
         self._failure_reported = False
         self.settled = True  # False until all ranks of the last generation have ended on this node
         self._has_backlog = False  # True if ranks have written more output than one turn of the loop copies
@@ -156,7 +157,7 @@ class Agent:
         self.settled = True
         self.watching.end()
         failures = self.node.settle()
-        if self.termination_signal and self.options.place != self.members.leader:
+        if self.termination_signal and self.options.place != self.options.places.leader:
             if not failures and not self.node.stopped:
                 self.group.finished(now)  # otherwise the job might wait for this node
             self.end(self.termination_code(), None)

@@ -51,6 +51,7 @@ class Follower:
         self._heard_at = self._heartbeat_at = 0.0
         self._done = False  # whether all our ranks have ended with 0
         self._wait_logged = False
+        self._was_ready = False  # whether the leader knows that our ranks would start at once
 
     @property
     def deadline(self) -> float | None:
@@ -105,6 +106,9 @@ class Follower:
         if self._link is None:
             if self._agent.code is None:
                 self._reconnect(now)
+        elif self._welcome and not self._was_ready and self._agent.node.can_start:
+            self._was_ready = True
+            self._send({"ready": 1})
         elif now > self._heard_at + SILENT_SECONDS:
             self._disconnect(f"it has been silent for {SILENT_SECONDS:g} s", now)
         elif now >= self._heartbeat_at:
@@ -125,11 +129,7 @@ class Follower:
 
     def _handle(self, message: dict[str, Any], now: float) -> None:
         if "welcome" in message:
-            self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
-            # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
-            self._generation = max(self._generation, int(message["generation"]))
-            if self._agent.termination_signal:
-                self._send({"terminating": self._agent.termination_signal})
+            self._welcomed(message)
         elif "start" in message:
             order = message["start"]
             members = Members.read(str(order["members"]))
@@ -146,6 +146,18 @@ class Follower:
             self._watch(message, now)
         elif "end" in message:
             self._end(message["end"])
+
+    def _welcomed(self, message: dict[str, Any]) -> None:
+        self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
+        if message.get("joins") is not None:
+            say(f"the other nodes train; this one joins them in {max(1.0, float(message['joins'])):.0f} s")
+        generation = int(message["generation"])
+        if generation > self._generation:
+            self._agent.members = Members()  # a failed rank of that generation was not here
+        # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
+        self._generation = max(self._generation, generation)
+        if self._agent.termination_signal:
+            self._send({"terminating": self._agent.termination_signal})
 
     def _watch(self, message: dict[str, Any], now: float) -> None:
         (order, about), *_ = message.items()
@@ -261,7 +273,9 @@ class Follower:
             return self._cancel(now)
         connection, self._connecting = self._connecting, None
         self._agent.unwatch(connection.fileno())
+        self._was_ready = self._agent.node.can_start
         about = {
+            "ready": self._was_ready,
             "preflight": self._options.preflight and self._generation < 0,
             "nodes": self._options.nodes,
             "nproc": self._options.nproc,

@@ -40,10 +40,14 @@ class Leader:
         options = agent.options
         self._agent, self._options = agent, options
         self._lead = LeaderState(
-            options.members,
+            options.places,
             options.budget,
             options.join_seconds,
             time.monotonic(),
+            nproc=options.nproc,
+            least=options.least,
+            last_call_seconds=options.last_call_seconds,
+            snooze_seconds=options.snooze_seconds,
             policy=options.policy,
             has_operator=options.has_operator,
             preflight=options.preflight,
@@ -146,9 +150,11 @@ class Leader:
             say("pre-flight: the nodes measure each other first")
         elif order.generation > 0:
             why = f": {self._lead.said}" if self._lead.said else ""
-            say(f"restart {order.generation}{why}{self._from_where()}")
+            say(f"restart {order.generation}{self._which_nodes(order)}{why}{self._from_where()}")
         elif self._lead.said:
             say(self._lead.said)
+        elif which := self._which_nodes(order):
+            say(f"start{which}; the others have not connected")
         try:
             port = self._new_port(order.generation)
         except OSError as error:
@@ -159,6 +165,10 @@ class Leader:
         self._late_start = life
         self._start_others()
         return self._agent.start(life)
+
+    def _which_nodes(self, order: StartOrder) -> str:
+        """Return ` of nodes 0-1,3` if these are not all."""
+        return f" of nodes {order.members.text}" if order.members != self._lead.places else ""
 
     def _start_others(self) -> None:
         """Send the start order once this node's ranks can begin, or before any later order.
@@ -240,7 +250,7 @@ class Leader:
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)
-        failures = [reported(failure, self._options.nproc) for failure in self._lead.charged]
+        failures = list(map(reported, self._lead.charged))
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
@@ -305,7 +315,7 @@ class Leader:
 
         node, own = link.node, (self._options.nodes, self._options.nproc)
         other = (message.get("nodes"), message.get("nproc"))
-        if node is None or node == self._options.place or node not in self._options.members:
+        if node is None or node == self._options.place or node not in self._options.places:
             raise Refused(f"node {node} of {self._options.nodes}")
         if other != own:
             say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
@@ -319,12 +329,18 @@ class Leader:
             self._drop(self._links[node])
         self._start_others()  # pending orders are not for the node that joins now
         self._links[node], self._heard_at[node] = link, now
-        link.send({"welcome": node, "generation": self._lead.generation})
-        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
+        present = self._lead.generation
+        has_imports, wants_preflight = message.get("ready") is not False, message.get("preflight") is True
+        self._lead.joined(
+            node, now, generation, replacement, preflight=wants_preflight, grant=grant, is_ready=has_imports
+        )
+        link.send({"welcome": node, "generation": present, "joins": self._lead.joins_in(node, now)})
 
     def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
         if "terminating" in message:
             self._lead.termination_requested(node, now)
+        if "ready" in message:
+            self._lead.ready(node, now)
         if message.get("generation") != self._lead.generation:
             return  # a heartbeat, or a delayed event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
@@ -396,10 +412,9 @@ class Leader:
             self._lead.lost(link.node, time.monotonic())
 
 
-def reported(failure: Failure, nproc: int) -> dict[str, Any]:
+def reported(failure: Failure) -> dict[str, Any]:
     """Convert a failure for a report. Rank -1 stands for a node whose connection was lost."""
-    node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
-    return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
+    return {"rank": -1, **failure.brief().as_dict(), "nodeRank": failure.node_rank}
 
 
 def clock_of(message: dict[str, Any]) -> int:

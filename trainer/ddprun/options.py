@@ -24,6 +24,8 @@ SHUTDOWN_SECONDS = 30.0
 # A broken group cannot save together; this is enough for a last line of output.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's default for static rendezvous
+LAST_CALL_SECONDS = 30.0  # torchrun's default
+SNOOZE_SECONDS = 30.0
 # torch, and what the first DistributedDataParallel imports (docs/dev/ddprun-internals.md).
 PRELOAD = ("torch", "torch._dynamo")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -34,7 +36,8 @@ STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 class Options(NamedTuple):
     """Settings of one agent."""
 
-    nodes: int
+    nodes: int  # all that may take part
+    least: int  # the smallest number of them that train
     place: int
     nproc: int
     host: str
@@ -63,13 +66,15 @@ class Options(NamedTuple):
     signals: tuple[str, ...]
     shutdown_seconds: float
     join_seconds: float
+    last_call_seconds: float  # how long the first start waits for more nodes than the smallest number
+    snooze_seconds: float  # how long a node is connected before it may interrupt the others to join them
     virtual_local_rank: bool
     preload: tuple[str, ...]
     preload_asked: bool  # whether the user named the modules
 
     @property
-    def members(self) -> Members:
-        """The places of the job's nodes; all take part in every generation."""
+    def places(self) -> Members:
+        """Places of all nodes that may take part."""
         return Members(range(self.nodes))
 
 
@@ -181,7 +186,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _add_nodes(group: _OptionGroup) -> None:
-    group.value("nnodes", "N", "number of nodes", "1")
+    group.value("nnodes", "N", "number of nodes, or MIN:MAX", "1")
     group.value("nproc-per-node", "N", "ranks on this node: a number, cpu, gpu or auto", "1")
     group.value("node-rank", "N", "which of the nodes this is")
     group.value("master-addr", "HOST", "host name or address of node 0", "127.0.0.1")
@@ -189,7 +194,11 @@ def _add_nodes(group: _OptionGroup) -> None:
     group.value("rdzv-backend", "NAME", "static or c10d; both rendezvous at node 0", "static")
     group.value("rdzv-endpoint", "HOST:PORT", "node 0", "")
     group.value("rdzv-id", "ID", "the name of this run", "none")
-    group.value("rdzv-conf", "K=V,…", "timeout and join_timeout (seconds to wait for the others) are read", "")
+    conf = (
+        "timeout or join_timeout (seconds to wait for the others); of MIN:MAX nodes last_call_timeout (for more than "
+    )
+    conf += "MIN, at the first start) and snooze (until a node that comes later joins) (30)"
+    group.value("rdzv-conf", "K=V,…", conf, "")
     group.flag("standalone", "one node, any free port")
     group.flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
 
@@ -232,7 +241,7 @@ def _add_others(group: _OptionGroup) -> None:
 
 def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     _refuse(read)
-    nodes = 1 if read.standalone else _nodes(read.nnodes)
+    least, nodes = (1, 1) if read.standalone else _nodes(read.nnodes)
     nproc = _nproc(read.nproc_per_node, environ)
     host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
     conf, grant = _pairs(read.rdzv_conf), granted(environ)
@@ -241,6 +250,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     stall, grace = (environ.get(name) for name in ("DDPJOB_STALL_TIMEOUT", "DDPJOB_RESTART_GRACE"))
     return Options(
         nodes=nodes,
+        least=least,
         place=_node_rank(read.node_rank, nodes),
         nproc=nproc,
         host=host,
@@ -269,6 +279,8 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         signals=_signals(read.signals_to_handle),
         shutdown_seconds=_seconds("--shutdown-timeout", shutdown, SHUTDOWN_SECONDS),
         join_seconds=_seconds("--rdzv-conf: timeout", joined, JOIN_SECONDS),
+        last_call_seconds=_seconds("--rdzv-conf: last_call_timeout", conf.get("last_call_timeout"), LAST_CALL_SECONDS),
+        snooze_seconds=_seconds("--rdzv-conf: snooze", conf.get("snooze"), SNOOZE_SECONDS),
         virtual_local_rank=read.virtual_local_rank,
         preload=() if read.no_preload or read.no_python else PRELOAD if read.preload is None else _names(read.preload),
         preload_asked=read.preload is not None,
@@ -290,12 +302,11 @@ def _refuse(read: argparse.Namespace) -> None:
         raise ValueError("--module: --no-python starts a program, not a module. Remove one of them.")
 
 
-def _nodes(text: str) -> int:
+def _nodes(text: str) -> tuple[int, int]:
+    """Parse the smallest and the largest number of nodes, which are one number unless it may change."""
     low, _, high = text.partition(":")
-    nodes = _number("nnodes", low, 1)
-    if high and _number("nnodes", high, 1) != nodes:
-        raise ValueError(f"--nnodes: {text}: a job whose size changes is not available yet. Give one number.")
-    return nodes
+    least = _number("nnodes", low, 1)
+    return least, _number("nnodes", high, least) if high else least
 
 
 def _node_rank(text: str | None, nodes: int) -> int:

@@ -56,16 +56,17 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @click.option(
     "--fail", "failures", metavar="FAULT", multiple=True, help="Inject a fault: rank=1,step=200,exit=3; every=10s."
 )
-@_rare("--pdb", metavar="RANK", type=int, help="has the terminal")
-@_rare("--dry-run", is_flag=True, help="prints pods")
+@_rare("--resize", "resizes", metavar="N,at=S", multiple=True, help="nodes")
+@_rare("--pdb", metavar="RANK", type=int, help="debug")
+@_rare("--dry-run", is_flag=True, help="pods")
 @_rare("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="as FILE")
 @_rare("-m", "--module", metavar="NAME", help="not FILE")
-@_rare("--no-check", is_flag=True, help="despite errors")
-@_rare("--job", metavar="NAME", help="of several")
+@_rare("--no-check", is_flag=True, help="anyway")
+@_rare("--job", metavar="NAME", help="which")
 @_rare("--report", type=sections.AsPath(dir_okay=False), help="HTML")
 @_rare("--status", type=sections.AsPath(dir_okay=False), help="JSON")
 @_rare("--metrics-file", "metrics", type=sections.AsPath(dir_okay=False), help="metrics")
-@_rare("--logs", type=sections.AsPath(file_okay=False), help="of all runs", metavar="DIR")
+@_rare("--logs", type=sections.AsPath(file_okay=False), help="of runs", metavar="DIR")
 @_rare("--plain", is_flag=True, help="no table")
 @_rare("--allow-unsupported", is_flag=True, help="ignore fields")
 @_rare("--yes", is_flag=True, help="512+ ranks")
@@ -86,6 +87,7 @@ def run(
     report: Path | None,
     logs: Path | None,
     failures: tuple[str, ...],
+    resizes: tuple[str, ...],
     cpu: bool,
     allow_unsupported: bool,
     no_check: bool,
@@ -119,10 +121,12 @@ def run(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
     with sources.as_file(source) as source:
-        source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ))
+        here = not dry_run
+        source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ), here=here)
         if why:
             say(f"torchrun starts the ranks: {why}")
-        document, parsed = sources.load(source)
+        document, parsed = sources.load(source, here=here)
+        broken += tuple(faults.parse_resize(text) for text in resizes)
         faults.check(broken, parsed)
         if dry_run:
             for line in check_files.for_a_cluster(document, parsed):

@@ -222,6 +222,8 @@ class Runner:
         self._idle = idle.IdleClock()
         self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         nodes = [fault for fault in options.faults if isinstance(fault, faults.NodeFault)]
+        resizes = [fault for fault in options.faults if isinstance(fault, faults.Resize)]
+        self._resizes = [(self._started_at + resize.at_seconds, resize) for resize in resizes]
         self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
         self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
@@ -479,6 +481,10 @@ class Runner:
                 self._node_faults.remove((due, fault))
                 self.screen.note(f"{fault.option}: node {fault.node} dies now")
                 self.cluster.lose_node(fault.node)
+        for due, resize in [each for each in self._resizes if now >= each[0]]:
+            self._resizes.remove((due, resize))
+            self.screen.note(f"{resize.option}: there is room for {wording.count(resize.nodes, 'node')} now")
+            self.cluster.resize(self.job, resize.nodes)
         status = self.job.status
         trains = status.state == "Running" and not (self.reports and present_progress(status) is None)
         for repeated in self._repeated:
@@ -498,7 +504,7 @@ class Runner:
 
     def _next_fault(self) -> float | None:
         now = time.monotonic()
-        waits = [due - now for due, _ in self._node_faults]
+        waits = [due - now for due, _ in (*self._node_faults, *self._resizes)]
         # A kill that is due waits until ranks are training, so check for that again soon.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
@@ -523,6 +529,7 @@ class Runner:
         self.screen.close()
         not_yet: list[faults.Fault] = [
             *(fault for _, fault in self._node_faults),
+            *(resize for _, resize in self._resizes),
             *(r.fault for r in self._repeated if not r.count),
         ]
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)

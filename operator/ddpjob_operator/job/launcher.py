@@ -37,9 +37,13 @@ _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # The paths where DeepSpeed looks for its hostfile if no option names it.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
-NEEDS_TORCHRUN = (
-    "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
-    "minNodes."
+NEEDS_LAUNCHER = (
+    "this command cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or "
+    "remove minNodes."
+)
+ONLY_HERE = (
+    "ddprun cannot train with a changing number of nodes in a cluster yet, only under `ddpjob run`. Start the script "
+    "with torchrun, or give one number of nodes."
 )
 # Arguments with which a script may form its group without variables.
 _OWN_GROUP = re.compile(r"rank|world|dist|init|master", re.IGNORECASE)
@@ -117,7 +121,7 @@ class JobFacts:
     @cached_property
     def min_nodes(self) -> int | None:
         """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
-        if self._min_nodes is not None or self.launcher is None or self.restarts_in_place:
+        if self._min_nodes is not None or self.launcher is None:
             return self._min_nodes
         least, most = _range(self.launcher)
         return least if 0 < least < most else None
@@ -257,13 +261,17 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
             yield name, meant
 
 
-def contradictions(spec: api.Spec) -> Found:
-    """Yield the path and a sentence with the fix for each contradiction. The template must be well-formed."""
+def contradictions(spec: api.Spec, *, here: bool = False) -> Found:
+    """Yield the path and a sentence with the fix for each contradiction. The template must be well-formed.
+
+    here: the job runs as processes on this machine.
+    """
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = facts(spec).launcher
-    if spec.min_nodes is not None and (launcher is None or launcher.launcher == "ddprun"):
-        yield ("spec", "minNodes"), NEEDS_TORCHRUN.format(what="ddprun" if launcher else "this command")
+    if facts(spec).min_nodes is not None and (launcher is None or (launcher.launcher == "ddprun" and not here)):
+        at: tuple[str | int, ...] = path if spec.min_nodes is None else ("spec", "minNodes")
+        yield at, ONLY_HERE if launcher else NEEDS_LAUNCHER
     if launcher is None:
         return
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
@@ -273,14 +281,12 @@ def contradictions(spec: api.Spec) -> Found:
 def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
     least, most = _range(launcher)
-    if least != most and launcher.launcher == "ddprun":
-        yield f"--nnodes={wanted}: ddprun cannot train with a changing number of nodes yet. Use torchrun or one number."
-    elif wanted and spec.min_nodes is not None and least != spec.min_nodes:
+    if wanted and spec.min_nodes is not None and least != spec.min_nodes:
         yield f"--nnodes={wanted} contradicts spec.minNodes: {spec.min_nodes}. Remove --nnodes: the job sets it."
     elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")
-    if facts(spec).min_nodes is not None and backend != "c10d":
+    if facts(spec).min_nodes is not None and backend != "c10d" and not facts(spec).restarts_in_place:
         yield f"--rdzv_backend={backend}: the nodes of an elastic job use the backend c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
     if spec.nodes == 1 and _number(rank) > 0:

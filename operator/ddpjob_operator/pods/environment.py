@@ -18,7 +18,10 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
     """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
-    least = launcher.facts(job.spec).min_nodes
+    facts = launcher.facts(job.spec)
+    least = facts.min_nodes
+    # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its place.
+    is_numbered = least is None or facts.restarts_in_place
     # Set for scripts without a launcher, and only if a node has one process. With several processes, WORLD_SIZE would
     # mislead scripts that start them: the imagenet example multiplies WORLD_SIZE by its GPUs.
     size = str(job.spec.nodes)
@@ -26,8 +29,9 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     every = {
         **_rendezvous(job, node_rank, nproc, rendezvous),
         **(single_process if nproc == 1 and least is None else {}),
-        **_torchrun(job, attempt, node_rank if least is None else None, nproc, rendezvous),
-        **({} if least is None else _elastic(job, least, node_rank, rendezvous)),
+        **_torchrun(job, attempt, node_rank if is_numbered else None, nproc, rendezvous),
+        **({} if least is None else {"PET_NNODES": f"{least}:{job.spec.nodes}"}),
+        **({} if is_numbered else _elastic(job, node_rank, rendezvous)),
         "DDPJOB_NAME": job.metadata.name,
         "DDPJOB_NAMESPACE": job.metadata.namespace,
         "DDPJOB_UID": job.metadata.uid,
@@ -51,7 +55,7 @@ def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
     facts = launcher.facts(spec)
     if not facts.is_launcher_alone:
         return set()
-    defaults = {"PET_MAX_RESTARTS"} if facts.min_nodes is None else set()
+    defaults = {"PET_MAX_RESTARTS"} if facts.min_nodes is None or facts.restarts_in_place else set()
     defaults |= {"PET_NPROC_PER_NODE"} if nproc == 1 else set()
     return (OF_RANKS | defaults) - facts.mentioned
 
@@ -93,10 +97,9 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
     }
 
 
-def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
+def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
     """Return the settings with which torchrun starts with fewer nodes than all, and lets further nodes join."""
     return {
-        "PET_NNODES": f"{least}:{job.spec.nodes}",
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": str(rendezvous),
         # is_host is explicit, because torchrun would otherwise guess it from its host's names. The timeouts are those

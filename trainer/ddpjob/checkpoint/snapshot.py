@@ -624,7 +624,7 @@ class Snapshot:
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         origin = f"the memory on the node{'s'[: len(found.ranks) > 1]} of {_ranks(found.ranks)}"
         # Without "a copy in" the message claims that no step was lost, but a copy may be some steps old.
-        origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded)}"
+        origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded, resized=fetched.resized)}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # from an earlier load() that named other objects
             self._owed = _Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value)
@@ -901,9 +901,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
-def _seeded(ranks: Sequence[int]) -> str:
-    """Return a suffix for the origin of a state in which these ranks' random states are missing."""
-    return f" (random states of {_ranks(ranks)} were lost, and are seeded the same way at each resume)" if ranks else ""
+def _seeded(ranks: Sequence[int], *, resized: bool = False) -> str:
+    """Return a suffix for the origin of a state in which these ranks' random states are missing.
+
+    resized: because there were more or fewer ranks.
+    """
+    if not ranks:
+        return ""
+    why = f"random states of {_ranks(ranks)} were lost, and"
+    why = "the number of ranks has changed; random states" if resized else why
+    return f" ({why} are seeded the same way at each resume)"
 
 
 def _want_names(call: str, unnamed: Sequence[object]) -> None:

@@ -3,8 +3,9 @@
 Pure: it takes events and times and returns orders, which `leader.py` carries out. The leader's own node follows the
 same rules as any other.
 
-    gathering   until every node is connected and no rank of the last generation is running
-    running     until a rank fails, a node is lost, or all nodes have finished
+    gathering   until every node is connected and no rank of the last generation is running. If the number of nodes may
+                change: until there are enough
+    running     until a rank fails, a node is lost, another one joins, or all nodes have finished
     stopping    until the ranks of every connected node have ended. If a rank failed because it waited for another until
                 its timeout, ranks first report their positions. If the script has a mistake, ranks of the other
                 nodes get a moment to make the same one
@@ -36,6 +37,7 @@ from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.members import Members
+from ddprun.core.newcomers import Newcomers
 from ddprun.core.stall_rules import DeadlockSearch, Position, Standstill, TimeoutQuestion, only_waited
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ class Generation:
     """Events of the generation that is running or ran last. Each start replaces it."""
 
     checking: bool = False  # True for a pre-flight
-    reruns: bool = False  # True if its ranks are stopped only to be started again at once
+    reruns: str = ""  # why its ranks are stopped only to be started again at once; "": they are not
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
@@ -143,11 +145,15 @@ class LeaderState:
 
     def __init__(
         self,
-        members: Members,
+        places: Members,
         budget: Budget,
         join_seconds: float,
         now: float,
         *,
+        nproc: int = 1,
+        least: int | None = None,
+        last_call_seconds: float = 0.0,
+        snooze_seconds: float = 0.0,
         policy: Sequence[PolicyRule] = (),
         has_operator: bool = False,
         preflight: bool = False,
@@ -155,6 +161,11 @@ class LeaderState:
         dev: bool = False,
         local: bool = False,
     ) -> None:
+        """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all.
+
+        last_call_seconds: how long the first start waits for more nodes than that. snooze_seconds: how long a node is
+        connected before it may interrupt a generation to join it.
+        """
         self.state: State = "gathering"
         self._dev, self._is_local = dev, local
         self.generation = -1
@@ -163,20 +174,44 @@ class LeaderState:
         self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
         self._furthest_before = furthest_step  # its value when the last failure was charged here
         self._current = Generation()
-        self.members, self._budget, self._policy = members, budget, policy
+        self.places, self._budget, self._policy = places, budget, policy
+        self.members = places  # of the last generation
+        self._nproc = nproc
+        self._least = len(places) if least is None else least
+        self._last_call_seconds = last_call_seconds
+        self._calls = True  # False if the next start waits for no more nodes than the smallest number
+        self._most, self._most_since = 0, now  # the largest number of nodes here while this start is waited for
+        self._newcomers = Newcomers(snooze_seconds)
         self._has_operator = has_operator
         self._wants_preflight = preflight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
         self._has_trained = False  # made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
-        self._terminations = Terminations(members.leader, has_operator)
+        self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: the number of its pod that connected last
         self._uncharged: Failure | None = None  # a lost node; when it connects again we know what to charge
         self.said = ""  # why the next ranks start: the last failure and its charge
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
-        self.deadline: float | None = now + join_seconds  # time at which `tick` has something to do
+        self._deadline: float | None = now + join_seconds  # of this state
+
+    @property
+    def deadline(self) -> float | None:
+        """Time at which `tick` has something to do."""
+        return min((at for at in (self._deadline, self._grows_at) if at is not None), default=None)
+
+    @property
+    def _grows_at(self) -> float | None:
+        """Time at which running ranks are stopped for nodes that have connected meanwhile; None if there are none."""
+        if self.state != "running" or self._current.checking or self._current.finished:
+            return None
+        return self._newcomers.due_at(self._here.difference(self.members))
+
+    def joins_in(self, node: int, now: float) -> float | None:
+        """Return the seconds until a connected node joins the running generation; None if it need not wait for that."""
+        waits = self.state == "running" and node not in self.members
+        return self._newcomers.joins_in(node, now) if waits else None
 
     @property
     def restarts(self) -> int:
@@ -201,24 +236,38 @@ class LeaderState:
         *,
         preflight: bool = False,
         grant: Grant | None = None,
+        is_ready: bool = True,
     ) -> None:
-        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`."""
+        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`.
+
+        is_ready: False if its ranks could not start at once; `ready` follows.
+        """
         assert node not in self._here, "a node is lost before it comes again"
         self._here.add(node)
         self._terminations.leaving.discard(node)
         self._replacements[node] = replacement
+        self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
-            self._budget = self._budget.renewed(grant, self._replacements[self.members.leader])
+            self._budget = self._budget.renewed(grant, self._replacements[self.places.leader])
         if generation > self.generation:  # a replaced leader continues the count
             self.generation, self.said = generation, "the pod of node 0 is new"
-        self._go_on_if_all_are_here(now)
+        self._go_on_if_enough_are_here(now)
+
+    def ready(self, node: int, now: float) -> None:
+        """Handle a connected node whose ranks would start at once from now on."""
+        if node in self._here:
+            self._newcomers.ready(node, now)
 
     def lost(self, node: int, now: float) -> None:
         """Handle the loss of the connection to an agent."""
         if node not in self._here:
-            return
-        self._here.discard(node)
+            return None
+        self._part(node, now)
+        if self.state == "gathering":
+            return self._go_on_if_enough_are_here(now)
+        if node not in self.members:
+            return None
         self._stopping.discard(node)
         self._current.finished.discard(node)
         vanished = self._lose(node)
@@ -229,10 +278,11 @@ class LeaderState:
             self._ask_no_more()
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
+        return None
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
         """Handle ranks of this node that ended with a code other than 0."""
-        if self.state == "running" and node in self._here:
+        if self.state == "running" and node in self.members:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
             return
@@ -267,13 +317,13 @@ class LeaderState:
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
         """Handle a node whose ranks have all ended with 0. ended: the first of them."""
-        if self.state == "running" and node in self._here:
+        if self.state == "running" and node in self.members:
             self._current.finished.add(node)
             self._current.ended += [ended] if ended is not None else []
             wait = self._current.standstill.forget(node)
             self._current.search.forget(node)
             if wait is not None and not self._current.standstill.asked:
-                self.deadline = now + wait
+                self._deadline = now + wait
             if len(self._current.finished) == len(self.members) and self._current.checking:
                 self._go_on_after_check("", now)
             elif len(self._current.finished) == len(self.members) and self._dev:
@@ -283,6 +333,7 @@ class LeaderState:
             elif len(self._current.finished) == 1:
                 self.orders.append(Over(self.generation))
         else:
+            self._current.finished |= self._stopping.intersection({node})
             self._ask_no_more()  # no rank is left that could answer
             self._await_no_more()
 
@@ -290,7 +341,7 @@ class LeaderState:
         """Start all ranks again, with the files as they are now. Nothing is charged, and there is no back-off."""
         if self._current.checking or self.state not in ("running", "stopping", "standing"):
             return  # the ranks have not started, and will read the files as they are then
-        self._current.reruns = True
+        self._current.reruns = "files were saved"
         if self.state == "standing":
             self._settle_if_all_have_stopped(now)
         elif self.state == "running":
@@ -305,20 +356,20 @@ class LeaderState:
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
         """Handle a node's stall report: its ranks make progress, or are stalled."""
-        if self.state == "running" and node in self._here:
+        if self.state == "running" and node in self.members:
             stalled = self._current.standstill.heard(node, report)
             self._current.search.heard(node, still=report.still)
-            if stalled and self.deadline is None:
+            if stalled and self._deadline is None:
                 self._ask(now)
-            elif self.deadline is None and self._current.search.is_due(self._here - self._current.finished):
+            elif self._deadline is None and self._current.search.is_due(set(self.members) - self._current.finished):
                 self._current.search.ask()
-                self.deadline = now + ANSWER_SECONDS
+                self._deadline = now + ANSWER_SECONDS
                 self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
         """Handle the positions of a node's ranks."""
-        if self.state == "running" and node in self._here:
-            running = self._here - self._current.finished
+        if self.state == "running" and node in self.members:
+            running = set(self.members) - self._current.finished
             self._current.search.heard(node, still=report.still)
             self._current.search.take(node, positions)
             if self._current.search.is_answered(running):
@@ -331,33 +382,36 @@ class LeaderState:
 
     def termination_requested(self, node: int, now: float) -> None:
         """Handle a requested termination. The node leaves after its ranks; without an operator the whole job ends."""
+        if self.state in ("running", "stopping") and node not in self.members:
+            self._part(node, now)
+            return
         self._terminations.request(node)
         if self.state in ("gathering", "pausing", "standing"):
             if self._terminations.include_leader:
                 self._leave(now)
             else:
-                self._here.discard(node)
+                self._part(node, now)
+                self._go_on_if_enough_are_here(now)
         elif self.state == "stopping":
             self._ask_no_more()
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
-        elif node == self.members.leader and node in self._current.finished:
+        elif node == self.places.leader and node in self._current.finished:
             self._stop([self._lose(node)], now)  # the leader must leave, and the others have something to save
 
     def tick(self, now: float) -> None:
         """Do the work that is due."""
-        if self.deadline is None or now < self.deadline:
-            return
+        if self._grows_at is not None and now >= self._grows_at:
+            return self._grow(now)
+        if self._deadline is None or now < self._deadline:
+            return None
         if self.state == "pausing":
-            self._enter("gathering", now, self._join_seconds)
-            self._go_on_if_all_are_here(now)
+            self._gather(now)
         elif self.state == "running" and self._current.checking:
             why = f"took longer than {PREFLIGHT_SECONDS:g} s"
             self._stop([Failure(exit_code=RESUMABLE, exception=why, symptom=True)], now)
         elif self.state == "gathering":
-            missing = sorted(set(self.members) - self._here)
-            why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
-            self._end(RESUMABLE, None, why, now)
+            self._wait_no_longer(now)
         elif self.state == "stopping":
             self._ask_no_more()
             self._await_no_more()
@@ -368,7 +422,8 @@ class LeaderState:
         elif self._current.standstill.stalled:
             self._ask(now)
         else:
-            self.deadline = None
+            self._deadline = None
+        return None
 
     def _note_raised(self, node: int, failures: list[Failure]) -> None:
         for failure in failures:
@@ -376,48 +431,87 @@ class LeaderState:
 
     def _lose(self, place: int) -> Failure:
         self._current.lost_pods.setdefault(place, self._replacements[place])
-        return Failure(node_rank=self.members.node_rank(place), vanished=True)
+        return Failure(node_rank=place, vanished=True)
+
+    def _part(self, place: int, now: float) -> None:
+        """Let a node go. Ranks start without it until it connects again."""
+        self._here.discard(place)
+        self._newcomers.left(place, now)
+
+    def _part_with_leaving(self, now: float) -> None:
+        for place in self._terminations.leaving & self._here:
+            self._part(place, now)
 
     def _ask(self, now: float) -> None:
         self._current.standstill.ask()
-        self.deadline = now + ANSWER_SECONDS
+        self._deadline = now + ANSWER_SECONDS
         self.orders.append(Ask(self.generation))
 
     def _settle_standstill(self, now: float) -> None:
-        self.deadline = None
+        self._deadline = None
         found = self._current.standstill.settle()
         if found is not None:
             self._stop([found], now)
 
     def _settle_search(self, now: float) -> None:
-        self.deadline = None
-        found = self._current.search.settle(self._here - self._current.finished)
+        self._deadline = None
+        found = self._current.search.settle(set(self.members) - self._current.finished)
         if found is not None:
             self._stop([found], now)
         elif self._current.standstill.stalled:
             self._ask(now)
 
-    def _go_on_if_all_are_here(self, now: float) -> None:
+    def _gather(self, now: float) -> None:
+        self._enter("gathering", now, self._join_seconds)
+        self._most = 0
+        self._go_on_if_enough_are_here(now)
+
+    def _go_on_if_enough_are_here(self, now: float) -> None:
+        """Start if all nodes are here, or enough of them and no more are waited for."""
         if self.state != "gathering":
             return None
         lost = self._uncharged
-        place = None if lost is None else self.members.place(lost.node_rank)
-        if lost is not None and place is not None and place in self._here:
+        if lost is not None and (place := lost.node_rank) in self._here:
+            assert place is not None, "a lost node has a place"
             self._uncharged = None
             if self._replacements[place] == self._current.lost_pods[place]:
                 return self._charge(lost, now)  # the same pod, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
-        return self._start(now) if len(self._here) == len(self.members) else None
+        here = len(self._here)
+        if here > self._most:  # a node that comes again and again does not prolong the wait
+            self._most, self._most_since = here, now
+        if here < self._least:
+            self._calls, self._deadline = True, self._since + self._join_seconds
+        elif here == len(self.places) or not self._calls:
+            return self._start(now)
+        else:
+            self._deadline = self._most_since + self._last_call_seconds
+        return None
+
+    def _wait_no_longer(self, now: float) -> None:
+        if len(self._here) >= self._least:
+            return self._start(now)
+        missing = _listed(sorted(set(self.places) - self._here))
+        enough = f"; at least {self._least} are needed" if self._least < len(self.places) else ""
+        why = f"nodes {missing} did not connect within {self._join_seconds:g} s{enough}"
+        return self._end(RESUMABLE, None, why, now)
+
+    def _grow(self, now: float) -> None:
+        """Stop all ranks together, so that the next generation includes all nodes that are here. Nothing is charged."""
+        joining = sorted(self._here.difference(self.members))
+        self._current.reruns = f"node{'s'[: len(joining) > 1]} {_listed(joining)} joined"
+        self._stop([], now, patient=True)
 
     def _go_on_after_check(self, said: str, now: float) -> None:
         self.said = "; ".join(sentence for sentence in (self.said, said) if sentence)
         self._current.checking = self._wants_preflight = False
         if self._terminations.include_leader:
             return self._leave(now)
-        self._enter("gathering", now, self._join_seconds)
-        return self._go_on_if_all_are_here(now)
+        return self._gather(now)
 
     def _start(self, now: float) -> None:
+        self.members = Members(place for place in self.places if place in self._here)
+        self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:
             self.generation += 1
@@ -425,25 +519,25 @@ class LeaderState:
         self._enter("running", now, PREFLIGHT_SECONDS if self._current.checking else None)
         self.orders.append(StartOrder(self.generation, self.members, self._current.checking))
 
-    def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
+    def _stop(self, failures: list[Failure], now: float, *, asks: bool = False, patient: bool = False) -> None:
         """Enter "stopping". asks: True if a running rank may be the one that a failed rank has waited for."""
         self._current.failures += failures
         self._ran_seconds = now - self._since
         self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
         self._terminations.group_stops()
-        patient = self._terminations.came_first or any(failure.resumable for failure in failures)
+        patient |= self._terminations.came_first or any(failure.resumable for failure in failures)
         asks = asks and not (patient or self._current.finished or self._current.checking)
-        self._stopping = set(self._here)
+        self._stopping = self._here.intersection(self.members)
         self._enter("stopping", now, None)
         if not self._stopping:
             self._settle_if_all_have_stopped(now)
         elif asks and only_waited(failures):
             self._current.question.ask()
-            self.deadline = now + ANSWER_SECONDS
+            self._deadline = now + ANSWER_SECONDS
             self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
         elif asks and self._others_may_make(failures[0]):
             self._current.awaited = _compared(failures[0])
-            self.deadline = now + SAME_MISTAKE_SECONDS
+            self._deadline = now + SAME_MISTAKE_SECONDS
         else:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
 
@@ -461,7 +555,7 @@ class LeaderState:
         still = self._stopping - self._current.raised.get(self._current.awaited, set())
         if unless_others_may_raise_it and still and set(self._current.raised) == {self._current.awaited}:
             return
-        self._current.awaited = self.deadline = None
+        self._current.awaited = self._deadline = None
         if self._stopping:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
@@ -471,17 +565,19 @@ class LeaderState:
         if not question.asked or (answered and not question.is_answered(self._stopping)):
             return
         self._current.waited_for = question.settle(self._current.failures, self._stopping)
-        self.deadline = None
+        self._deadline = None
         if self._stopping:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
         # A leader that is leaving does not wait for other leaving nodes, which end by themselves.
-        leaving, leader = self._terminations.leaving, self.members.leader
+        leaving, leader = self._terminations.leaving, self.places.leader
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
+        if self._current.finished.issuperset(self.members) and not (self._current.checking or self._dev):
+            return self._end(0, None, "all ranks have ended", now)  # while nodes that joined had them stopped
         if self._current.reruns:
-            self.said = "files were saved"
+            self.said = self._current.reruns
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
         # The rank that others waited for comes last, because a rank that failed by itself is a better cause. It does
@@ -491,10 +587,15 @@ class LeaderState:
         if self._terminations.explain(failure):
             self.said = str(self._terminations)
             return self._pause(0, now)
-        if failure.vanished and self._has_operator:
+        if failure.vanished and self._has_operator and not self._does_without(failure):
             self._uncharged = failure
             return self._pause(0, now)
         return self._charge(failure, now)
+
+    def _does_without(self, failure: Failure) -> bool:
+        """True if the failure is that of a lost node, and enough others are here to go on."""
+        left = self._here - self._terminations.leaving
+        return failure.vanished and failure.node_rank not in left and len(left) >= self._least
 
     def _settle_check(self, failure: Failure, now: float) -> None:
         """End the group if the pre-flight found a bad node, so that it restarts without that node. Otherwise start
@@ -503,7 +604,7 @@ class LeaderState:
         if bad is not None:
             return self._end(RESUMABLE, bad, bad.exception, now)
         why = failure.exception if failure.rank is None else describe(failure)
-        self._here -= self._terminations.leaving
+        self._part_with_leaving(now)
         return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
 
     def _charge(self, failure: Failure, now: float) -> None:
@@ -516,9 +617,17 @@ class LeaderState:
             # A rank that ended too early has code 0, which would count as success.
             code = failure.exit_code or (1 if failure.early else RESUMABLE)
             return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
+        if self._does_without(failure):
+            spent = self._budget.history.infrastructure
+            self._budget = self._budget._replace(history=verdict.history._replace(infrastructure=spent))
+            self.said = describe(failure)
+            return self._pause(0, now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
         self._budget = self._budget._replace(history=verdict.history)
-        charged = failure._replace(charged_to=verdict.charged_to or "", generation=self.generation)
+        place = failure.node_rank if failure.rank is None else self.members.place_of_rank(failure.rank, self._nproc)
+        charged = failure._replace(
+            node_rank=place, charged_to=verdict.charged_to or "", generation=self.generation
+        )  # generations differ in their members, so the place is known only now
         self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
 
@@ -526,7 +635,7 @@ class LeaderState:
         """Begin the next generation after these seconds, when every node is connected."""
         if self._terminations.include_leader:
             return self._leave(now)
-        self._here -= self._terminations.leaving
+        self._part_with_leaving(now)
         self._enter("pausing", now, seconds)
         return self.tick(now)
 
@@ -540,7 +649,7 @@ class LeaderState:
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
-        others = "; the other nodes wait for a new node 0" if len(self.members) > 1 else ""
+        others = "; the other nodes wait for a new node 0" if len(self.places) > 1 else ""
         return self.orders.append(Leave(f"told to stop{others}"))
 
     def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:
@@ -567,7 +676,9 @@ class LeaderState:
         if verdict.charged_to is None:
             by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
             return failure, "not restarted, by failurePolicy" if by_policy else REPEATS
-        if verdict.restart and self._budget.allows(verdict.charged_to, verdict.history):
+        if verdict.restart and (
+            self._does_without(failure) or self._budget.allows(verdict.charged_to, verdict.history)
+        ):
             return failure, verdict
         return failure, NOT_RESTARTED.get(verdict.stop) or self._spent()
 
@@ -614,7 +725,7 @@ class LeaderState:
         return kind != "" and (kind, failure.where) == (before, self.charged[-1].where)
 
     def _stand(self, why: str, now: float, *, succeeded: bool = False) -> None:
-        self._here -= self._terminations.leaving
+        self._part_with_leaving(now)
         self._enter("standing", now, None)
         self.orders.append(Stand(why, succeeded))
 
@@ -624,22 +735,23 @@ class LeaderState:
 
     def _enter(self, state: State, now: float, seconds: float | None) -> None:
         self.state, self._since = state, now
-        self.deadline = None if seconds is None else now + seconds
+        self._deadline = None if seconds is None else now + seconds
 
 
 class Terminations:
     """Nodes whose termination was requested from outside. Failures that follow from it are not charged."""
 
-    def __init__(self, leader: int, has_operator: bool) -> None:
-        self._leader, self._has_operator = leader, has_operator
+    def __init__(self, leader: int, others_go_on: bool) -> None:
+        """others_go_on: False if all nodes end when one leaves."""
+        self._leader, self._others_go_on = leader, others_go_on
         self._requested: set[int] = set()  # in this generation
         self.leaving: set[int] = set()  # nodes that have no new agent yet
         self.came_first = False  # whether a termination was requested before any failure
 
     @property
     def include_leader(self) -> bool:
-        """True if node 0's agent must end too. Without an operator all nodes end if one does."""
-        return self._leader in self.leaving if self._has_operator else bool(self.leaving)
+        """True if node 0's agent must end too."""
+        return self._leader in self.leaving if self._others_go_on else bool(self.leaving)
 
     def request(self, node: int) -> None:
         self.leaving.add(node)
@@ -655,7 +767,7 @@ class Terminations:
 
     def explain(self, failure: Failure) -> bool:
         """True if the root cause of the stop follows from a termination."""
-        if not self._has_operator or self.came_first:
+        if not self._others_go_on or self.came_first:
             return bool(self._requested)
         return bool(self._requested) and failure.precedence >= Precedence.RESUMABLE
 
@@ -682,6 +794,10 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     rank, step = min(ended)
     text = rules.ended_early(step or None, f"rank {failure.rank}", failure.step or None)
     return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
+
+
+def _listed(places: Sequence[int]) -> str:
+    return ", ".join(map(str, places))
 
 
 def _is_wrong(failure: Failure) -> bool:

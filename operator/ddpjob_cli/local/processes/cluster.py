@@ -22,7 +22,7 @@ from ddpjob_cli.local.processes import debugging, faults, pod_process, ranks
 from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_core.findings import NamedFinding
-from ddpjob_operator.job import api, command, launcher, reasons, topology
+from ddpjob_operator.job import api, command, launcher, reasons, topology, wording
 from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
@@ -34,6 +34,7 @@ from ddprun import ports, processes
 
 TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # bytes: four times a pipe's capacity, so one read empties it
+ELASTIC_CONF = "last_call_timeout=5,snooze=0"  # nodes start within seconds of each other, and none is flaky
 CREATING = Container("waiting", reason="ContainerCreating")
 
 
@@ -94,6 +95,8 @@ class LocalCluster:
         self._slots = slots
         self._reporting = reporting
         self._show, self._names = show, names
+        self._room = len(slots)
+        self._without_room: dict[str, tuple[api.DDPJob, CreatePod, dt.datetime]] = {}  # by name of the pod
         self._service = False
         self._ports: dict[int, socket.socket] = {}
         self._observations = 0
@@ -128,6 +131,7 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.known = facts.merge(pod.known, self._view(pod), self._observations)
         seen = tuple(pod.known for pod in self.pods.values() if pod.known is not None)
+        seen += tuple(self._waiting(name) for name in self._without_room)
         for pod in self.pods.values():
             pod.seen_ended = not pod.live
         newest = max(self._ports, default=None)
@@ -204,6 +208,15 @@ class LocalCluster:
             if pod.place == place:
                 os.kill(pod.node.pid, signal.SIGKILL)
 
+    def resize(self, job: api.DDPJob, nodes: int) -> None:
+        """Make room for so many nodes: the highest ones are told to leave, or started again."""
+        self._room = nodes
+        for pod in [pod for pod in self._live() if pod.place >= nodes]:
+            self._delete(job, DeletePod(pod.name, pod.name, None))
+        for name in [name for name, (_, action, _) in self._without_room.items() if action.place < nodes]:
+            its_job, action, _ = self._without_room.pop(name)
+            self.execute(its_job, (action,))
+
     def kill(self) -> None:
         for pod in self._live():
             pod.node.stop(grace_seconds=0)
@@ -222,6 +235,9 @@ class LocalCluster:
     def _start(self, job: api.DDPJob, action: CreatePod) -> None:
         body = self.body(job, action)
         name = body["metadata"]["name"]
+        if action.place >= self._room:
+            self._without_room[name] = job, action, dt.datetime.now(dt.timezone.utc)
+            return
         base = self._slots[action.place]
         slot = pod_process.Slot(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
         process = pod_process.process(body, slot)
@@ -231,6 +247,8 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env |= {environment.TERMINATION_LOG: str(termination_log), "DDPJOB_LOCAL": "1"}
+        if launcher.facts(job.spec).restarts_in_place:
+            process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:
             debugging.attach(process, base.terminal, self.folder)
         if faults.VARIABLE in process.env:
@@ -249,6 +267,7 @@ class LocalCluster:
 
     def _delete(self, job: api.DDPJob, action: DeletePod | EndPod) -> None:
         pod = self.pods.get(action.name)
+        self._without_room.pop(action.name, None)
         if pod is None:
             return
         grace = grace_seconds(job.spec.template) if action.grace_seconds is None else action.grace_seconds
@@ -263,6 +282,20 @@ class LocalCluster:
             for older in [a for a in self._ports if a < attempt]:
                 self._ports.pop(older).close()
         return ports.number(self._ports[attempt])
+
+    def _waiting(self, name: str) -> Pod:
+        """Return a pod for which there is no room, as a scheduler reports it."""
+        _, action, since = self._without_room[name]
+        return Pod(
+            name=name,
+            uid=name,
+            owner_uid=self.folder.name,
+            attempt=action.attempt,
+            place=action.place,
+            replacement=action.replacement,
+            unschedulable=f"--resize: there is room for {wording.count(self._room, 'node')}",
+            unschedulable_since=since,
+        )
 
     def _view(self, pod: LocalPod) -> Pod:
         phase = "Running" if pod.trainer.state == "running" else "Pending"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api, launcher, topology
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
@@ -27,6 +27,16 @@ class NodeFault:
 
     option: str
     node: int
+    at_seconds: float
+    wants = "the job had ended before"
+
+
+@dataclass(frozen=True)
+class Resize:
+    """There is room for another number of nodes: the highest ones save and leave, or come back."""
+
+    option: str
+    nodes: int
     at_seconds: float
     wants = "the job had ended before"
 
@@ -59,7 +69,7 @@ class RankFault:
         return f"that rank did not call ddpjob.progress() with that step{where}"
 
 
-Fault = NodeFault | RankFault | RepeatedFault
+Fault = NodeFault | RankFault | RepeatedFault | Resize
 
 
 @dataclass
@@ -104,9 +114,22 @@ def parse(text: str) -> Fault:
     raise InputError(f"{option}: must be {FORMS}")
 
 
+def parse_resize(text: str) -> Resize:
+    """Return the change of one --resize value. Raise InputError."""
+    option = f"--resize {text[:_OPTION_CHARACTERS_MAX]}"
+    match = re.fullmatch(r"([0-9]{1,15}),at=(.*)", text)
+    if match is None:
+        raise InputError(f"{option}: must be a number of nodes and a time: 2,at=30s")
+    return Resize(option, int(match[1]), _seconds(option, {"at": match[2]}, "at"))
+
+
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
-    ranks = topology.world_size(job.spec)
+    ranks, facts = topology.world_size(job.spec), launcher.facts(job.spec)
     for fault in faults:
+        if isinstance(fault, Resize) and (facts.min_nodes is None or not facts.restarts_in_place):
+            raise InputError(f"{fault.option}: needs a job with --nodes MIN:MAX under ddprun")
+        if isinstance(fault, Resize) and not (facts.min_nodes or 1) <= fault.nodes <= job.spec.nodes:
+            raise InputError(f"{fault.option}: the job trains with {facts.min_nodes} to {job.spec.nodes} nodes")
         if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
             raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.nodes - 1}")
         if isinstance(fault, RankFault) and fault.rank >= ranks:

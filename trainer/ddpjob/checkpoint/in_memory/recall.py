@@ -97,40 +97,61 @@ class Fetched(NamedTuple):
     """True if the script saved plain values, which belong to no object."""
     seeded: list[int]
     """Ranks whose random states are missing, so they are seeded."""
+    resized: bool
+    """Whether there were more or fewer ranks, so all are seeded."""
+
+
+class _Numbering(NamedTuple):
+    """Which ranks' small values count: a group that has changed has other ranks."""
+
+    of: list[tuple[int, int]]
+    """By present rank: the rank that wrote its slots, and the number of ranks then."""
+    counts: list[bool]
+    former: int
+    """Number of ranks when they were written."""
+
+    @property
+    def resized(self) -> bool:
+        """True if no rank is the one that it was."""
+        return self.former != len(self.of)
+
+
+def _numbering(of: list[tuple[int, int]]) -> _Numbering:
+    """of: who wrote what each rank finds; (rank, 0) if it finds nothing."""
+    now = len(of)
+    if any(size == now for _, size in of) or not any(size for _, size in of):
+        return _Numbering(of, [each == (rank, now) for rank, each in enumerate(of)], now)
+    former = max(size for _, size in of)
+    return _Numbering(of, [size == former for _, size in of], former)
 
 
 def fetch(
     shared: Shared | None, found: FoundState, rank: int, world_size: int, objects: Mapping[str, Any]
 ) -> Fetched | None:
     """Return the found state; None on all ranks if one of them cannot use it. Restores this rank's random states, or
-    seeds them if they are lost."""
+    seeds them if they are lost, or if there were more or fewer ranks."""
     version = found.held.version
-    own, early, left = _slots(shared, version, rank, world_size)
-    rng = (own or early or {"rng": None})["rng"]
+    own, early, boundaries, numbering = _that_count(shared, version, rank, world_size)
+    rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
     rows = _exchanged([own is not None, early is not None, rng is not None], world_size)
     trouble: list[str] = []
-    if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
+    lefts = _of_all(memory.Left(own is not None, boundaries), numbering)
+    if why := memory.mixed_up(lefts, version.step, resized=numbering.resized):
         trouble.append(why)
-    if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
-        trouble.append(
-            f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
-        )
+    source = next((number for number, row in enumerate(rows) if row[0]), None)
+    is_kept = numbering.resized or rng or rank not in found.ranks or shared is None or shared.has_left(version)
+    if why := _why_not_random(shared, version, own, source, is_kept=bool(is_kept)):
+        trouble.append(why)
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
     on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have the buffers in the large part
     if own is not None:
         own["small"] |= on_device
-    source = next((number for number, row in enumerate(rows) if row[0]), None)
     first: Any = None
-    if source is None:
-        trouble.append(
-            "steps were made after it, and all ranks were lost before one had written its state; the random states of "
-            "this step are gone"
-        )
-    else:
-        if shared is not None and rank in found.ranks and not (rng or shared.has_left(version)):
-            trouble.append("this rank had kept nothing when it was lost, so its random states of this step are gone")
+    if source is not None:
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
+    if numbering.resized:
+        own = early = None
     state = _tried(trouble, lambda: _checked(large, _small(own, early, first, of_0), found, objects))
     troubled = [number for number, row in enumerate(_exchanged(bool(trouble), world_size)) if row]
     if troubled:
@@ -143,7 +164,25 @@ def fetch(
         random_states.set_to(random_states.expanded(rng))
     else:
         random_states.seed(random_states.expanded(first["rng"]), version.step, rank)
-    return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not row[2]])
+    seeded = [number for number, row in enumerate(rows) if not row[2]]
+    return Fetched(state, first["by_value"], seeded, numbering.resized)
+
+
+def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, is_kept: bool) -> str:
+    """Why the random states of this step are not known; "" if they are, or a rank is seeded.
+
+    own: what this rank wrote. source: a rank that wrote it. is_kept: False if this rank should have kept something.
+    """
+    if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
+        return (
+            f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
+        )
+    if source is None:
+        return (
+            "steps were made after it, and all ranks were lost before one had written its state; the random states of "
+            "this step are gone"
+        )
+    return "" if is_kept else "this rank had kept nothing when it was lost, so its random states of this step are gone"
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
@@ -158,7 +197,8 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
         left = {} if early is None else early["small"]
         if lost := [name for name in place["own"] if small.get(name) and not left.get(name)]:
             raise StateError(
-                f"{', '.join(lost)}: this rank was lost with buffers of its own, before it had marked the step"
+                f"{', '.join(lost)}: each rank had buffers of its own, and this one has lost them before it had marked "
+                f"the step, or there were more or fewer ranks"
             )
         for others, names in (({} if of_0 is None else of_0["small"], place["of_0"]), (left, place["models"])):
             small |= {name: {**small[name], **others[name]} for name in names if name in others}
@@ -193,21 +233,34 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
     }
 
 
-def _all_left(
-    shared: Shared | None, version: Version, rank: int, world_size: int, *, is_own: bool
-) -> list[memory.Left]:
-    """Return, by rank, what is left of its boundaries in the generation that wrote the state."""
+def _that_count(
+    shared: Shared | None, version: Version, rank: int, world_size: int
+) -> tuple[Any, Any, dict[int, Any], _Numbering]:
+    """Return this rank's slots as `_slots` does, all that is left of its boundaries in that generation, and which
+    ranks' slots count. What another rank wrote is left out."""
+    own, early, version = _slots(shared, version)
     boundaries: dict[int, Any] = {}
+    of = (own or early or {"of": (rank, 0)})["of"]
     for slot in (*range(EARLY), *COPY_SLOTS):
         if shared is None:
             break
         at = shared.slot_version(slot)
         with contextlib.suppress(StateError, OSError, KeyError):
             value = shared.read_slot(slot) if at is not None and at[:2] == version[:2] else None
-            if at is not None and value is not None and value["of"] == (rank, world_size):
-                boundaries[at.step] = _in_hashes(value["small"])
-    rows = _exchanged([is_own, list(boundaries.items())], world_size)
-    return [memory.Left(own, dict(found)) for own, found in rows]
+            if at is not None and value is not None:
+                boundaries[at.step], of = _in_hashes(value["small"]), value["of"]
+    numbering = _numbering([(each[0], each[1]) for each in _exchanged(of, world_size)])
+    return (own, early, boundaries, numbering) if numbering.counts[rank] else (None, None, {}, numbering)
+
+
+def _of_all(own: memory.Left, numbering: _Numbering) -> list[memory.Left]:
+    """What each rank has left, by the ranks that they were."""
+    exchanged = _exchanged([own.own, list(own.boundaries.items())], len(numbering.of))
+    rows = [memory.Left(is_own, dict(found)) for is_own, found in exchanged]
+    if not numbering.resized:
+        return rows
+    left = {of[0]: row for of, row, counts in zip(numbering.of, rows, numbering.counts, strict=True) if counts}
+    return [left.get(former, memory.Left(False, {})) for former in range(numbering.former)]
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
@@ -249,18 +302,18 @@ def _is_copied_from(target: Any) -> bool:
     )
 
 
-def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any, Version]:
+def _slots(shared: Shared | None, version: Version) -> tuple[Any, Any, Version]:
     """Return this rank's slot of that version, its slot EARLY before that step, and the version that they belong to.
 
     If the rank died before it wrote a slot, the slot of an earlier generation that loaded this state is used as EARLY.
     """
     if shared is None:
         return None, None, version
-    found = _left(shared, version, rank, world_size)
+    found = _left(shared, version)
     step, first, last = (shared.cells[cell] for cell in (LOADED_STEP, LOADED_FROM, LOADED_BY))
     if found == (None, None) and step == version.step and first < version.generation <= last:
         version = version._replace(generation=first)
-        own, early = _left(shared, version, rank, world_size)
+        own, early = _left(shared, version)
         found = None, own or early
     if found != (None, None):
         write_record(
@@ -270,7 +323,7 @@ def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) 
     return *found, version
 
 
-def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
+def _left(shared: Shared, version: Version) -> tuple[Any, Any]:
     """Return this rank's slot written at the boundary of that version, and its slot EARLY written before that step;
     None for each that is missing."""
     boundaries = [shared.slot_version(slot) for slot in range(EARLY)]
@@ -282,7 +335,7 @@ def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple
         for slot in slots:
             with contextlib.suppress(StateError, OSError):
                 value = shared.read_slot(slot)
-        found.append(value if value is not None and value["of"] == (rank, world_size) else None)
+        found.append(value)
     return found[0], found[1]
 
 

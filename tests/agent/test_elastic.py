@@ -1,0 +1,162 @@
+"""Agents of a group whose number of nodes changes, on loopback: nodes come, are lost and leave. Without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import psutil
+import pytest
+from agents import Launcher, finish
+from free_port import free_port
+from shell import eventually
+
+LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
+
+# Each rank notes its generation, world size, rank and node, and runs until all may end. After SIGTERM to one all save.
+TRAIN = """
+import os, signal, sys, time
+life, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+assert os.environ["GROUP_WORLD_SIZE"] == size and os.environ["GROUP_RANK"] == rank
+def save(*_): open(f"told-{life}", "w").close()
+signal.signal(signal.SIGTERM, save)
+open(f"up-{life}-{size}-{rank}-{os.environ['NODE']}", "w").close()
+while not os.path.exists("enough"):
+    time.sleep(0.01)
+    if os.path.exists("fails") and rank == "1":
+        sys.exit(9)
+    if os.path.exists(f"told-{life}"):
+        open(f"saved-{life}-{rank}", "w").close()
+        sys.exit(75)
+"""
+
+
+class Job:
+    """The agents of an elastic job, by node."""
+
+    def __init__(
+        self, launcher: Launcher, nnodes: str, *words: object, snooze: float = 0, last_call: float = 5
+    ) -> None:
+        self.launcher = launcher
+        conf = f"last_call_timeout={last_call},snooze={snooze},timeout=60"
+        group = ["--nnodes", nnodes, "--master-port", free_port(), "--rdzv-id", launcher.mark, "--rdzv-conf", conf]
+        self._words = [*group, "--preload=json", *words, launcher.script(TRAIN)]
+        self.agents: dict[int, subprocess.Popen[str]] = {}
+        self.gone: list[subprocess.CompletedProcess[str]] = []
+
+    def start(self, *nodes: int, replacement: int = 0, **env: str) -> None:
+        for node in nodes:
+            own = {"NODE": str(node), "DDPJOB_REPLACEMENT": str(replacement)} | env
+            self.agents[node] = self.launcher.ddprun("--node-rank", node, *self._words, **own)
+
+    def kill(self, node: int) -> None:
+        """End a node as a power cut does."""
+        agent = self.agents.pop(node)
+        agent.kill()
+        agent.communicate()
+
+    def up(self, life: int) -> list[int]:
+        """Return the nodes of the ranks of a generation, in the order of the ranks, once all have begun."""
+
+        def begun() -> list[int]:
+            names = sorted(path.name.split("-")[2:] for path in self.launcher.folder.glob(f"up-{life}-*"))
+            return [int(node) for _, _, node in names] if names and len(names) == int(names[0][0]) else []
+
+        return eventually(begun)
+
+    def done(self) -> dict[int, subprocess.CompletedProcess[str]]:
+        """Let the ranks end; return how all agents did."""
+        (self.launcher.folder / "enough").touch()
+        return {node: finish(agent) for node, agent in self.agents.items()}
+
+
+def forget_killed(launcher: Launcher) -> None:
+    """Ignore the folder that a killed agent could not remove."""
+    for folder in (launcher.folder / "tmp").iterdir():
+        subprocess.run(["rm", "-r", folder], check=True)
+
+
+def test_two_of_four_nodes_start_and_those_that_come_later_join(launcher: Launcher) -> None:
+    job = Job(launcher, "2:4", last_call=0)
+    job.start(0, 2)
+    assert job.up(0) == [0, 2]
+    job.start(1)
+    assert job.up(1) == [0, 1, 2]
+    job.start(3)
+    assert job.up(2) == [0, 1, 2, 3]
+    assert len(list(launcher.folder.glob("saved-0-*"))) == 2, "each could save first"
+    done = job.done()
+    assert {d.returncode for d in done.values()} == {0}
+    said = done[0].stderr
+    assert "ddprun: start of nodes 0,2; the others have not connected\n" in said
+    assert "ddprun: restart 1 of nodes 0-2: node 1 joined\n" in said
+    assert "ddprun: restart 2: node 3 joined\n" in said
+
+
+@pytest.mark.parametrize("env", [{}, {"DDPJOB_RESTARTS_LEFT": LEFT}], ids=["alone", "operator"])
+def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(
+    launcher: Launcher, env: dict[str, str]
+) -> None:
+    job = Job(launcher, "2:3", "--max-restarts", 0)
+    job.start(0, 1, 2, **env)
+    assert job.up(0) == [0, 1, 2]
+    job.kill(1)
+    assert job.up(1) == [0, 2]
+    job.start(1, replacement=1, **env)
+    assert job.up(2) == [0, 1, 2]
+    done = job.done()
+    assert {d.returncode for d in done.values()} == {0}
+    assert "ddprun: restart 1 of nodes 0,2: node 1 is lost\n" in done[0].stderr
+    assert "charged" not in done[0].stderr
+    forget_killed(launcher)
+
+
+def test_fewer_than_the_smallest_number_wait_for_another_node(launcher: Launcher) -> None:
+    job = Job(launcher, "2:3")
+    job.start(0, 1, 2)
+    job.up(0)
+    job.kill(1)
+    job.kill(2)
+    eventually(lambda: not psutil.Process(job.agents[0].pid).children(recursive=True)[1:])
+    job.start(1, 2)
+    assert job.up(1) == [0, 1, 2]
+    assert {d.returncode for d in job.done().values()} == {0}
+    forget_killed(launcher)
+
+
+def test_a_node_that_is_told_to_stop_leaves_after_all_have_saved_and_the_others_go_on(launcher: Launcher) -> None:
+    job = Job(launcher, "1:3")
+    job.start(0, 1, 2)
+    job.up(0)
+    job.agents[1].terminate()
+    assert finish(job.agents.pop(1)).returncode == 75
+    assert job.up(1) == [0, 2]
+    assert len(list(launcher.folder.glob("saved-0-*"))) == 3
+    assert {d.returncode for d in job.done().values()} == {0}
+
+
+def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launcher) -> None:
+    job = Job(launcher, "1:2", snooze=500, last_call=0)
+    job.start(0)
+    assert job.up(0) == [0]
+    job.start(1)
+    assert job.agents[1].stderr is not None
+    assert job.agents[1].stderr.readline() == "ddprun: the other nodes train; this one joins them in 500 s\n"
+    done = job.done()
+    assert [done[node].returncode for node in (0, 1)] == [0, 0]
+    assert done[1].stderr == ""
+
+
+def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(launcher: Launcher) -> None:
+    """Ranks are numbered anew in each generation: the rank that failed had the number of one that ran here before."""
+    job = Job(launcher, "2:3", "--max-restarts", 0, snooze=500)
+    job.start(0, 1, 2)
+    job.up(0)
+    job.kill(1)
+    assert job.up(1) == [0, 2]
+    job.start(1, replacement=1)
+    assert job.agents[1].stderr is not None
+    assert "joins them in" in job.agents[1].stderr.readline()
+    (launcher.folder / "fails").touch()
+    assert {node: finish(agent).returncode for node, agent in job.agents.items()} == {0: 75, 1: 75, 2: 9}
+    forget_killed(launcher)

@@ -1,0 +1,49 @@
+"""Decide when nodes that connect while a generation is running may join it, which stops all ranks once.
+
+A node joins after a snooze. The snooze doubles each time that the node leaves within ten minutes, up to ten minutes. So
+a node that comes and goes interrupts the training less and less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+STABLE_SECONDS = 600.0  # a node that stays so long may join, however often it has left before
+
+
+class Newcomers:
+    """When each place may join, and how often it has left."""
+
+    def __init__(self, snooze_seconds: float) -> None:
+        self._snooze_seconds = snooze_seconds
+        self._snoozes: dict[int, float] = {}
+        self._joins_at: dict[int, float] = {}
+        self._left: dict[int, tuple[float, int]] = {}  # by place: last time, and times in a row
+
+    def came(self, place: int, now: float, *, is_ready: bool) -> None:
+        """Handle a node that connected. is_ready: its ranks would start at once."""
+        self._snoozes[place] = min(self._snooze_seconds * 2 ** self._departures(place, now), STABLE_SECONDS)
+        self._joins_at.pop(place, None)
+        if is_ready:
+            self.ready(place, now)
+
+    def ready(self, place: int, now: float) -> None:
+        """Begin the snooze. Until then the node imports what its ranks need, and all ranks would wait for that."""
+        self._joins_at.setdefault(place, now + self._snoozes[place])
+
+    def left(self, place: int, now: float) -> None:
+        """Handle a node that is lost or leaves."""
+        self._left[place] = now, self._departures(place, now) + 1
+
+    def due_at(self, places: Iterable[int]) -> float | None:
+        """Return when the first of these connected nodes may join; None if none is ready."""
+        return min((self._joins_at[place] for place in places if place in self._joins_at), default=None)
+
+    def joins_in(self, place: int, now: float) -> float:
+        """Return the seconds until this connected node may join, from when it is ready."""
+        return self._joins_at.get(place, now + self._snoozes[place]) - now
+
+    def _departures(self, place: int, now: float) -> int:
+        """Return how often in a row this place has left."""
+        at, times = self._left.get(place, (0.0, 0))
+        return times if now < at + STABLE_SECONDS else 0
