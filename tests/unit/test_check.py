@@ -1454,7 +1454,7 @@ def test_a_missing_script_is_reported_and_may_be_passed_next_to_the_job(job_file
 def test_a_typo_in_the_command_is_named(job_file, command: list[str], meant: str) -> None:
     """The name may be right in the image, so it is no error; but "nothing found" alone would hide the typo."""
     result = ran(job_file("print()", *command))
-    assert (result.return_value, result.stderr.count(f"; did you mean {meant}?, so only the job was read")) == (0, 1)
+    assert (result.return_value, result.stderr.count(f"; did you mean {meant}?, so only the job was checked")) == (0, 1)
 
 
 def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
