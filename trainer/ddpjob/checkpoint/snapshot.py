@@ -120,7 +120,7 @@ class Snapshot:
             raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
         if _URL.match(str(folder)):
             raise ConfigurationError(
-                f"folder: {folder} is a URL, and would be a folder beside the script. Mount the volume, and give the "
+                f"folder: {folder} is a URL, and would be taken as a local path. Mount the volume, and give the "
                 f"path of a folder in it."
             )
         self._folder = None if folder is None else Path(folder)
@@ -142,11 +142,11 @@ class Snapshot:
         self._problem: BaseException | None = None  # the next `_join` raises it, because this process must end
         self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
         self._owed: _Owed | None = None  # the state that only memory has, until the folder has it or a newer one
-        self._late: dict[int, str] = {}  # store keys of ranks that were missing at the save before
-        # Part of the store keys. `load` sets rank 0's name on all ranks, because paths may differ by node.
+        self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
+        # Part of the store keys. `load` sets rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Count of optimizer steps at which the other ranks must have passed the last save, because gradients are summed
-        # over all ranks: two steps after it, because an optimizer with a closure (LBFGS) runs backward inside step().
+        # Number of optimizer steps after which all ranks have passed the last save, because gradients are summed over #
+        # all ranks. Two steps after the save: an optimizer with a closure (LBFGS) runs backward inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that were logged, each once
@@ -258,7 +258,7 @@ class Snapshot:
         if not in_thread:
             self._write_or_note(writer, unwritten)
             return
-        # Not a daemon thread: a script that ends without close() still gets its last state.
+        # Not a daemon thread, so that the last state is written if a script ends without close().
         self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
 
@@ -299,7 +299,7 @@ class Snapshot:
         writer = self._claim(to_save=True)
         self._must_be_newest(writer)
         claim = _claim_of(self.folder, writer)
-        if claim is None:  # the claim was deleted; without it the next attempt would take the same number
+        if claim is None:  # the claim was deleted; without a new one the next attempt would take this number
             create_exclusively(self.folder, writer, self._own_claim.as_json())
         elif claim != self._own_claim:
             raise self._superseded()

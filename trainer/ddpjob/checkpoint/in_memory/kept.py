@@ -161,7 +161,8 @@ class Kept:
         return value
 
     def samplers(self) -> dict[str, Any]:
-        """The GlobalBatchSamplers by name. One advances when its next batch is requested. Raises ReplacedError."""
+        """The GlobalBatchSamplers by name. A sampler advances when its next batch is requested. Raises
+        ReplacedError."""
         return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:
@@ -330,7 +331,7 @@ class Kept:
         self._held = []
 
     def changed(self) -> str:
-        """Return what has changed since `record` without an optimizer step: PARAMETERS, an optimizer's name, or ""."""
+        """Return which state has changed since `record` without a step: PARAMETERS, an optimizer's name, or ""."""
         found = dict(zip([*self.optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
         is_sampled = self._counters[-1].is_recorded
         if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):

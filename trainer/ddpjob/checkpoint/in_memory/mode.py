@@ -40,5 +40,6 @@ _NEXT: dict[Event, dict[Mode, Mode]] = {
 
 
 def after(mode: Mode, event: Event) -> Mode:
-    """Return the next mode: the same one if the table has none, for example if room comes for dropped objects."""
+    """Return the next mode: the same mode if the table has none, for example if memory was reserved for objects that
+    are dropped."""
     return _NEXT[event].get(mode, mode)

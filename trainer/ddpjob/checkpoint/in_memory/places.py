@@ -2,11 +2,11 @@
 
 The memory has these values as of the last boundary. They can change in three places:
 
-    within the step      between optimizer.step() and the boundary: the boundary has the change
+    within the step between optimizer.step() and the boundary: the boundary has the change
     before save()        between should_stop(step) and save(step): a folder has the change, the boundary has not
     after save()         at the top of the loop: neither has it, and the script repeats it after a restart
 
-A boundary counts if a restart may continue from it:
+A boundary *counts* if a restart may continue from its state:
 
     named by save()            always, because a folder has the same values
     marked by should_stop(),   if nothing has changed after it, except values known to change after save(); if the
@@ -104,11 +104,11 @@ class Places:
         return new
 
     def trusts(self, name: str) -> bool:
-        """True if losing this value's change after the last boundary does no harm: a folder lacks the change too."""
+        """True if a restart may lose this value's change after the last boundary: a file would lack the change too."""
         return self.counts or name in self._after_save - self._before_save
 
     def suspects(self, name: str) -> bool:
-        """True if this value may change before save(): a folder may have a change that the boundary has not."""
+        """True if this value may change before save(): a file may have a change that the last boundary lacks."""
         return name in self._before_save | self._unknown
 
     def after_save(self, names: Iterable[str]) -> None:
@@ -120,7 +120,7 @@ class Places:
         self._after_save |= self._samplers
 
     def unsettled(self, values: Mapping[str, Any]) -> list[str]:
-        """Names for which the last boundary does not have what a folder would have."""
+        """Names of values that differ between the last boundary and a file that save() would write now."""
         return sorted(self._of_open(moved(self.marked, values)) - (self._after_save - self._before_save))
 
     def is_settled(self, schedulers: Iterable[str]) -> bool:

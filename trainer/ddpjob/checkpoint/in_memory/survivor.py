@@ -2,7 +2,8 @@
 
 Flow: the agent closes its end of a pipe when a rank of the group has failed. The thread `ddpjob-memory` wakes up,
 checks that the state is clean, writes it to the agent's memory and sets ANSWER to SAVED or UNABLE. A rank that ends by
-an exception does the same at exit. So does a rank that is told to stop if there is no folder, or the last save failed.
+an exception does the same at exit. A rank that stops on request does it too, if there is no folder or the last save
+failed.
 
 Life cycle: `memory.Keeper` creates one Survivor per process. Its thread is a daemon and runs until the process exits.
 It sees only the `Keeps` part of the Keeper. `shared.py` writes the areas that the ranks of a node share.
