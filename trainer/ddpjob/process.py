@@ -125,7 +125,7 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._note)
             signal.siginterrupt(signal.SIGTERM, False)  # some libraries cannot handle EINTR
             before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            if before != -1:  # an event loop needs it; the Python handler _note writes the byte too, a little later
+            if before != -1:  # the script's event loop needs it; the Python handler _note writes our byte later
                 signal.set_wakeup_fd(before)
 
     def restore(self) -> None:

@@ -41,13 +41,13 @@ Stop = Literal[
 ]
 
 BACKOFF_LIMIT = 3
-# A healthy job on preemptible nodes may lose hundreds of them in a week: only losses in a row count.
+# Only losses in a row count: a healthy job on preemptible nodes may lose hundreds of nodes in a week.
 INFRASTRUCTURE_IN_A_ROW_MAX = 100
 STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
-# Time after which the back-off is reset for a job without step reports, as in the kubelet: only time shows its success.
-# The number of free restarts is not reset.
+# Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
+# They do not reset the count of lost peers (the first counts against no limit), or such a job might restart forever.
 RESET_AFTER_SECONDS = 600
 # A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
 # imports within a minute.
@@ -207,7 +207,7 @@ class Budget(NamedTuple):
         return self if grant.replaced <= self.replaced else self._by(grant, grant.known.of(replacement))
 
     def allows(self, to: ChargedTo, after: RestartHistory) -> bool:
-        """True if a restart that leads to this history is left."""
+        """True if the budget still has the restart that leads to this history."""
         return bool(getattr(after, to) <= getattr(self, to)) and after.total <= self.total
 
     @property

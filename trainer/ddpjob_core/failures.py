@@ -39,7 +39,7 @@ _KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
 
 class Precedence(enum.IntEnum):
-    """Rank of a failure as a cause; the lowest is the root cause."""
+    """Priority of a failure as the cause; the failure with the lowest number is the root cause."""
 
     KERNEL = 0
     """Out of memory, or never started: nothing outside the pod causes that."""
@@ -124,7 +124,7 @@ class Failure(NamedTuple):
 
     @property
     def precedence(self) -> Precedence:
-        """Return the precedence that follows from the process; root_cause.py adds what Kubernetes knows of the pod."""
+        """Return the precedence by the process's own end; root_cause.py also uses what Kubernetes knows of the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):
@@ -158,7 +158,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> Failure:
-        """Read what another process has written; long texts are cut. Raise ValueError with the key that is wrong."""
+        """Read a failure that another process wrote; cut long texts. Raise ValueError with the wrong key."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is not an object")
         values = {}
@@ -192,9 +192,7 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that explains the others: the first of the strongest precedence. failures: in order of
-    arrival.
-    """
+    """Return the failure that explains the others: the first with the lowest precedence. failures: in order of arrival."""
     return min(failures, key=lambda failure: failure.precedence)
 
 
@@ -211,8 +209,8 @@ def signal_name(number: int) -> str:
 def first_line(text: str) -> str:
     """Return the first line of an exception, joined with the next if it ends in a colon.
 
-    If the text quotes a traceback, return the end of that. For NCCL's error add its kind, which shows a lost peer and
-    stands in the second line, and the detail after "Last error:".
+    If the text quotes a traceback, return its end. For NCCL's error add the detail after "Last error:", and the kind of
+    error from the second line, which shows a lost peer.
     """
     text = quoted(text) or text
     first, *more = text.strip().split("\n")
@@ -232,7 +230,7 @@ def abridged(text: str, length: int) -> str:
     """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
     between.
 
-    The last sentence is whole: a cut could separate a secret from its name, and then it would not be masked.
+    The last sentence is never cut: a secret without its name before it would not be masked.
     """
     if len(text) <= length:
         return text

@@ -32,7 +32,7 @@ class NamedFinding(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Any) -> NamedFinding:
-        """Read what another process has written. Raises ValueError if it is not a finding; texts are cut."""
+        """Read a finding that another process has written; cut long texts. Raises ValueError if it is none."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is not an object")
         reason, message = written.get("reason"), written.get("message")

@@ -280,8 +280,7 @@ def _end_as_resumable() -> None:
     if step is None or not (error is None or isinstance(error, SystemExit)):
         return
     termination.tell_stopped(step)
-    # None if `init` made the group and it was left, or in the second call: multiprocessing calls this before atexit
-    # does.
+    # None if the group of `init` was left. None also in the second call, by atexit after multiprocessing's.
     agreement, state.agreement = state.agreement, None
     ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
     if agreement is not None and state.group is None and ends_well:  # a process that has not left must end within 2 s

@@ -1,4 +1,4 @@
-"""Decides from the measurements of all ranks which nodes are too slow. Pure, and without torch.
+"""Decide from the measurements of all ranks which nodes are too slow. Pure, and without torch.
 
 Measures are seconds per unit of work: less is better, and 0 means not measured. A node is bad if it takes twice as long
 as the median node and the difference matters. A suspect is measured again (`best_of`), because it may have been busy.
@@ -111,9 +111,9 @@ def judge(measures: Sequence[RankMeasures]) -> NodeResult:
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
-    """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link affects
-    both its ends, but only a slow node has no better links. Pods of one machine communicate without a network, so with
-    several machines only links between machines count."""
+    """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link lowers
+    the measure of both ends, but the median is low only on a slow node. Pods of one machine communicate without a
+    network, so with several machines only links between machines count."""
     machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
     for node in sorted(machine):
