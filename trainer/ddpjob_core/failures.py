@@ -192,7 +192,7 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that explains the others: the first with the lowest precedence. failures: in order of arrival."""
+    """Return the failure that explains the others: the first with the lowest precedence. failures: by arrival."""
     return min(failures, key=lambda failure: failure.precedence)
 
 

@@ -26,7 +26,7 @@ class Life(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its log folder. Several pre-flights may have the same number, but their ports differ."""
+        """Name of the log folder. Several pre-flights may have the same number, but their ports differ."""
         return f"preflight_{self.port}" if self.preflight else str(self.generation)
 
 

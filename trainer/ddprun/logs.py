@@ -191,7 +191,7 @@ class _Tail:
             os.close(self._file)
             raise
         self._part = b""  # incomplete last line
-        self._goes_on = False  # whether part of a long line was shown
+        self._goes_on = False  # True if part of a long line was shown
         self._waiting = b""  # data for the console
         self.taken = 0  # bytes that the console has taken
 

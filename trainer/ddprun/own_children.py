@@ -47,7 +47,7 @@ def _wait_and_end(child: int) -> None:
     while True:
         number = signal.sigwait(signal.valid_signals() - OWN_SIGNALS)
         if number != signal.SIGCHLD:
-            os.kill(child, number)  # not yet reaped, so the pid is still its own
+            os.kill(child, number)  # the child is not reaped yet, so its pid is not reused
             continue
         code = dict(processes.reaped()).get(child)
         if code is not None:

@@ -25,9 +25,9 @@ class ForkServer:
         self.ready = False
         self.refused = ""  # reason why it cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
-        self.spares: set[int] = set()  # our children that wait for a run
+        self.spares: set[int] = set()  # pids of spares: forked ranks that wait for a script to run
         self._spares_left = 0  # spares that are still to be forked
-        self._forks_spare = False  # whether a requested spare was not answered yet
+        self._forks_spare = False  # True if the server has not answered a request for a spare
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
         self.later, its_later = socket.socketpair()  # for the child that learns imports and becomes the next server

@@ -4,8 +4,8 @@ Each rank writes a file for its agent (`reporting/rank_end.py`): whether it form
 DDP modules. Agents send this to node 0 when their ranks have ended.
 
 A difference at the end alone proves nothing: a rank may save averaged weights, load its best checkpoint, or prune. So
-ranks also record a checksum of their parameters at some backward passes, the last ones included, because DDP needs
-equal parameters there. Replicas are reported only if they differed there and at the end.
+ranks also record a checksum of their parameters at some backward passes and at the last ones, because DDP needs equal
+parameters there. Replicas are reported only if they differed there and at the end.
 
 Pure. Malformed input counts as unknown, and nothing unknown is reported.
 """

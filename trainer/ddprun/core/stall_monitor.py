@@ -4,9 +4,9 @@ In: a `Heartbeat` per rank from `watch_ranks.py`, which keeps one `HeartbeatTrac
 Out: one `StallReport` per node, which the leader combines for the group.
 
 The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group stalls.
-So if some ranks report steps, ranks that report less are ignored. The agent reads heartbeats from shared memory, so no
-message can be lost. But the agent may be suspended together with its ranks. So after a gap in its own reads, all clocks
-start again.
+If some ranks report steps, ranks that show only collectives are ignored. The agent reads heartbeats from shared memory,
+so no message can be lost. But the agent may be suspended together with its ranks, so all clocks start again after a gap
+in its own reads.
 
 The cost: a script without the library shows only its collectives, so the start of its training is a guess
 (LOOKS_UNTIL_TRAINING).
@@ -22,7 +22,7 @@ from ddpjob_core.stall_limits import Learned, Limit, Phase, learn, limit
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
 STILL_SECONDS = 5.0  # a rank blocked in a collective uses no CPU time
-# Levels: what shows the progress of a rank. A rank without the library shows collectives only.
+# Levels, by what shows the progress of a rank: steps, or only collectives if the script does not use the library.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 # Reads with progress after which a script without the library counts as training, because it does not report that. With
 # fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.

@@ -47,7 +47,7 @@ class Position(NamedTuple):
 
 
 class Question:
-    """A request to all nodes for the positions of their ranks, and the answers."""
+    """A request to all nodes for the positions of their ranks, with the answers."""
 
     def __init__(self) -> None:
         self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
@@ -72,7 +72,7 @@ class Question:
 
 
 class TimeoutQuestion(Question):
-    """The question after a rank waited for another until its timeout."""
+    """The request for positions after a rank has waited for another until its timeout."""
 
     def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
         """Return the failure of the rank that the others waited for, if that is clear.
@@ -86,7 +86,7 @@ class TimeoutQuestion(Question):
 
 
 class DeadlockSearch(Question):
-    """The question what each rank waits in, asked while no rank uses the CPU."""
+    """The request for what each rank waits in, sent while no rank uses the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class DeadlockSearch(Question):
 
 
 class Standstill(Question):
-    """The question after a stall, and the stall reports of the nodes in this generation."""
+    """The request for positions after a stall, and the nodes' stall reports in this generation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ class Standstill(Question):
         return self.is_answered(nodes)
 
     def settle(self) -> Failure | None:
-        """Close the question. Return the failure if the group is still stalled and a hang is certain."""
+        """End the request. Return the failure if the group is still stalled and a hang is certain."""
         positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
         counting, stalled, self._positions = self._counting, self.stalled, None
-        # Nodes measure the next stall from this question on.
+        # Nodes measure the next stall from this request on.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
@@ -171,7 +171,7 @@ class Standstill(Question):
 
     @property
     def stalled(self) -> bool:
-        """True if all ranks that count are stalled."""
+        """True if all nodes that report at the highest level are stalled."""
         return bool(self._counting) and all(report.stalled for report in self._counting)
 
 
