@@ -66,11 +66,11 @@ class Attempt(NamedTuple):
     """What a failed attempt has achieved."""
 
     made_a_new_step: bool
-    """True if it went beyond the furthest step of all earlier attempts."""
+    """True if the attempt went beyond the furthest step of all earlier attempts."""
     reports_steps: bool
     """True if any attempt of the job has reported a step."""
     ran_seconds: float
-    """Seconds during which all its ranks were running."""
+    """Seconds during which all ranks of the attempt were running."""
     only_complaints: bool = False
     """True if ranks reported lost peers, and no lost node, pod or connection was seen."""
 
@@ -108,13 +108,13 @@ class RestartHistory(NamedTuple):
     in_a_row: int = 0
     """Restarts without a new step since the last one; the back-off depends on it."""
     charged_in_a_row: int = 0
-    """Those among `in_a_row` that were charged to application or stall."""
+    """Restarts in `in_a_row` that were charged to application or stall."""
     charged_at: tuple[dt.datetime, ...] = ()
     """Times of charges to the application, as far back as backoff_limit needs."""
     uncharged_in_a_row: int = 0
     """Restarts for lost nodes since the last new step. They are limited, however long the attempts were running."""
     peers_lost: int = 0
-    """Those among `uncharged_in_a_row` with only reports of lost peers."""
+    """Restarts in `uncharged_in_a_row` for which ranks only reported lost peers."""
 
     @property
     def spent(self) -> Spent:

@@ -54,7 +54,7 @@ class Precedence(enum.IntEnum):
     UNKNOWN = 5
     """Exit code 1 without an exception, or an abort: many failures look like this."""
     LATE = 6
-    """As OWN, but it ended after the operator had stopped it: probably what made the others fail."""
+    """As OWN, but the process ended after the operator had stopped the pod. It probably made the others fail."""
     RESUMABLE = 7
     """It saved and stopped on request, or an agent's connection was lost: the cause is elsewhere."""
     SYMPTOM = 8
@@ -71,41 +71,41 @@ class Failure(NamedTuple):
     node_rank: int | None = None
     """The node, if it failed as a whole."""
     exit_code: int | None = None
-    """128 + n if signal n ended it."""
+    """128 + n if signal n ended the process."""
     signal: str = ""
     """For example SIGSEGV."""
     exception: str = ""
     """The exception's line."""
     step: int = 0
-    """Its last step."""
+    """Last step of the rank."""
     time: float = 0.0
-    """Seconds since 1970 by its node's clock; 0 if unknown."""
+    """Seconds since 1970 by the clock of the rank's node; 0 if unknown."""
     resumable: bool = False
-    """True if it stopped on request, with everything saved."""
+    """True if the rank stopped on request, with its state saved."""
     symptom: bool = False
-    """True if it only reports a lost peer."""
+    """True if the exception only reports a lost peer."""
     stalled: bool = False
-    """True if it was stopped because the group was stalled."""
+    """True if the rank was stopped because the group was stalled."""
     early: bool = False
-    """True if it ended with 0 while others were waiting for it."""
+    """True if the rank ended with 0 while others were waiting for it."""
     vanished: bool = False
-    """True if its node, its pod or its agent's connection was lost without a report."""
+    """True if the node, the pod or the agent's connection was lost without a report."""
     unstarted: bool = False
     """True if the process could not be started."""
     preflight: bool = False
-    """True if it is the result of a node check."""
+    """True if the failure comes from a node check before the training."""
     bad_nodes: tuple[int, ...] = ()
     """Node ranks that a node check found far slower than the others."""
     traceback: str = ""
     """The last lines of the traceback."""
     where: str = ""
-    """The line of the script that raised it, such as train.py:41."""
+    """The line of the script that raised the exception, such as train.py:41."""
     failure_class: str = ""
     """The rules.Class that an agent assigned."""
     charged_to: str = ""
     """The budget that an agent charged."""
     generation: int | None = None
-    """Generation of the ranks that it ended, according to the agent that charged it."""
+    """Generation of the ranks that this failure ended, according to the agent that charged it."""
     waited_in: int = 0
     """The collective of the default group in which it waited for another rank until its timeout; 0 if it did not, or if
     unknown.

@@ -13,7 +13,7 @@ from ddpjob_core.failures import BRIEF_MAX
 
 FINDINGS_MAX = 8
 NO_PROCESS_GROUP = "NoProcessGroup"
-"""Several ranks were expected, but none has formed a process group, so each has trained alone, or not at all."""
+"""Several ranks were expected, but no rank has formed a process group, so each has trained alone, or not at all."""
 REPLICAS_DIFFER = "ReplicasDiffer"
 """The parameters of a DDP-wrapped module were not the same on all ranks at the end."""
 FAILURE_IN_LOG = "FailureInLog"

@@ -30,7 +30,7 @@ SECTION_BYTES = 64 << 20
 """Reserved addresses, not memory: a slot uses memory only for pages that were written."""
 
 EVERY_MAX = 1 << 20
-"""Stands for an unknown number of steps between two copies, if the script decides when to make one."""
+"""Stands for an unknown number of steps between two copies, if the script's calls decide when a copy is made."""
 (GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
 RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
 NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS
@@ -109,7 +109,7 @@ class Held(NamedTuple):
     size: int
     """In bytes."""
     total: int
-    """Sum of its bits, equal on all holders."""
+    """Checksum of the state, equal on all nodes that have it."""
     assumed: bool = False
     """True if it contains the objects passed to `load`, because the script has not called `save` yet."""
     every: int = 0

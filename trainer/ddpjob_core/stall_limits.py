@@ -33,7 +33,7 @@ class Survived(NamedTuple):
 
     longest_seconds: float = 0.0
     surprised: bool = False
-    """True if one of them was longer than expected."""
+    """True if one of these times was longer than expected."""
 
 
 class Learned(NamedTuple):

@@ -17,7 +17,7 @@ class Life(NamedTuple):
     """One generation of all ranks."""
 
     generation: int
-    """Number of restarts before it."""
+    """Number of restarts before this generation."""
     members: Members
     port: int
     """Port of rank 0's store; each generation has another, so that no old process can join."""

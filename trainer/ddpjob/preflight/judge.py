@@ -36,11 +36,11 @@ class RankMeasures(NamedTuple):
     resolve_seconds: float = 0.0
     """Time to resolve MASTER_ADDR."""
     skew_seconds: float = 0.0
-    """Its clock minus that of node 0."""
+    """Seconds: the node's clock minus that of node 0."""
     shm_bytes: int | None = None
     """Free bytes in /dev/shm."""
     trouble: str = ""
-    """What could not be measured, and why."""
+    """Name of what could not be measured, and the reason."""
     peers: tuple[Peer, ...] = ()
 
 

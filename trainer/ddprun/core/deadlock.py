@@ -37,7 +37,7 @@ class Call(NamedTuple):
     """A collective that a rank has begun."""
 
     number: int
-    """In its group."""
+    """Number of the collective in its group."""
     op: str
     shape: str = ""
     size: int = -1
@@ -56,7 +56,7 @@ class GroupCalls(NamedTuple):
     begun: int
     """Number of the newest collective; -1 if unknown."""
     recent: tuple[Call, ...]
-    """The latest collectives, oldest first. Contains every one that is not done."""
+    """The latest collectives, oldest first, with all that are not done."""
 
 
 class Waits(NamedTuple):

@@ -38,7 +38,7 @@ class Heartbeat(NamedTuple):
     step: int
     collectives: int
     over: bool = False
-    """True if it needs no other rank: it left its group, its script has ended, or the other scripts have."""
+    """True if the rank needs no other rank: it left its group, or its script or the others' have ended."""
     completed: bool = False
     """True if a collective of its default group has completed."""
 
@@ -52,7 +52,7 @@ class HeartbeatTracker(NamedTuple):
     """The step, or the number of collectives begun."""
     advanced_at: float
     measured: bool
-    """False if the first read fell in the middle of a step, so its duration is unknown."""
+    """False if the first read fell in the middle of a step, so the step's duration is unknown."""
     learned: Learned
     moves: int
     """Number of reads that found progress."""
@@ -71,9 +71,9 @@ class StallReport(NamedTuple):
     level: int
     """0 if no rank sends heartbeats."""
     stalled: bool
-    """True if every rank that counts exceeded its limit."""
+    """True if every rank that shows the most (steps, else collectives) has exceeded its limit."""
     seconds: float
-    """Time since the last progress of any of them."""
+    """Seconds since the last progress of any of these ranks."""
     phase: Phase
     still: bool = False
     """True if no rank has used the CPU for STILL_SECONDS."""

@@ -24,7 +24,7 @@ class Position(NamedTuple):
     rank: int
     step: int = 0
     sequence: int = 0
-    """Number of its last collective in the default group; 0 if unknown."""
+    """Number of the rank's last collective in the default group; 0 if unknown."""
     op: str = ""
     done: bool = True
     """False while the rank is in that collective."""
@@ -33,7 +33,7 @@ class Position(NamedTuple):
     answers: bool = True
     """False if no thread of the rank could answer. Its step is known anyway."""
     idle: bool = False
-    """True if it needs no other rank any more, and has used no CPU during the stall."""
+    """True if the rank needs no other rank any more, and has used no CPU during the stall."""
     apart: bool = False
     """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
     does not show what it waits for.

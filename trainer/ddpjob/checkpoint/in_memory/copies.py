@@ -56,7 +56,7 @@ class Boundary(NamedTuple):
     """Returns the small values of this step; write them at once."""
     assumed: bool
     must_be_copied: bool = False
-    """Copy now: the script has called save(), and nothing else will have this state."""
+    """True if save() was called and nothing else will have this state, so it is copied now."""
 
 
 class _Written(NamedTuple):

@@ -57,12 +57,12 @@ class _Flight:
         self.passed: StreamMark | None = None
         """Mark on the device after the copy and the backward pass of the next step; None before that pass."""
         self.held: Held | None = None
-        """Description of the copy without its sum; None if this rank does not write the state."""
+        """Description of the copy without its checksum; None if this rank does not write the state."""
         self.area = 0
         self.ticket: Ticket | None = None
         self.total: int | None = None
         self.parts: list[torch.Tensor] = []
-        """Views of the area that are summed."""
+        """Views of the area that the checksum covers."""
         self._summing: threading.Thread | None = None
 
     def is_down(self) -> bool:

@@ -47,7 +47,7 @@ _version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 PARAMETERS = "parameters"
 BUFFERS = "\0ddpjob buffers"
-"""Name of the buffers in a state that also has the large values."""
+"""Key of the buffers in a copy from a device, next to the large values."""
 
 
 class OutgrownError(StateError):
@@ -485,7 +485,7 @@ class _Views(NamedTuple):
 
     addresses: list[int]
     tensors: list[torch.Tensor]
-    """Keep the memory alive if another thread replaces a tensor."""
+    """References that keep the memory alive if another thread replaces a tensor."""
     are_whole: list[bool]
     """True for each tensor that is viewed completely."""
     views: list[Any]

@@ -8,7 +8,7 @@ from typing import Literal
 
 Event = Literal["named", "dropped", "proven", "reserved", "grown", "changes", "refused"]
 """named: the script passes objects. dropped: it trains others. proven: nothing large changes between a boundary and the
-next step. changes: something large does. reserved: there is room. grown: too little room. refused: cannot be kept."""
+next step. changes: something large does. reserved: memory is there. grown: too little memory. refused: not kept."""
 
 
 class Mode(enum.Enum):

@@ -38,7 +38,7 @@ class Places:
         self.doubted: set[str] = set()
         """Names of values that may change at the top of the loop, and changed at one step so far."""
         self.taken: set[str] = set()
-        """Names of `doubted` that changed again at the last step, and so are assumed to change there."""
+        """Names of `doubted` that changed again at the last step: they are assumed to change at the top of the loop."""
         self.is_open = False
         """True from a boundary to the next optimizer step."""
         self.is_named = False
@@ -48,7 +48,7 @@ class Places:
         self.moved: set[str] = set()
         """Names that changed between should_stop(step) and save(step) at that boundary."""
         self.loose: set[str] = set()
-        """Names for which the last boundary did not have what a folder would have."""
+        """Names of values that differed between the last boundary and a file that save() would have written."""
 
     @property
     def learned(self) -> list[list[str]]:

@@ -98,17 +98,17 @@ class Fetched(NamedTuple):
     seeded: list[int]
     """Ranks whose random states are missing, so they are seeded."""
     resized: bool
-    """Whether there were more or fewer ranks, so all are seeded."""
+    """True if the number of ranks has changed, so all are seeded."""
 
 
 class _Numbering(NamedTuple):
     """Which slots a restart uses, also if the number of ranks has changed."""
 
     of: list[tuple[int, int]]
-    """By present rank: the rank that wrote its slots, and the number of ranks then."""
+    """For each present rank: the former rank that wrote its slots, and the number of ranks at that time."""
     counts: list[bool]
     former: int
-    """Number of ranks when they were written."""
+    """Number of ranks when the slots that count were written."""
 
     @property
     def resized(self) -> bool:

@@ -63,7 +63,7 @@ class Shared:
         self.loaded: Held | None = None
         """The state that this generation has loaded from memory."""
         self.proven_elsewhere = 0
-        """PROVEN of the nodes that have the loaded state, if this node does not have it."""
+        """Cell PROVEN of the nodes that have the loaded state, if this node does not have that state."""
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[int]:

@@ -15,7 +15,7 @@ PLACE = "\0ddpjob place"
 LEARNED = "learned"
 """Key within PLACE: `Places.learned`."""
 RANDOM, FORWARDED = "random numbers", "buffers"
-"""Contents of `Early`, by their names in the log."""
+"""The two kinds of values in the slot EARLY, by their names in the log."""
 
 
 class Slots:

@@ -16,9 +16,9 @@ class Unmarked:
         self._made: dict[int, int] = {}
         self._is_first = True
         self.are_unmarked = False
-        """True if an optimizer made several steps before the last boundary, or `save` made the first one, because
-        nothing is known yet. One of two optimizers may make several steps in each marked step; then copies are made
-        that are not needed, which does no harm.
+        """True if an optimizer made several steps before the last boundary, or if `save` made the first boundary,
+        because nothing is known yet. One of two optimizers may make several steps in each marked step; then copies are
+        made that are not needed, which does no harm.
         """
 
     def one_more(self, optimizer: Any) -> int:

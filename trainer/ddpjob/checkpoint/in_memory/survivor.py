@@ -52,21 +52,21 @@ class Keeps(Protocol):
     mode: Mode
     kept: Kept | None
     assumed: bool
-    """The objects come from load(); save() has named none yet."""
+    """True if the objects come from load(), because save() has named none yet."""
     lock: threading.Lock
-    """Held while parameters and optimizer state must not change."""
+    """Lock, held while parameters and optimizer state must not change."""
     dirty_since: float
     dirty_seconds: float
-    """The longest time from an optimizer step to the next boundary."""
+    """Longest time from an optimizer step to the next boundary, in seconds."""
     names_each_step: bool
-    """The script passes plain values at every step."""
+    """True if the script passes plain values at every step."""
     places: Places
     thread: int
     """The training thread."""
     has_begun: bool
-    """A backward pass began since the last boundary."""
+    """True if a backward pass began since the last boundary."""
     has_called: bool
-    """A forward pass that trains began since then."""
+    """True if a training forward pass began since the last boundary."""
     pid: int
 
     def give_up(self, error: Exception) -> None:
@@ -88,7 +88,7 @@ class Survivor:
         self._tries, self._wrote = 0, (0, 0.0)  # _wrote: last value of WROTE, and the time of its last change
         self._ends = False  # True if the process ends by an exception: no boundary follows
         self.is_asked = False
-        """The agent has asked for the state."""
+        """True if the agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
