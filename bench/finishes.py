@@ -220,7 +220,7 @@ def main() -> None:
         import_all(asked.preload)
     print(machine.line(), flush=True)
     began = time.monotonic()
-    folder = tempfile.mkdtemp()  # not TemporaryDirectory: each forked rank would remove it at its end
+    folder = tempfile.mkdtemp()  # TemporaryDirectory would be removed by the first forked rank that ends
     try:
         bad = run(asked, Path(folder))
     finally:

@@ -174,7 +174,7 @@ class GlobalBatchSampler:
         return self._one_epoch(self._epoch)
 
     def _one_epoch(self, epoch: int) -> Iterator[Batch]:
-        self._note_begin()  # not in __iter__: a DataLoader with workers makes two iterators and uses one
+        self._note_begin()  # here, because a DataLoader with workers calls __iter__ twice and uses one iterator
         yield from self.epoch(epoch)
 
     def __len__(self) -> int:

@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What a failed attempt has achieved."""
+    """The progress of a failed attempt."""
 
     made_a_new_step: bool
     """True if the attempt went beyond the furthest step of all earlier attempts."""
@@ -88,7 +88,7 @@ class Spent(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the operator has counted of the agent that reported last."""
+    """The restarts that the operator has counted for the agent that reported last."""
 
     replacement: int = -1
     """Number of node 0's pod that the agent runs in; -1 before the first report."""
@@ -184,7 +184,7 @@ class Grant(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What the agent of node 0 may spend in total, and what it has spent."""
+    """The restarts that the agent of node 0 may use in total, and those that it has used."""
 
     application: int
     infrastructure: int

@@ -102,7 +102,7 @@ def is_due(plan: CopyPlan, step: int, before: int) -> bool:
 
 
 def area_for(held: Sequence[Held | None]) -> int:
-    """Return the area to write a copy into: never the one with the newest state."""
+    """Return the area to write a copy into: never the area with the newest state."""
     return min(range(AREAS), key=lambda area: _order(held[area].version if held[area] else None))  # type: ignore[union-attr]
 
 

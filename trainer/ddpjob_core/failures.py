@@ -110,7 +110,7 @@ class Failure(NamedTuple):
     """The collective of the default group in which it waited for another rank until its timeout; 0 if it did not, or if
     unknown.
     """
-    # What Kubernetes knows of the pod. Only the operator sets these; no process sends them.
+    # Kubernetes' facts about the pod. Only the operator sets these fields; no process sends them.
     container_reason: str = ""
     """Reason in the container's status: OOMKilled, Error, StartError."""
     pod_reason: str = ""

@@ -300,7 +300,7 @@ def is_newer(folder: Version | None, held: Held) -> bool:
     """True if the folder's state is used, and not the one in memory.
 
     If a rank has saved, an assumed state is not used, because it may lack saved objects. folder: None if the folder is
-    another job's, or it is unknown whose it is.
+    another job's, or its job is unknown.
     """
     if folder is None:
         return False

@@ -27,7 +27,7 @@ STARTS_MAX = 10
 # Failures in which ranks only lost their peers: the first may come from the network, the second from the script.
 PEERS_LOST_FREE = 1
 
-# What a rank raises when its peer is gone; never a root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on an
+# Errors of a rank whose peer is gone; never a root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on an
 # H100 with NCCL 2.28.9 (docs/measured.md, on a GPU); NCCL's network errors are from its documentation. A node that dies
 # closes no connection, and gloo reports the kernel's error (seen with a link taken down). "wait timeout" is "Socket
 # Timeout" from torch 2.6 on.
@@ -134,7 +134,7 @@ OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemer
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows a failure."""
+    """The result of a failure: which budget is charged, and when the group restarts or why not."""
 
     restart: bool
     history: RestartHistory

@@ -37,7 +37,7 @@ class Survived(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What the steps of a rank have taught so far."""
+    """Durations learned from the steps of a rank so far."""
 
     step_seconds: tuple[float, ...] = ()
     """Durations of the last steps, newest last; steps between two observations share the time."""

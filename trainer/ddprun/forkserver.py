@@ -159,7 +159,7 @@ def not_collected() -> Iterator[None]:
     so in each rank too, where its writes copy memory pages. The cost is 6 MB of torch's garbage, shared by all ranks.
     """
     before = gc.get_threshold()
-    gc.set_threshold(0)  # not gc.disable(), because modules may call gc.enable()
+    gc.set_threshold(0)  # gc.disable() is not enough, because modules may call gc.enable()
     try:
         yield
     finally:

@@ -75,7 +75,7 @@ class Memory:
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
             step = 0  # do not count an assumed state: a rank that has saved writes its own over it
         size, still = self._size, self._still(seconds)
-        late = still >= memory.limit_seconds(size)  # not earlier, because the check is expensive
+        late = still >= memory.limit_seconds(size)  # check late, because the check is expensive
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]

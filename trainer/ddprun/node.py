@@ -43,7 +43,7 @@ LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kerne
 HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset may take tens of seconds
 KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
-SPARES_AFTER_SECONDS = 5.0  # not earlier: starting ranks need the processors
+SPARES_AFTER_SECONDS = 5.0  # later than the start, because starting ranks need the processors
 FILE_BYTES_MAX = 1 << 16
 END_BYTES_MAX = 1 << 22  # enough for a model with 20,000 parameters
 STDERR = 2
@@ -298,7 +298,7 @@ class LocalRanks:
                 say(remark)
         elif self._pids:
             processes.kill(self._pids.values())
-            self._killed_at = self._killed_at or now  # not `kill_at`, which is too early if this agent was suspended
+            self._killed_at = self._killed_at or now  # `kill_at` would be too early if this agent was suspended
         else:
             self._signalled.left = set()  # `settle` kills them
 

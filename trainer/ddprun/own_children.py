@@ -13,7 +13,8 @@ import signal
 
 from ddprun import processes
 
-# Not passed on: the kernel or a terminal sends these to this process itself; SIGCONT and SIGWINCH need no answer.
+# Signals that the parent does not pass on: the kernel or a terminal sends them to this process itself, or (SIGCONT,
+# SIGWINCH) they need no answer.
 _OWN = "KILL STOP SEGV BUS FPE ILL ABRT TRAP SYS TSTP TTIN TTOU CONT PIPE WINCH URG XFSZ XCPU"
 OWN_SIGNALS = frozenset(getattr(signal, f"SIG{name}") for name in _OWN.split())
 

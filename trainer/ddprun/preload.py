@@ -35,7 +35,7 @@ class ForkServer:
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0
-        # Not buffered: `poll` does not see buffered data.
+        # Unbuffered, because `poll` does not see buffered data.
         self._lines = self._socket.makefile("rb", buffering=0)
         ends = [its.fileno(), its_later.fileno()]
         argv = [environment.python(environ), "-u", PROGRAM, *map(str, ends)]
@@ -62,7 +62,7 @@ class ForkServer:
             self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
             self.ready = False
         elif self.refused:
-            pass  # it was given up before
+            pass  # the server was given up before
         elif self._forks_spare:
             self._add_spare(message)
             self._fork_spare()
@@ -142,7 +142,7 @@ class ForkServer:
         try:
             pid = int(message["pid"])
             os.kill(pid, 0)
-        except (KeyError, OSError):  # not forked, or killed and reaped with other leftovers
+        except (KeyError, OSError):  # the spare was not forked, or was killed and reaped with other leftovers
             self._spares_left = 0  # a restart works without spares
         else:
             self.spares.add(pid)

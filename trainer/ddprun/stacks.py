@@ -38,7 +38,7 @@ class StacksQuestion:
         self._agent = agent
         self._beats: Heartbeats | None = None
         self._number = 0  # number of our question in the heartbeat memory; 0: not asked yet
-        self._pipe = -1  # of the process that runs py-spy
+        self._pipe = -1  # output of the process that runs py-spy
         self._child = 0
         self._found: list[RankStack] = []
         self._output = b""

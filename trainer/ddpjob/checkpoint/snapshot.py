@@ -263,7 +263,7 @@ class Snapshot:
         self._thread.start()
 
     def _name_half_done(self, objects: Mapping[str, Any], step: int = 0) -> None:
-        """Log which parts a restart would not continue. step: the one that is saved; 0 if the objects are loaded."""
+        """Log which parts a restart would not continue. step: the saved step; 0 if the objects were loaded."""
         for name, kind in half_done.hooks_with_state(objects).items():
             self._log_once(
                 f"hook of {name}",
@@ -571,7 +571,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # not for a second Snapshot, which may be empty although training resumed from the first
+            # skip it for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
@@ -742,7 +742,7 @@ class Snapshot:
     # ---- what the other ranks have ------------------------------------------------------------------
 
     def _store(self) -> Any:
-        """Return the store of the group; None if there is no group, or it was left."""
+        """Return the store of the group; None if there is no group, or the group was left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
@@ -1021,7 +1021,7 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
         claim = json.loads(own_files.read_file(writers.claim_path(folder, writer)))
         job, attempt, generation = claim["job"], int(claim["attempt"]), int(claim.get("generation", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None  # not there, or another file
+        return None  # the file is missing, or is no claim
     return _Claim(job, attempt, generation) if isinstance(job, str) else None
 
 
@@ -1031,7 +1031,7 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     tmp = writers.tmp_path(folder, writer)
     try:
         writers.write_new(tmp, content.encode())
-        os.link(tmp, path)  # as exclusive as O_EXCL, and never visible half written
+        os.link(tmp, path)  # fails if it exists, like O_EXCL, and the file is never visible half written
     except FileExistsError:
         return False
     except OSError as error:

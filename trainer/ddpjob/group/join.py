@@ -509,7 +509,7 @@ class _Group:
         )
 
 
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # in gloo's messages
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # text of gloo's errors
 
 
 def before_leaving(action: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
             os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end_without_rank)
-    signal.siginterrupt(signal.SIGTERM, False)  # for libraries that cannot handle EINTR
+    signal.siginterrupt(signal.SIGTERM, False)  # because some libraries cannot handle EINTR
 
 
 def must_leave_now() -> bool:
@@ -188,7 +188,7 @@ class Agreement:
                 # A rank has failed, so no agreement is possible. A restart would have to wait for SIGKILL.
                 os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
-            if self._store is not None and not self.decided.is_set():  # not if the group is gone or has decided
+            if self._store is not None and not self.decided.is_set():  # False if the group is gone or has decided
                 self._store.set(_REQUESTED, "1")
 
     def _decide_or_give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Read what faulthandler wrote in a process: on a signal that killed it, or on the one that asks for its stack."""
+"""Read faulthandler's text from a process: after a signal that killed it, or one that requested its stack."""
 
 from __future__ import annotations
 

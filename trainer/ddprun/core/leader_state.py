@@ -170,12 +170,12 @@ class LeaderState:
         self._dev, self._is_local = dev, local
         self.generation = -1
         self.orders: list[Order] = []
-        self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
+        self.furthest_step = furthest_step  # highest step of all ranks, generations and earlier attempts
         self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
         self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
         self._current = Generation()
         self.places, self._budget, self._policy = places, budget, policy
-        self.members = places  # of the last generation
+        self.members = places  # places of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
         self._last_call_seconds = last_call_seconds
@@ -194,7 +194,7 @@ class LeaderState:
         self.said = ""  # why the next ranks start: the last failure and its charge
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
-        self._deadline: float | None = now + join_seconds  # of this state
+        self._deadline: float | None = now + join_seconds  # time at which this state ends by itself
 
     @property
     def deadline(self) -> float | None:
@@ -744,7 +744,7 @@ class Terminations:
     def __init__(self, leader: int, others_go_on: bool) -> None:
         """others_go_on: False if all nodes end when one leaves."""
         self._leader, self._others_go_on = leader, others_go_on
-        self._requested: set[int] = set()  # in this generation
+        self._requested: set[int] = set()  # nodes whose termination was requested in this generation
         self.leaving: set[int] = set()  # nodes that have no new agent yet
         self.came_first = False  # True if a termination was requested before any failure
 

@@ -30,7 +30,7 @@ LOOKS_UNTIL_TRAINING = 5
 
 
 class Heartbeat(NamedTuple):
-    """What a rank reports."""
+    """The values that a rank writes into its heartbeat page."""
 
     pid: int
     """0 if the rank has reported nothing yet."""

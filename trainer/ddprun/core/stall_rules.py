@@ -1,8 +1,8 @@
 """Decide on node 0 if the group is stalled, and which rank is the cause. Pure.
 
 Nodes report stalls at a level. The nodes with the highest level count; the group is stalled if all of them report a
-stall. All ranks then report their positions. The cause is the rank furthest behind: the one with the lowest collective,
-because the others wait for it in the next one; otherwise the one with the lowest step.
+stall. All ranks then report their positions. The cause is the rank furthest behind. This is the rank with the lowest
+collective, because the others wait for it in the next; if collectives are equal, it has the lowest step.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """Return the rank with the lowest collective. Of several, prefer one that has completed it, then one whose
-    operation or shape few others have, then the lowest step.
+    """Return the rank with the lowest collective. Of several, prefer a rank that has completed it, then the rarest
+    operation or shape, then the lowest step.
 
     A rank that does not answer is blocked below Python, or has no thread that could answer. It is the cause if all
     others only wait.

@@ -88,7 +88,7 @@ class Copies:
         self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
         self._step = self._before = self._counted = 0  # steps of this boundary, the previous, the last copyable
-        self._noted: tuple[list[Any], bool] | None = None  # this boundary's parameter versions and `named`
+        self._noted: tuple[list[Any], bool] | None = None  # parameter versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
         # True if should_stop finds the same parameters as save; None: not known yet
@@ -361,7 +361,7 @@ class Copies:
         if self._next is not None and self._step >= self._next.first:
             before, self._plan, self._next = self._plan, self._next, None
             if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # only rank 0 calls save(), and it found other parameters there
+                self._misplaced()  # only rank 0 calls save(), and rank 0 found other parameters there
 
     def _decide(self, at: Boundary) -> None:
         """Make a plan if there is none, or a better one is possible."""

@@ -143,7 +143,7 @@ class DeviceCopies(Copies):
     def keep_out_of_torch(self) -> None:
         """Let no thread enter torch's C++ code any more: a thread that returns from there after the interpreter has
         ended would abort the process."""
-        if os.getpid() == self._pid:  # not in a forked child: its copy of the lock may be locked for ever
+        if os.getpid() == self._pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._pid = 0  # multiprocessing calls this function a second time
             self.stop()
             self._in_torch.acquire()

@@ -63,7 +63,7 @@ class InMemory:
         self._named: set[str] = set()  # names passed to the calls of load() that restore the same step
         self._taken: FoundState | None = None  # the state that these calls restore; None: the folder's
         self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
-        if self._used and world is not None:  # only ranks that the agent started have cells in its memory
+        if self._used and world is not None:  # a rank that the agent did not start has no cells in the agent's memory
             place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
             self._used = (world.rank, world.world_size) == place
 
@@ -98,7 +98,7 @@ class InMemory:
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
-            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # only this pod was killed
+            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # rank 0's pod was not killed
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:

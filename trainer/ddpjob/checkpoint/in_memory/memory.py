@@ -78,8 +78,8 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: log text, what a restart does without memory. store: the group's. streams: those of the rank's
-        device, None for the CPU. has_folder: False if the states are in memory only.
+        """otherwise: log text: what a restart does without memory. store: the group's. streams: those of the
+        rank's device, None for the CPU. has_folder: False if the states are in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -173,7 +173,7 @@ class Keeper:
     def _keep(self, kept: Kept) -> None:
         if self.kept is None or not kept.has_parts_of(self.kept):  # false if only plain values are new
             self._early.forget()
-        with self.lock:  # what was recorded so far belongs to other objects
+        with self.lock:  # the records so far belong to other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:

@@ -12,7 +12,7 @@ next step. changes: something large does. reserved: memory is there. grown: too 
 
 
 class Mode(enum.Enum):
-    """What a restart can rely on."""
+    """The state that a restart in place can load."""
 
     EMPTY = enum.auto()
     """The folder, because the script has passed no objects."""

@@ -1,4 +1,4 @@
-"""Load the newest state that any node has in memory; ranks that lack it get it from one that has it.
+"""Load the newest state that any node has in memory; ranks without the state get it from a rank with it.
 
 Flow: `find` exchanges what each node has and chooses a state. `fetch` broadcasts the large values from the first rank
 that has them. Each rank adds its own small values from its slots, or those of another rank if its own are lost.
@@ -6,7 +6,7 @@ that has them. Each rank adds its own small values from its slots, or those of a
 All ranks must call `find` and then `fetch`, because both use collectives. An error on one rank is reported to all, and
 then all ranks load from the folder.
 
-Drawbacks: `fetch` broadcasts to all ranks as soon as one lacks the state, also to those that have it.
+Drawbacks: if one rank lacks the state, `fetch` broadcasts to all ranks, also to those that have it.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _NUMBERS = int, float, bool, str, type(None)
 
 
 class _Row(NamedTuple):
-    """What one rank and its node have; all ranks exchange it."""
+    """The state and the records that one rank and its node have; all ranks exchange their rows."""
 
     held: Held | None = None
     proof: Proof | None = None

@@ -1,4 +1,4 @@
-"""What a rank does after a failure: a thread writes the state if nothing has changed it since the last boundary.
+"""After a failure a thread of each surviving rank writes the state, if nothing has changed it since the last boundary.
 
 Flow: the agent closes its end of a pipe when a rank of the group has failed. The thread `ddpjob-memory` wakes up,
 checks that the state is clean, writes it to the agent's memory and sets ANSWER to SAVED or UNABLE. A rank that ends by
@@ -114,7 +114,7 @@ class Survivor:
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
-        if os.getpid() == self._keeper.pid:  # not in a forked child: its copy of the lock may be locked for ever
+        if os.getpid() == self._keeper.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._keeper.pid = 0  # multiprocessing calls this a second time
             # keep the thread out of torch: returning from C++ after the interpreter has ended aborts the process
             self._answered.acquire()
