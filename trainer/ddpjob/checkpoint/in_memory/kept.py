@@ -161,8 +161,7 @@ class Kept:
         return value
 
     def samplers(self) -> dict[str, Any]:
-        """The GlobalBatchSamplers by name. A sampler advances when its next batch is requested. Raises
-        ReplacedError."""
+        """The GlobalBatchSamplers by name. A request for a batch advances a sampler. Raises ReplacedError."""
         return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:

@@ -138,8 +138,7 @@ class Shared:
             with self._file() as descriptor:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
-            # A virtual machine may get its memory only at the first write. A survivor's write of 1,500 MB would take 4
-            # s.
+            # A virtual machine may get its memory only at the first write; survivors would take 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 

@@ -94,7 +94,7 @@ class Early:
         self._rng = rng
         step, content = shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
         # Leave out buffers that the forward pass did not change: a weight average that is updated after the step would
-        # # be one step older here than on the ranks that finish the step.
+        # be one step older here than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
         if before is None:  # before the first boundary, nobody knows which buffers the forward pass changes
             before, own = content, kept.wrapped
