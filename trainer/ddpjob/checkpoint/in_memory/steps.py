@@ -82,7 +82,7 @@ class Makers:
         self._is_once = True  # False if one of them has stepped twice
         self._others_make = False  # True if an optimizer that is not kept has stepped since the last boundary
         self._has_made = False  # True if a kept optimizer has ever stepped
-        self._has_mixed = False  # True if a backward pass came between such a step and the next boundary
+        self._has_mixed = False  # True if a backward pass followed a kept optimizer's step
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are not kept and have stepped
         self._first: int | None = None  # id of the optimizer that made the first step after the last boundary
         self._has_hooked = False  # True if a backward pass was seen since the last step
