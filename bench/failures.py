@@ -2,8 +2,8 @@
 
     python bench/failures.py [NAME ...]        # all take about ten minutes on two idle CPUs
 
-Prints a CSV: number of lines on the screen, seconds until the prompt is back (hangs are ended after --patience), and
-how many lines before the end the line with cause and rank is; empty if no single line has both, as in torchrun's table.
+Prints a CSV: number of lines on the screen, seconds until the prompt is back (hangs end after --patience), and position
+from the end of the line with cause and rank; empty if no single line has both, as in torchrun's table.
 """
 
 from __future__ import annotations

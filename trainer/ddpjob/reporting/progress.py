@@ -1,8 +1,8 @@
 """`progress()`: reports how far training is. The training loop calls it at every step, so it only stores its arguments.
 
-A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has found
-the others and when the first step is made, and every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing
-happens. Nothing here imports torch, raises in the training loop, makes it wait for the network, or prints twice.
+A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL; nothing happens without it). It
+posts after `init`, after the first step, and every DDPJOB_STATUS_INTERVAL seconds. Nothing here imports torch, raises
+in the training loop, makes it wait for the network, or prints twice.
 
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,

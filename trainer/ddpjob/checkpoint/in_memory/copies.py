@@ -4,7 +4,7 @@ A boundary is a call of `should_stop(step)`, `keep` or `save`: there the state o
 
 When: no survivor could write the state after a failure. This is so for a rank that trains alone, and for a script that
 changes parameters between a boundary and the next optimizer step. Without a folder, a saved state is also copied at
-once if the script makes no boundary at its other steps, because nothing else has that state (`memory.py` decides that).
+once if the script makes no boundary at its other steps: nothing else has it (`memory.py` decides that).
 
 Flow: the memory has two areas. A copy is written to the area that does not have the newest state. Each rank writes its
 small values (random states, buffers, settings) to a slot. The first rank of each node writes the large state

@@ -1,8 +1,8 @@
 """The rank's side of the memory that outlives it: after a failure the surviving ranks write the state.
 
 Inspiration: between a boundary (`should_stop(step)`, `keep`, `save`) and the next `optimizer.step()` nothing changes
-parameters and optimizer state, and no rank can finish that step without the failed rank. So every survivor still holds
-the state of the last boundary, and copying it at each step is not needed.
+parameters and optimizer state. No rank can finish that step without the failed rank. So every survivor still holds the
+state of the last boundary, and copying it at each step is not needed.
 
 Flow: at a boundary `Keeper` writes only small values (random states, buffers, settings) to its slots in the agent's
 memory. It writes the large state (parameters, optimizer state) when the agent asks for it, or when it ends by an

@@ -12,9 +12,9 @@ A boundary *counts* if a restart may continue from its state:
     marked by should_stop(),   if nothing has changed after it, except values known to change after save(); if the
     or named by keep()         script changes something before save(), only when the next step has begun: `is_settled`
 
-Optimizer settings, random numbers or buffers that change at two steps in a row are assumed to change at the top of the
-loop (a learning rate, an augmentation) until a save() shows otherwise. Without this assumption the most common scripts
-would have no memory before their first save.
+If optimizer settings, random numbers or buffers change at two steps in a row, they are assumed to change at the top of
+the loop (a learning rate, an augmentation), until a save() disproves it. Without this assumption the most common
+scripts would have no memory before their first save.
 """
 
 from collections.abc import Collection, Iterable, Mapping
