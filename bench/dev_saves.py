@@ -1,4 +1,4 @@
-"""How long `ddpjob dev` takes from a save of the script to the first new step of all ranks.
+"""Measure how long `ddpjob dev` takes from a save of the script to the first new step of all ranks.
 
     python bench/dev_saves.py                 # 20 saves of a script with DDP over gloo, on two nodes with a rank each
     python bench/dev_saves.py --cluster       # the same in the cluster of KUBECONFIG

@@ -1,9 +1,9 @@
-"""What is on the screen after a failure: `ddpjob run` compared with torchrun, four ranks on one node.
+"""Measure what a user sees after a failure: `ddpjob run` compared with torchrun, four ranks on one node.
 
     python bench/failures.py [NAME ...]        # all take about ten minutes on two idle CPUs
 
-Prints a CSV: number of lines on the screen, seconds until the prompt is back (hangs are ended after --patience), and
-position from the end of the line that names cause and rank; empty if no single line does, as in torchrun's table.
+Prints a CSV: number of lines on the screen, seconds until the prompt is back (hangs end after --patience), and position
+from the end of the line with cause and rank; empty if no single line has both, as in torchrun's table.
 """
 
 from __future__ import annotations

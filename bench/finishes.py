@@ -8,7 +8,7 @@
 Each job has an agent, its fork server and four ranks that join over gloo, and train or only sum. They leave in three
 ways, a third of the jobs each: at the end of `with`, at the interpreter's exit, or with a collective that nobody waited
 for. A traceback that torch prints at the end of a successful training (DistNetworkError, "recvValue failed") counts as
-bad, because users could not tell it from a failure. Ends with 1 if any job was bad.
+bad, because users could not tell it from a failure. Exits with 1 if any job was bad.
 
 --from-one-process: agents are forked from this process. An agent normally starts a new Python as its fork server; here
 the server continues in the agent's process, with the imports done. Nothing else differs.
@@ -220,7 +220,7 @@ def main() -> None:
         import_all(asked.preload)
     print(machine.line(), flush=True)
     began = time.monotonic()
-    folder = tempfile.mkdtemp()  # not TemporaryDirectory: each forked rank would remove it at its end
+    folder = tempfile.mkdtemp()  # TemporaryDirectory would be removed by the first forked rank that ends
     try:
         bad = run(asked, Path(folder))
     finally:

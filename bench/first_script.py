@@ -2,8 +2,8 @@
 
     python bench/first_script.py [--ddpjob OTHER_CLONE/.venv/bin/ddpjob]
 
-The clone and the install are not repeated: `make demo` prints their time. A try that fails counts as a command, so a
-list of tries is what its user types until one works.
+The clone and the install are not repeated: `make demo` prints their time. A failed try counts as a command, so each
+list of tries has all commands that a user types until one works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Share of the time in which training makes new steps while a rank is killed repeatedly, under ddprun and torchrun.
+"""Measure which share of the time training makes new steps while a rank is killed repeatedly (ddprun, torchrun).
 
     python bench/goodput.py                                     # 120 s of examples/digits.yaml, a kill every 10 s
     python bench/goodput.py --seconds 1000 --every 60
@@ -50,7 +50,7 @@ def steps_of(folder: Path) -> list[tuple[int, float, int]]:
 
 
 def judged(steps: list[tuple[int, float, int]]) -> str:
-    """Return goodput, the steps that were made twice, and what a kill cost."""
+    """Return the goodput, the number of repeated steps, and the median cost of a kill in seconds."""
     new: list[tuple[int, float, int]] = []
     for one in steps:
         if not new or one[0] > new[-1][0]:

@@ -1,4 +1,4 @@
-"""Longest time that one DDPJob can block the operator's event loop.
+"""Measure the longest time for which one DDPJob can block the operator's event loop.
 
     python bench/hostile_specs.py --draws 500 --seed 1
 

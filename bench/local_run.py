@@ -63,7 +63,7 @@ def first_step_of_ddpjob() -> float:
 
 
 def first_step_of_torchrun() -> float:
-    """Return the same seconds with torchrun, started by hand for both nodes at once."""
+    """Return the seconds until both ranks have made a step, with torchrun started by hand for both nodes at once."""
     folder = job(TRAIN, [])
     # One intra-op thread per rank, as in DDPJobs; torchrun would set the same and print a note.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Restart times of a job while a tenant of another namespace attacks the operator, on a real cluster.
+"""Measure restart times of a job while a tenant of another namespace attacks the operator, on a real cluster.
 
     python bench/neighbours.py [--seconds 120] [--attacks none mounts unknown stored churn bodies]
 

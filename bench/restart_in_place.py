@@ -75,7 +75,7 @@ class Step(NamedTuple):
     step: int
     pid: int
     began: float
-    """When the script's first line ran."""
+    """Time at which the script's first line ran."""
     at: float
 
 
@@ -83,9 +83,9 @@ class Result(NamedTuple):
     """One round, in seconds."""
 
     cold: float
-    """From the launchers' start until every rank has made a step."""
+    """Seconds from the launchers' start until every rank has made a step."""
     restart: float
-    """From the kill until every rank has made two steps."""
+    """Seconds from the kill until every rank has made two steps."""
 
 
 class Job:

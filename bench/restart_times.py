@@ -42,7 +42,7 @@ with ddpjob.init():
 VOLUME = {"name": "script", "configMap": {"name": "script"}}
 SECONDS_MAX = 180.0
 Line = tuple[int, float, float]
-"""What a rank prints at its second step: its pid, the start time of its script, and the time of the step."""
+"""Line that a rank prints at its second step: its pid, the start time of its script, and the time of the step."""
 
 
 def body(name: str, launcher: str) -> dict[str, Any]:

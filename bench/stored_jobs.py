@@ -130,7 +130,7 @@ class StoredJobs(ModelServer):
     async def _watch_jobs(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        self.seen["WATCH ddpjobs"] += 1  # a client starts to watch when its list is complete
+        self.seen["WATCH ddpjobs"] += 1  # counted here, because a client starts to watch when its list is complete
         version, seen = int(request.query.get("resourceVersion") or 0) - 1, set[int]()
         while True:
             async with self._more:

@@ -249,7 +249,7 @@ def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_o
 
     assert node.run(0, lambda: train(8)) == (0, None)
     told = capfd.readouterr().err
-    assert told.count("best: saved by value, so the memory has that state until the next optimizer step, and then") == 1
+    assert told.count("best: saved by value, so memory has it only until the next optimizer step; then") == 1
     assert node.step == 8
     assert node.run(1, lambda: train(12, steps_after=1)) == (8, 8.5)
     assert node.step != 13, "nobody has named what there is at step 13"

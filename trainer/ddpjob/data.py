@@ -59,7 +59,7 @@ class GlobalBatchSampler:
                   most one, the larger ones first; a share may be empty if global_batch < world_size.
     seed          decides the order of every epoch.
     rank, world_size  both or neither; by default those of the process group, or 0 and 1 without one.
-    micro_batch   most samples of one forward pass, for `accumulate`; None = the whole share at once.
+    micro_batch   at most so many samples in one forward pass of `accumulate`; None = the whole share.
     drop_last     skip the last n % global_batch samples of each epoch; otherwise they make a smaller global batch.
 
     As `batch_sampler` of a DataLoader it yields the same shares, one epoch per iteration. A DataLoader with workers
@@ -101,7 +101,7 @@ class GlobalBatchSampler:
         """True if this DataLoader may have workers, which read ahead."""
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
-        self._has_drawn_for_all = False  # True if the DataLoader's workers persist: one seed for all epochs
+        self._has_drawn_for_all = False  # True if the DataLoader's workers persist, so it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -174,7 +174,7 @@ class GlobalBatchSampler:
         return self._one_epoch(self._epoch)
 
     def _one_epoch(self, epoch: int) -> Iterator[Batch]:
-        self._note_begin()  # not in __iter__: a DataLoader with workers makes two iterators and uses one
+        self._note_begin()  # here, because a DataLoader with workers calls __iter__ twice and uses one iterator
         yield from self.epoch(epoch)
 
     def __len__(self) -> int:
@@ -285,11 +285,11 @@ def accumulate(
     batch         a batch of `GlobalBatchSampler`; or a tensor, a list of samples, or a tuple or dict of these, cut
                   along axis 0. A number, a text or None in a tuple or dict is the same in each micro-batch. The list
                   that a DataLoader makes of a sample's fields looks like a list of samples: pass tuple(batch).
-    global_batch  samples of this step over all ranks. A sampler's own batch knows its size, which is used instead:
-                  with drop_last=False the last one of an epoch is smaller. A DataLoader's batch does not know it.
+    global_batch  samples of this step over all ranks. Ignored for a batch of the sampler itself, which knows its size:
+                  with drop_last=False the last batch of an epoch is smaller. A DataLoader's batch does not know it.
     loss_fn       takes a piece of the batch and returns the loss **summed** over its samples (reduction="sum"), a
-                  scalar tensor. On a rank without samples it gets one index, and its loss counts with weight zero.
-    micro_batch   most samples of one forward pass; by default the sampler's, else the whole share.
+                  scalar tensor. On a rank without samples it gets one stand-in sample, whose loss has weight zero.
+    micro_batch   at most so many samples in one forward pass; default: the sampler's, else the whole share.
     backward      the backward pass, e.g. lambda loss: scaler.scale(loss).backward(); by default loss.backward().
 
     Return this rank's estimate of the mean loss (scalar tensor, detached), good enough for display; its average over
@@ -375,8 +375,8 @@ def _may_have_workers(loader: Any) -> bool:
 
 
 def _may_draw(dataset: Any) -> bool:
-    """Return whether a dataset may draw random numbers for a sample: lists, tensors and torch's own datasets do not,
-    but those inside them may."""
+    """True if a dataset may draw random numbers for a sample. Lists, tensors and torch's datasets do not, unless a
+    dataset inside them does."""
     module = type(dataset).__module__
     if module in ("builtins", "numpy", "torch"):
         return False

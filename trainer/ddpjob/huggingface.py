@@ -31,7 +31,7 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Ask `should_stop` after each optimizer step."""
         if should_stop(state.global_step):
             self._stopped = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # it would run first, and with `best` decide about the save
+            control.should_evaluate = False  # the evaluation would delay the save and, with `best`, might skip it
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002

@@ -57,7 +57,7 @@ def open_named(path: str | os.PathLike[str]) -> int:
     try:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
-            return descriptor  # stays non-blocking: reading /proc/kmsg would wait for ever
+            return descriptor  # non-blocking, because reading /proc/kmsg would never end
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not os.path.realpath(path).startswith(("/dev/", "/proc/")):

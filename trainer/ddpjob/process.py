@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob_core.heartbeat import CELLS_BYTES
 from ddpjob_core.rank_info import RankInfo, on_node
 
-_TOOL, _TOOLS = "ddpjob", (3, 4)  # of sys.monitoring; debuggers, coverage and profilers have the others
+_TOOL, _TOOLS = "ddpjob", (3, 4)  # numbers in sys.monitoring; debuggers, coverage and profilers use the others
 
 
 class Process:
@@ -125,7 +125,7 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._note)
             signal.siginterrupt(signal.SIGTERM, False)  # some libraries cannot handle EINTR
             before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            if before != -1:  # an event loop needs it; the Python handler _note writes the byte too, a little later
+            if before != -1:  # the script's event loop needs it; the Python handler _note writes our byte later
                 signal.set_wakeup_fd(before)
 
     def restore(self) -> None:

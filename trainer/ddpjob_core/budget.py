@@ -41,13 +41,13 @@ Stop = Literal[
 ]
 
 BACKOFF_LIMIT = 3
-# A healthy job on preemptible nodes may lose hundreds of them in a week: only losses in a row count.
+# Only losses in a row count: a healthy job on preemptible nodes may lose hundreds of nodes in a week.
 INFRASTRUCTURE_IN_A_ROW_MAX = 100
 STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
-# Time after which the back-off is reset for a job without step reports, as in the kubelet: only time shows its success.
-# The number of free restarts is not reset.
+# Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
+# They do not reset the count of lost peers (the first counts against no limit), or such a job might restart forever.
 RESET_AFTER_SECONDS = 600
 # A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
 # imports within a minute.
@@ -63,14 +63,14 @@ class Limits(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What a failed attempt has achieved."""
+    """The progress of a failed attempt."""
 
     made_a_new_step: bool
-    """True if it went beyond the furthest step of all earlier attempts."""
+    """True if the attempt went beyond the furthest step of all earlier attempts."""
     reports_steps: bool
     """True if any attempt of the job has reported a step."""
     ran_seconds: float
-    """Seconds during which all its ranks were running."""
+    """Seconds during which all ranks of the attempt were running."""
     only_complaints: bool = False
     """True if ranks reported lost peers, and no lost node, pod or connection was seen."""
 
@@ -88,7 +88,7 @@ class Spent(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the operator has counted of the agent that reported last."""
+    """The restarts that the operator has counted for the agent that reported last."""
 
     replacement: int = -1
     """Number of node 0's pod that the agent runs in; -1 before the first report."""
@@ -108,13 +108,13 @@ class RestartHistory(NamedTuple):
     in_a_row: int = 0
     """Restarts without a new step since the last one; the back-off depends on it."""
     charged_in_a_row: int = 0
-    """Those among `in_a_row` that were charged to application or stall."""
+    """Restarts in `in_a_row` that were charged to application or stall."""
     charged_at: tuple[dt.datetime, ...] = ()
     """Times of charges to the application, as far back as backoff_limit needs."""
     uncharged_in_a_row: int = 0
     """Restarts for lost nodes since the last new step. They are limited, however long the attempts were running."""
     peers_lost: int = 0
-    """Those among `uncharged_in_a_row` with only reports of lost peers."""
+    """Restarts in `uncharged_in_a_row` for which ranks only reported lost peers."""
 
     @property
     def spent(self) -> Spent:
@@ -184,7 +184,7 @@ class Grant(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What the agent of node 0 may spend in total, and what it has spent."""
+    """The restarts that the agent of node 0 may use in total, and those that it has used."""
 
     application: int
     infrastructure: int
@@ -207,7 +207,7 @@ class Budget(NamedTuple):
         return self if grant.replaced <= self.replaced else self._by(grant, grant.known.of(replacement))
 
     def allows(self, to: ChargedTo, after: RestartHistory) -> bool:
-        """True if a restart that leads to this history is left."""
+        """True if the budget still has the restart that leads to this history."""
         return bool(getattr(after, to) <= getattr(self, to)) and after.total <= self.total
 
     @property

@@ -15,7 +15,7 @@ from ddpjob_core.memory import AREAS, EVERY_MAX, Held, Version
 COST_MAX = 0.02
 """Maximum share of the time of all steps that copies may take."""
 EVERY_LEAST_ON_DEVICE = 4
-"""Minimum number of steps between two copies: the host then waits only for old work, so the device is never idle."""
+"""Minimum number of steps between two copies. The host then waits only for old work, so the device is never idle."""
 LATER_ON_DEVICE = 1
 """Number of checks for a plan that ranks may be apart. At each check the host waits for its device's previous check."""
 AHEAD_ON_DEVICE = 3
@@ -102,7 +102,7 @@ def is_due(plan: CopyPlan, step: int, before: int) -> bool:
 
 
 def area_for(held: Sequence[Held | None]) -> int:
-    """Return the area to write a copy into: never the one with the newest state."""
+    """Return the area to write a copy into: never the area with the newest state."""
     return min(range(AREAS), key=lambda area: _order(held[area].version if held[area] else None))  # type: ignore[union-attr]
 
 

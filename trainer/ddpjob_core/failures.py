@@ -39,7 +39,7 @@ _KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
 
 class Precedence(enum.IntEnum):
-    """Rank of a failure as a cause; the lowest is the root cause."""
+    """Priority of a failure as the cause; the failure with the lowest number is the root cause."""
 
     KERNEL = 0
     """Out of memory, or never started: nothing outside the pod causes that."""
@@ -54,7 +54,7 @@ class Precedence(enum.IntEnum):
     UNKNOWN = 5
     """Exit code 1 without an exception, or an abort: many failures look like this."""
     LATE = 6
-    """As OWN, but it ended after the operator had stopped it: probably what made the others fail."""
+    """As OWN, but the process ended after the operator had stopped the pod. It probably made the others fail."""
     RESUMABLE = 7
     """It saved and stopped on request, or an agent's connection was lost: the cause is elsewhere."""
     SYMPTOM = 8
@@ -71,46 +71,46 @@ class Failure(NamedTuple):
     node_rank: int | None = None
     """The node, if it failed as a whole."""
     exit_code: int | None = None
-    """128 + n if signal n ended it."""
+    """128 + n if signal n ended the process."""
     signal: str = ""
     """For example SIGSEGV."""
     exception: str = ""
     """The exception's line."""
     step: int = 0
-    """Its last step."""
+    """Last step of the rank."""
     time: float = 0.0
-    """Seconds since 1970 by its node's clock; 0 if unknown."""
+    """Seconds since 1970 by the clock of the rank's node; 0 if unknown."""
     resumable: bool = False
-    """True if it stopped on request, with everything saved."""
+    """True if the rank stopped on request, with its state saved."""
     symptom: bool = False
-    """True if it only reports a lost peer."""
+    """True if the exception only reports a lost peer."""
     stalled: bool = False
-    """True if it was stopped because the group was stalled."""
+    """True if the rank was stopped because the group was stalled."""
     early: bool = False
-    """True if it ended with 0 while others were waiting for it."""
+    """True if the rank ended with 0 while others were waiting for it."""
     vanished: bool = False
-    """True if its node, its pod or its agent's connection was lost without a report."""
+    """True if the node, the pod or the agent's connection was lost without a report."""
     unstarted: bool = False
     """True if the process could not be started."""
     preflight: bool = False
-    """True if it is the result of a node check."""
+    """True if the failure comes from a node check before the training."""
     bad_nodes: tuple[int, ...] = ()
     """Node ranks that a node check found far slower than the others."""
     traceback: str = ""
     """The last lines of the traceback."""
     where: str = ""
-    """The line of the script that raised it, such as train.py:41."""
+    """The line of the script that raised the exception, such as train.py:41."""
     failure_class: str = ""
     """The rules.Class that an agent assigned."""
     charged_to: str = ""
     """The budget that an agent charged."""
     generation: int | None = None
-    """Generation of the ranks that it ended, according to the agent that charged it."""
+    """Generation of the ranks that this failure ended, according to the agent that charged it."""
     waited_in: int = 0
     """The collective of the default group in which it waited for another rank until its timeout; 0 if it did not, or if
     unknown.
     """
-    # What Kubernetes knows of the pod. Only the operator sets these; no process sends them.
+    # Kubernetes' facts about the pod. Only the operator sets these fields; no process sends them.
     container_reason: str = ""
     """Reason in the container's status: OOMKilled, Error, StartError."""
     pod_reason: str = ""
@@ -124,7 +124,7 @@ class Failure(NamedTuple):
 
     @property
     def precedence(self) -> Precedence:
-        """Return the precedence that follows from the process; root_cause.py adds what Kubernetes knows of the pod."""
+        """Return the precedence by the process's own end; root_cause.py also uses what Kubernetes knows of the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):
@@ -158,7 +158,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> Failure:
-        """Read what another process has written; long texts are cut. Raise ValueError with the key that is wrong."""
+        """Read a failure that another process wrote; cut long texts. Raise ValueError with the wrong key."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is not an object")
         values = {}
@@ -192,9 +192,7 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that explains the others: the first of the strongest precedence. failures: in order of
-    arrival.
-    """
+    """Return the failure that explains the others: the first with the lowest precedence. failures: by arrival."""
     return min(failures, key=lambda failure: failure.precedence)
 
 
@@ -211,8 +209,8 @@ def signal_name(number: int) -> str:
 def first_line(text: str) -> str:
     """Return the first line of an exception, joined with the next if it ends in a colon.
 
-    If the text quotes a traceback, return the end of that. For NCCL's error add its kind, which shows a lost peer and
-    stands in the second line, and the detail after "Last error:".
+    If the text quotes a traceback, return its end. For NCCL's error add the detail after "Last error:", and the kind of
+    error from the second line, which shows a lost peer.
     """
     text = quoted(text) or text
     first, *more = text.strip().split("\n")
@@ -232,7 +230,7 @@ def abridged(text: str, length: int) -> str:
     """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
     between.
 
-    The last sentence is whole: a cut could separate a secret from its name, and then it would not be masked.
+    The last sentence is never cut: a secret without its name before it would not be masked.
     """
     if len(text) <= length:
         return text

@@ -13,7 +13,7 @@ from ddpjob_core.failures import BRIEF_MAX
 
 FINDINGS_MAX = 8
 NO_PROCESS_GROUP = "NoProcessGroup"
-"""Several ranks were expected, but none has formed a process group, so each has trained alone, or not at all."""
+"""Several ranks were expected, but no rank has formed a process group, so each has trained alone, or not at all."""
 REPLICAS_DIFFER = "ReplicasDiffer"
 """The parameters of a DDP-wrapped module were not the same on all ranks at the end."""
 FAILURE_IN_LOG = "FailureInLog"
@@ -32,7 +32,7 @@ class NamedFinding(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Any) -> NamedFinding:
-        """Read what another process has written. Raises ValueError if it is not a finding; texts are cut."""
+        """Read a finding that another process has written; cut long texts. Raises ValueError if it is none."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is not an object")
         reason, message = written.get("reason"), written.get("message")

@@ -30,7 +30,7 @@ SECTION_BYTES = 64 << 20
 """Reserved addresses, not memory: a slot uses memory only for pages that were written."""
 
 EVERY_MAX = 1 << 20
-"""Stands for an unknown number of steps between two copies, if the script decides when to make one."""
+"""Stands for an unknown number of steps between two copies, if the script's calls decide when a copy is made."""
 (GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
 RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
 NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS
@@ -109,7 +109,7 @@ class Held(NamedTuple):
     size: int
     """In bytes."""
     total: int
-    """Sum of its bits, equal on all holders."""
+    """Checksum of the state, equal on all nodes that have it."""
     assumed: bool = False
     """True if it contains the objects passed to `load`, because the script has not called `save` yet."""
     every: int = 0
@@ -125,7 +125,7 @@ class Proof(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The last boundary of a rank, and the previous one in the same generation."""
+    """Steps of a rank's last two boundaries (calls of should_stop, keep or save) since all ranks were started."""
 
     generation: int
     step: int
@@ -172,8 +172,8 @@ def newest(
 
 
 def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:
-    """Return the states that count, by rank. Assumed states do not count if a rank of their generation has saved,
-    because they may contain less.
+    """Return the states that may be loaded, by rank. Assumed states (objects passed to `load`) are left out if a rank
+    of their generation has saved, because they may lack saved objects.
     """
     past = [one if one is not None and one.version < present else None for one in held]
     named = {one.version[:2] for one in past if one is not None and not one.assumed}
@@ -181,9 +181,9 @@ def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | No
 
 
 def _is_apart(mark: Mark, held: Held) -> bool:
-    """True if a rank of the state's generation is too far from its step, because the rank counts steps differently.
+    """True if this rank is too many steps away from the state, because it counts steps differently.
 
-    A rank may be up to two copies further: the next copy may have been interrupted.
+    A rank may be up to two copies ahead of the state: the next copy may have been interrupted.
     """
     if mark.generation != held.version.generation:
         return False
@@ -220,8 +220,8 @@ ranks by their nature. LATER: names of random states and buffers that the rank i
 def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     """Return why ranks cannot continue from what they have left; "" if they can.
 
-    A rank whose own state is lost takes another's, which must be proved equal. All ranks must have left the same moment
-    of the step. resized: there are more or fewer ranks now, so that all do.
+    A rank whose own objects are lost takes another rank's, which must be proved equal. What the ranks have left must
+    come from the same call (should_stop, keep or save). resized: the number of ranks has changed, so all take others'.
     """
     common = {number for row in rows for number in row.boundaries}
     for number in sorted(common):
@@ -230,7 +230,7 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    # boundaries left on surviving nodes by ranks that were lost before their boundary of this step
+    # earlier boundaries of ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):
@@ -259,7 +259,7 @@ def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
 
 
 def _unproved(rank: int, rows: Sequence[Left]) -> str:
-    """Return an object that is not known to be equal on this rank and others; "" if there is none."""
+    """Return the name of an object that may differ between this rank and others; "" if there is none."""
     steps = {number for row in rows for number in row.boundaries}
     names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
     known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
@@ -288,9 +288,8 @@ def last_known(marks: Sequence[Mark | None], present: Version) -> int:
 def leads_to(early: Version | None, boundaries: Sequence[Version | None], version: Version) -> bool:
     """True if the slot EARLY of a rank belongs to the step that made this version.
 
-    early: version in that slot; its step is 1 more than the rank's last boundary, although the script decides how far
-    the next boundary is. boundaries: those of which the rank has left a slot. Other ranks are at most one boundary
-    further.
+    early: version in that slot. Its step is the rank's last boundary + 1; the real step of the next boundary is not
+    known yet. boundaries: those for which the rank has left a slot. Other ranks are at most one boundary ahead.
     """
     if early is None or early[:2] != version[:2] or early.step > version.step:
         return False
@@ -298,10 +297,10 @@ def leads_to(early: Version | None, boundaries: Sequence[Version | None], versio
 
 
 def is_newer(folder: Version | None, held: Held) -> bool:
-    """True if the folder's state counts, and not the one in memory.
+    """True if the folder's state is used, and not the one in memory.
 
-    If a rank has saved, an assumed state does not count, because it may contain less. folder: None if the folder is
-    another job's, or it is unknown whose it is.
+    If a rank has saved, an assumed state is not used, because it may lack saved objects. folder: None if the folder is
+    another job's, or its job is unknown.
     """
     if folder is None:
         return False
@@ -315,7 +314,7 @@ def proves_again(step: int, size: int) -> bool:
 
 
 def is_clean(clock: int) -> bool:
-    """True if the optimizer has not stepped after the boundary."""
+    """True if the optimizer has not stepped since the last boundary."""
     return clock > 0 and clock % 2 == 0
 
 
@@ -331,9 +330,8 @@ def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["
 
     own: clock of this rank. living: clocks of ranks of its node that have not answered. gone: clocks of killed ranks,
     and FURTHEST. If another rank has passed a boundary, this rank has the gradients to reach it too, because they were
-    summed over all ranks. A rank within its optimizer's step proves nothing: a closure runs backward there, or the
-    script sums the loss over all ranks before the boundary. While such a rank lives, it may still reach the
-    boundary.
+    summed over all ranks. A rank within its optimizer's step does not show that: the step may still need all ranks (a
+    closure that runs backward, a loss that is summed over them). While such a rank is alive, it may reach the boundary.
     """
     if any(passed(other) > own for other in (*living, *gone)):
         return "wait"

@@ -1,7 +1,7 @@
 """Classify failures, and decide whether a restart is worthwhile; its cost is in `budget.py`.
 
-Shared by the operator and the programs in pods; how failures rank as causes is in failures.py. Standard library only,
-no I/O, no clock. `classify` returns a failure's class; `judge` charges it to a budget and decides whether and when the
+Shared by the operator and the programs in pods; failures.py finds the cause among several. Standard library only, no
+I/O, no clock. `classify` returns a failure's class; `judge` charges it to a budget and decides whether and when the
 group restarts.
 """
 
@@ -22,12 +22,12 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
 
-# How often a job that has never trained is tried on other nodes; after that the job itself counts as the reason.
+# Attempts of a job that has never trained, each on other nodes; after that the job itself is taken as the cause.
 STARTS_MAX = 10
-# Lost peers without a lost node, pod or connection: the first time it may be the network, the second time the script.
+# Failures in which ranks only lost their peers: the first may come from the network, the second from the script.
 PEERS_LOST_FREE = 1
 
-# What a rank raises when its peer is gone; never a root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on an
+# Errors of a rank whose peer is gone; never a root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on an
 # H100 with NCCL 2.28.9 (docs/measured.md, on a GPU); NCCL's network errors are from its documentation. A node that dies
 # closes no connection, and gloo reports the kernel's error (seen with a link taken down). "wait timeout" is "Socket
 # Timeout" from torch 2.6 on.
@@ -41,14 +41,14 @@ SYMPTOMS = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-# Symptoms of a rank whose wait timed out: the rank that it waited for may still exist, and hang.
+# Symptoms of a rank whose wait timed out: the rank that it waited for may still be there and hang.
 _TIMED_OUT = re.compile(
     r"Timed out (?:waiting \d+ms for|after \d+ seconds waiting)|wait timeout after \d+ms|Socket Timeout"
-    # gloo's errors of the rank's other collectives, whose connections the timeout has closed.
+    # gloo's errors in the other collectives of that rank: the timeout has closed their connections.
     r"|Application timeout caused pair closure|monitoredBarrier|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
-# Symptoms of a launcher that has waited for those of the other nodes.
+# Symptoms of a launcher that has waited for the launchers of other nodes.
 _NEVER_MET = re.compile(r"RendezvousTimeoutError|waiting for clients\. \d+/\d+ clients joined")
 # Symptoms count only in torch's errors: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
@@ -134,7 +134,7 @@ OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemer
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows a failure."""
+    """The result of a failure: which budget is charged, and when the group restarts or why not."""
 
     restart: bool
     history: RestartHistory
@@ -194,7 +194,7 @@ def is_symptom(exception: str) -> bool:
 
 
 def is_unsaved(exception: str) -> bool:
-    """True if a rank ended because its last state is not in its folder: what other ranks stopped for is lost."""
+    """True if a rank ended because its last state is not in its folder, although the other ranks stopped to save it."""
     return exception.startswith("ddpjob.errors.SnapshotError: ")
 
 
@@ -205,12 +205,12 @@ def cannot_start(f: Failure) -> bool:
 
 
 def has_timed_out(exception: str) -> bool:
-    """True if a symptom is that of a rank that waited for another until its timeout."""
+    """True if the exception is that of a rank that waited for another until its timeout."""
     return _TIMED_OUT.search(exception) is not None
 
 
 def have_never_met(exception: str) -> bool:
-    """True if a symptom is that of a launcher that has waited for those of the other nodes until its timeout."""
+    """True if the exception is that of a launcher that waited for other nodes' launchers until its timeout."""
     return _NEVER_MET.search(exception) is not None
 
 

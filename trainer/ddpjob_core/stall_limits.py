@@ -14,8 +14,8 @@ Phase = Literal["start", "train", "save", "evaluate"]
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
-# Limits for the first pause that is longer than expected. In training: torch's default timeout of a process group,
-# because ranks that wait longer for each other end by themselves.
+# Limits in seconds for the first pause that is longer than expected. In training it is torch's default timeout of a
+# process group, because ranks that wait longer for each other end by themselves.
 UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
 UNSEEN_TRAIN_SECONDS = 1800.0
 STEPS_REMEMBERED = 9
@@ -33,11 +33,11 @@ class Survived(NamedTuple):
 
     longest_seconds: float = 0.0
     surprised: bool = False
-    """True if one of them was longer than expected."""
+    """True if one of these times was longer than expected."""
 
 
 class Learned(NamedTuple):
-    """What the steps of a rank have taught so far."""
+    """Durations learned from the steps of a rank so far."""
 
     step_seconds: tuple[float, ...] = ()
     """Durations of the last steps, newest last; steps between two observations share the time."""
@@ -69,7 +69,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """Return what is known of a rank's steps after it has made a step again.
 
-    phase, step: of the rank while it made no step. made: steps made since. measured: the begin of that time was seen.
+    phase, step: of the rank while it made no step. made: steps made since. measured: we saw that time begin.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):
@@ -89,6 +89,6 @@ def _survived(before: Survived, seconds: float, expected: float) -> Survived:
 
 def _step_seconds(learned: Learned) -> float:
     """Return how long a step may take, judging by earlier steps."""
-    # Use the lower of two steps, because the first includes compilation.
+    # Use the shorter of two steps, because the first includes compilation.
     median = sorted(learned.step_seconds)[(len(learned.step_seconds) - 1) // 2] if learned.step_seconds else 0.0
     return max(TRAIN_SECONDS, MEDIANS * median, LONGEST * learned.steps.longest_seconds)

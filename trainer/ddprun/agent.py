@@ -121,7 +121,7 @@ class Agent:
         return self.code
 
     def watch(self, descriptor: int, heard: Callable[[], None], *, write: bool = False) -> None:
-        """Call `heard` when there is something to read, or room to write."""
+        """Call `heard` when the descriptor can be read, or with write=True also when it can be written to."""
         self._poller.register(descriptor, select.POLLOUT if write else select.POLLIN)
         self._callbacks[descriptor] = heard
 
@@ -136,7 +136,7 @@ class Agent:
         self.node.advance()
         self.node.tick(now)
         if self.node.outlives_sigkill(now):
-            # Otherwise this agent would wait forever. If it ends, the job continues with another pod.
+            # Without this exit the agent would wait forever. If it ends, the job continues with another pod.
             say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
             return self.group.abandon()
         if self.folder.tails:
@@ -159,7 +159,7 @@ class Agent:
         failures = self.node.settle()
         if self.termination_signal and self.options.place != self.options.places.leader:
             if not failures and not self.node.stopped:
-                self.group.finished(now)  # otherwise the job might wait for this node
+                self.group.finished(now)  # without this event the job might wait for this node
             self.end(self.termination_code(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)
@@ -275,7 +275,7 @@ class Agent:
             group["findings"] = [finding.as_dict() for finding in findings]
         message = group if code != 0 or account or findings else {}
         if known is not None or (code != 0 and not self.termination_signal):
-            # Otherwise the failure is lost if a shell around us ends with 0: `ddprun train.py | tee log`.
+            # Without this message the failure is lost if a shell around us ends with 0: `ddprun train.py | tee log`.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
         if message:

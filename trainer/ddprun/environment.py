@@ -17,7 +17,7 @@ class Life(NamedTuple):
     """One generation of all ranks."""
 
     generation: int
-    """Number of restarts before it."""
+    """Number of restarts before this generation."""
     members: Members
     port: int
     """Port of rank 0's store; each generation has another, so that no old process can join."""
@@ -26,7 +26,7 @@ class Life(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its log folder. Several pre-flights may have the same number, but their ports differ."""
+        """Name of the log folder. Several pre-flights may have the same number, but their ports differ."""
         return f"preflight_{self.port}" if self.preflight else str(self.generation)
 
 

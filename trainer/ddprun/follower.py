@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
-WAITS_BYTES_MAX = 1 << 15  # half a line; a longer answer is sent without waits, so no deadlock can be proved
+WAITS_BYTES_MAX = 1 << 15  # half a line; longer answers leave out what ranks wait in, so no deadlock can be proved
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
@@ -44,14 +44,14 @@ class Follower:
         self._lookup = -1  # pipe of the child that resolves the leader's name
         self._addresses: list[tuple[int, Any]] = []
         self._generation = -1
-        self._checking = False  # whether the last generation is a pre-flight
+        self._checking = False  # True if the last generation is a pre-flight
         self._disconnected_since = time.monotonic()
         self._retry_at, self._pause = 0.0, RETRY_SECONDS
         self._connect_until = 0.0
         self._heard_at = self._heartbeat_at = 0.0
-        self._done = False  # whether all our ranks have ended with 0
+        self._done = False  # True if all our ranks have ended with 0
         self._wait_logged = False
-        self._was_ready = False  # whether the leader knows that our ranks would start at once
+        self._was_ready = False  # True if the leader knows that our ranks would start at once
 
     @property
     def deadline(self) -> float | None:
@@ -153,7 +153,7 @@ class Follower:
             say(f"the other nodes train; this one joins them in {max(1.0, float(message['joins'])):.0f} s")
         generation = int(message["generation"])
         if generation > self._generation:
-            self._agent.members = Members()  # a failed rank of that generation was not here
+            self._agent.members = Members()  # this node was not a member, so a failed rank is not ours
         # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
         self._generation = max(self._generation, generation)
         if self._agent.termination_signal:

@@ -159,7 +159,7 @@ def not_collected() -> Iterator[None]:
     so in each rank too, where its writes copy memory pages. The cost is 6 MB of torch's garbage, shared by all ranks.
     """
     before = gc.get_threshold()
-    gc.set_threshold(0)  # not gc.disable(), because modules may call gc.enable()
+    gc.set_threshold(0)  # gc.disable() is not enough, because modules may call gc.enable()
     try:
         yield
     finally:
@@ -222,7 +222,7 @@ class Prepared:
         write_whole_lines()
         self.imported: Any = None  # used only under `ddpjob dev`
         self.hide_torch(read)
-        # The kernel then reaps ended children. Waiting for one would take as long as forking it.
+        # Let the kernel reap ended children, because waiting for a child would take as long as forking it.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def hide_torch(self, read: set[str]) -> None:
@@ -616,7 +616,7 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # Only the rank itself, not its forked children. No KeyboardInterrupt, because Python ends by SIGINT only if
+        # Only in the rank itself, not in its forked children. Not for KeyboardInterrupt: Python ends by SIGINT only if
         # this hook has not called exec(), as importing dataclasses does.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):

@@ -84,7 +84,7 @@ class Heartbeats:
 
     @property
     def announced(self) -> set[int]:
-        """Processes that have announced that they train."""
+        """Return the pids of the processes that have announced that they train."""
         with contextlib.suppress(BlockingIOError):
             while read := os.read(self.notify_read, READ_BYTES):
                 self._announced.update(number for (number,) in struct.iter_unpack(NOTICE, read))

@@ -62,9 +62,9 @@ class Leader:
         self._refused: set[str] = set()  # refusals already logged, because a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
-        self._held: socket.socket | None = None  # keeps the port of this generation reserved
+        self._held: socket.socket | None = None  # keeps the port of this generation's ranks reserved
         self._late_start: Life | None = None  # start order that was not sent to the other nodes yet
-        self._step_in_memory = 0  # of the complete state that the stopped ranks left on a node; 0: none
+        self._step_in_memory = 0  # step of the complete state that stopped ranks left in memory; 0: none
         self._furthest = 0  # highest CLOCK (ddpjob_core/memory.py) of nodes with a failed rank, in this generation
         self._started_from = 0  # step in memory that the last generation was started with
         self._left: dict[int, NodeEnd] = {}  # by node: results of nodes whose ranks have all ended with 0
@@ -290,7 +290,7 @@ class Leader:
         except OSError:  # the client has closed the connection
             return
         if len(self._unauthenticated) >= UNAUTHENTICATED_MAX:
-            # Drop a random connection. Otherwise a client that takes all places could keep the job's agents out.
+            # Drop a random connection, because a client that opens many could keep the job's agents out.
             self._drop(list(self._unauthenticated)[os.urandom(1)[0] % UNAUTHENTICATED_MAX])
         try:
             link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
@@ -342,7 +342,7 @@ class Leader:
         if "ready" in message:
             self._lead.ready(node, now)
         if message.get("generation") != self._lead.generation:
-            return  # a heartbeat, or a delayed event of an earlier generation
+            return  # nothing to do for a heartbeat, or for a delayed event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
         event = message.get("event")
         self._lead.reached(int(message.get("step", 0)))

@@ -2,8 +2,8 @@
 
 The first rank of a node that forms its group writes down its imports (`note`). A child of the fork server imports them
 in the background, and pauses after each import for as long as that took. Then it replaces the server (`forkserver.py`).
-This is safe only if an import creates nothing that belongs to one process. So each import is watched (`_Watch`). If one
-has such effects, it is left out, and another child starts without it.
+This is safe only if an import creates nothing that belongs to one process. So each import is watched (`_Watch`). An
+import with such effects is left out, and another child starts without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ddpjob import own_files
 from ddpjob.checkpoint.in_memory import room
 
 ROUNDS_MAX = 6
-COARSE_AFTER = 3  # from this round on whole packages are left out
+COARSE_AFTER = 3  # from this round on leave out whole packages, not single modules
 MODULES_MAX = 20_000
 MIB = 1 << 20
-BYTES_MAX = 512 * MIB  # by which learned imports may enlarge the fork server
+BYTES_MAX = 512 * MIB  # memory that learned imports may add to the fork server
 BYTES_EXPECTED = 128 * MIB  # free memory required at the beginning
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Modules whose random numbers or variables at import do no harm in a fork. numpy's generators are seeded again in each

@@ -25,8 +25,8 @@ TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # limit for a console that accepts nothing
 LAST_LINES_SECONDS_MAX = 20.0  # blocks this agent, which node 0 gives up after 30 s of silence
 CHUNK = 1 << 16
-CHUNKS_MAX = 16  # of a file per turn of the loop: signals and peers wait meanwhile
-RUN_BYTES_MAX = 200  # of the run id in the folder's name; file systems allow 255 bytes
+CHUNKS_MAX = 16  # chunks of a file in one turn of the loop: signals and peers wait meanwhile
+RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
 OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank for this agent only
@@ -191,7 +191,7 @@ class _Tail:
             os.close(self._file)
             raise
         self._part = b""  # incomplete last line
-        self._goes_on = False  # whether part of a long line was shown
+        self._goes_on = False  # True if part of a long line was shown
         self._waiting = b""  # data for the console
         self.taken = 0  # bytes that the console has taken
 
@@ -229,7 +229,7 @@ class _Tail:
                 os.write(self._filtered, chosen)
 
     def _going_on(self, lines: list[bytes]) -> Iterable[bool]:
-        """Yield for each line whether it continues the one before."""
+        """Yield True for each line that continues the previous one, else False."""
         for line in lines:
             yield self._goes_on
             self._goes_on = not line.endswith((b"\n", b"\r"))

@@ -21,7 +21,7 @@ from ddpjob_core import memory
 
 MFD_NOEXEC_SEAL = 0x0008  # missing in the os module; needed by kernels with vm.memfd_noexec=2
 LOOK_SECONDS = 0.001
-LATE_LOOK_SECONDS = 0.02  # longer, because late checks read the state of all threads of all ranks
+LATE_LOOK_SECONDS = 0.02  # longer, because a late check reads the states of all ranks' threads from /proc
 
 
 class Memory:
@@ -73,9 +73,9 @@ class Memory:
         whole = self.whole
         step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
-            step = 0  # assumed to be complete; a rank that has saved overwrites it
+            step = 0  # do not count an assumed state: a rank that has saved writes its own over it
         size, still = self._size, self._still(seconds)
-        late = still >= memory.limit_seconds(size)  # not earlier, because the check is expensive
+        late = still >= memory.limit_seconds(size)  # check late, because the check is expensive
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset may take tens of seconds
 KILL_AGAIN_SECONDS = 0.05
-NOTE_SECONDS = 0.5  # seconds between checks if a rank has written its list of imports
-SPARES_AFTER_SECONDS = 5.0  # not earlier: starting ranks need the processors
+NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
+SPARES_AFTER_SECONDS = 5.0  # later than the start, because starting ranks need the processors
 FILE_BYTES_MAX = 1 << 16
 END_BYTES_MAX = 1 << 22  # enough for a model with 20,000 parameters
 STDERR = 2
@@ -60,10 +60,10 @@ class LocalRanks:
         self._options, self._environ, self._folder, self._server = options, environ, folder, server
         self._life: Life | None = None
         self._ranks: Sequence[int] = ()  # by local rank, in this generation
-        self._waiting = False  # whether the ranks wait for the fork server
+        self._waiting = False  # True if the ranks wait for the fork server
         self._spares_at: float | None = None  # when spare processes for the next generation are forked
         self._learn_at: float | None = None  # when to check if a rank has written its list of imports
-        self._has_told = False  # whether the learned imports were announced
+        self._has_told = False  # True if the learned imports were announced
         self._pids: dict[int, int] = {}  # by local rank, of running ranks
         self._codes: dict[int, int] = {}  # by local rank, of ended ranks; negative: a signal
         self._files: list[Files] = []
@@ -73,8 +73,8 @@ class LocalRanks:
         self.memory = None if options.dev else created(options.nproc)  # dev: the next ranks may run other code
         self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
         self._then: tuple[int, float] = (0, 0.0)  # the signal that follows, and its grace period in seconds
-        self.failures: list[Failure] = []  # of this generation, in order; without ranks that were stopped
-        self.stopped = False  # whether the ranks were ended because of another rank
+        self.failures: list[Failure] = []  # of this generation, in order; without those of ranks that we stopped
+        self.stopped = False  # True if the ranks were ended because of another rank
         self._stopped_at = 0.0  # time.time(), the clock of termination messages
         self.kill_at: float | None = None
         self._killed_at: float | None = None  # when SIGKILL was first sent
@@ -89,7 +89,7 @@ class LocalRanks:
 
     @property
     def can_start(self) -> bool:
-        """True if ranks would start at once: the fork server has its imports, or there is none."""
+        """True if ranks would start at once: the fork server has finished its imports, or there is none."""
         return self._server is None or self._server.settled
 
     @property
@@ -148,7 +148,7 @@ class LocalRanks:
         return next(iter(others), 0)
 
     def start(self, life: Life) -> None:
-        """Start all ranks, at once or when the fork server has its imports."""
+        """Start all ranks: now, or when the fork server has finished its imports."""
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self._ranks = life.members.ranks(self._options.place, self._options.nproc)
@@ -298,7 +298,7 @@ class LocalRanks:
                 say(remark)
         elif self._pids:
             processes.kill(self._pids.values())
-            self._killed_at = self._killed_at or now  # not `kill_at`, which is too early if this agent was suspended
+            self._killed_at = self._killed_at or now  # `kill_at` would be too early if this agent was suspended
         else:
             self._signalled.left = set()  # `settle` kills them
 
@@ -336,7 +336,7 @@ class LocalRanks:
     def _fork_spares(self, now: float) -> None:
         from ddprun import spares  # imported late: ranks must not wait for it
 
-        if self._server is not None and self._server.learning == "now":  # spares are forked by its successor
+        if self._server is not None and self._server.learning == "now":  # its successor will fork them
             self._spares_at = now + NOTE_SECONDS
             return
         self._spares_at = None
@@ -414,7 +414,7 @@ class LocalRanks:
             self._has_not_started(local_rank, error)
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
-        # A symptom, because the application has not failed; `unstarted` says that no other rank is the cause.
+        # A symptom, because the application has not failed; `unstarted` shows that no other rank is the cause.
         failure = self._failure(local_rank, RESUMABLE)
         text = f"not started: {error}"
         self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))

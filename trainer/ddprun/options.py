@@ -47,12 +47,12 @@ class Options(NamedTuple):
     budget: Budget
     furthest_step: int  # made by earlier attempts of the job
     policy: tuple[PolicyRule, ...]
-    has_operator: bool  # whether an operator replaces lost pods
-    local: bool  # whether all nodes are processes of one machine: `ddpjob run`
-    dev: bool  # whether a save starts the ranks again, and no failure does: `ddpjob dev`
-    preflight: bool  # whether the nodes measure each other before their first ranks start
+    has_operator: bool  # True if an operator replaces lost pods
+    local: bool  # True if all nodes are processes of one machine: `ddpjob run`
+    dev: bool  # `ddpjob dev`: restart the ranks when a source file is saved, and not after a failure
+    preflight: bool  # True if nodes measure each other before their first ranks start
     replacement: int  # number of this pod at its node in this attempt, from 0
-    stall_seconds: float | None  # a group without steps for longer is stalled; None: learned from its steps, 0: never
+    stall_seconds: float | None  # time without a step after which a group is stalled; None: learned, 0: never
     broken_grace_seconds: float  # time for ranks to stop after one has failed
     script: str
     script_args: tuple[str, ...]
@@ -66,11 +66,11 @@ class Options(NamedTuple):
     signals: tuple[str, ...]
     shutdown_seconds: float
     join_seconds: float
-    last_call_seconds: float  # how long the first start waits for more nodes than the smallest number
+    last_call_seconds: float  # how long the first start waits for more nodes than `least`
     snooze_seconds: float  # how long a node is connected before it may interrupt the others to join them
     virtual_local_rank: bool
     preload: tuple[str, ...]
-    preload_asked: bool  # whether the user named the modules
+    preload_asked: bool  # True if the user named the modules
 
     @property
     def places(self) -> Members:
@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
     """By ambiguous abbreviation: the options that it could mean."""
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Do not treat two spellings of one option as ambiguous, as argparse before 3.12.3 does.
+        """Accept two spellings of one option, which argparse before 3.12.3 calls ambiguous.
 
         argparse also calls this for the script's arguments, and before 3.12.8 it exits if one is ambiguous. So an
         ambiguous abbreviation is returned as unknown, and `error` explains it if it is before the script.
@@ -303,7 +303,7 @@ def _refuse(read: argparse.Namespace) -> None:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """Parse the smallest and the largest number of nodes, which are one number unless it may change."""
+    """Parse 2 or 2:4: the smallest and the largest number of nodes."""
     low, _, high = text.partition(":")
     least = _number("nnodes", low, 1)
     return least, _number("nnodes", high, least) if high else least

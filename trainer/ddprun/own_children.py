@@ -13,7 +13,7 @@ import signal
 
 from ddprun import processes
 
-# Not passed on: the kernel or a terminal sends these to this process itself; SIGCONT and SIGWINCH need no answer.
+# Signals that are not passed on: the kernel or a terminal sends them to this process; CONT and WINCH need no answer.
 _OWN = "KILL STOP SEGV BUS FPE ILL ABRT TRAP SYS TSTP TTIN TTOU CONT PIPE WINCH URG XFSZ XCPU"
 OWN_SIGNALS = frozenset(getattr(signal, f"SIG{name}") for name in _OWN.split())
 
@@ -47,7 +47,7 @@ def _wait_and_end(child: int) -> None:
     while True:
         number = signal.sigwait(signal.valid_signals() - OWN_SIGNALS)
         if number != signal.SIGCHLD:
-            os.kill(child, number)  # not yet reaped, so the pid is still its own
+            os.kill(child, number)  # the child is not reaped yet, so its pid is not reused
             continue
         code = dict(processes.reaped()).get(child)
         if code is not None:

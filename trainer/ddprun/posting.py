@@ -99,7 +99,7 @@ class Posting:
             say(f"restarts in place are not reported to DDPJOB_STATUS_URL: {why}; tried again, said once")
 
     def _abandon(self) -> None:
-        processes.kill([self._child])  # no answer yet, so the pid is still its own
+        processes.kill([self._child])  # the child has not answered and is not reaped, so its pid is not reused
         self._close()
 
     def _close(self) -> None:

@@ -25,9 +25,9 @@ class ForkServer:
         self.ready = False
         self.refused = ""  # reason why it cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
-        self.spares: set[int] = set()  # our children that wait for a run
+        self.spares: set[int] = set()  # pids of spares: forked ranks that wait for a script to run
         self._spares_left = 0  # spares that are still to be forked
-        self._forks_spare = False  # whether a requested spare was not answered yet
+        self._forks_spare = False  # True if the server has not answered a request for a spare
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
         self.later, its_later = socket.socketpair()  # for the child that learns imports and becomes the next server
@@ -35,7 +35,7 @@ class ForkServer:
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0
-        # Not buffered: `poll` does not see buffered data.
+        # Unbuffered, because `poll` does not see buffered data.
         self._lines = self._socket.makefile("rb", buffering=0)
         ends = [its.fileno(), its_later.fileno()]
         argv = [environment.python(environ), "-u", PROGRAM, *map(str, ends)]
@@ -62,7 +62,7 @@ class ForkServer:
             self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
             self.ready = False
         elif self.refused:
-            pass  # it was given up before
+            pass  # the server was given up before
         elif self._forks_spare:
             self._add_spare(message)
             self._fork_spare()
@@ -142,7 +142,7 @@ class ForkServer:
         try:
             pid = int(message["pid"])
             os.kill(pid, 0)
-        except (KeyError, OSError):  # not forked, or killed and reaped with other leftovers
+        except (KeyError, OSError):  # the spare was not forked, or was killed and reaped with other leftovers
             self._spares_left = 0  # a restart works without spares
         else:
             self.spares.add(pid)

@@ -214,7 +214,7 @@ def parents() -> dict[int, int]:
     """Return the parent of every visible process, zombies included."""
     parent_of = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it may have ended
+        with contextlib.suppress(OSError):  # the process may have ended
             after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # names may hold spaces
             parent_of[int(name)] = int(after_name.split()[1])
     return parent_of
@@ -231,7 +231,7 @@ def catches(pid: int, number: int) -> bool:
 
 def is_python(pid: int) -> bool:
     """True if this process is a Python interpreter."""
-    with contextlib.suppress(OSError):  # another user's, or it has ended
+    with contextlib.suppress(OSError):  # the process is another user's, or has ended
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
     return False
 

@@ -1,4 +1,4 @@
-"""Stacks of processes that nothing else can ask, by py-spy if it is installed."""
+"""Read the stacks of processes that cannot answer, by py-spy if it is installed."""
 
 from __future__ import annotations
 

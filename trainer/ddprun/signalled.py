@@ -34,7 +34,7 @@ class Signalled:
         self.left: set[int] = set()
         """Descendants that are still running after the ranks have ended."""
         self._trainers: set[int] = set()  # descendants that train and have got the signals as well
-        self._held: dict[int, int] = {}  # ranks that get their signal after the processes that they wait for
+        self._held: dict[int, int] = {}  # ranks that get their signal after the training processes below them
         self._trainers_until: float | None = None  # when held ranks and helpers get their signal
         self._helpers_since: float | None = None  # when helpers got their signal
         self._has_remarked = False

@@ -1,4 +1,4 @@
-"""Check that a node has room for spare ranks of the next generation, which must not take what ranks need."""
+"""Check that a container has processes and memory to spare for the next generation's spare ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer SIGQUIT: every rank is asked for its stack, and one folded text is printed. It ends nothing."""
+"""Answer SIGQUIT: ask every rank for its stack, and print one folded text. No process is ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 ANSWER_SECONDS = 0.6
-AGAIN_SECONDS = 0.2  # until the next try, if the ranks are still answering a question of the watchdog
+AGAIN_SECONDS = 0.2  # until the next try, if the ranks are still answering the watchdog's request
 PY_SPY_RANKS_MAX = 4
 STATES = {
     "T": "stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on",
@@ -38,7 +38,7 @@ class StacksQuestion:
         self._agent = agent
         self._beats: Heartbeats | None = None
         self._number = 0  # number of our question in the heartbeat memory; 0: not asked yet
-        self._pipe = -1  # of the process that runs py-spy
+        self._pipe = -1  # output of the process that runs py-spy
         self._child = 0
         self._found: list[RankStack] = []
         self._output = b""

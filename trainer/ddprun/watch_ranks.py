@@ -24,10 +24,10 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # a rank that has not answered by then gets a signal: its handler works in a blocked interpreter
+SIGNAL_SECONDS = 0.6  # then a rank without an answer gets a signal, whose handler works in a blocked interpreter
 ANSWER_SECONDS = 1.0
 QUIET_SECONDS = 1.5  # reading a full flight recorder of torch takes up to 0.5 s
-IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
+IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
 SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
 
 
@@ -40,13 +40,15 @@ class Watching:
         self._beats: Heartbeats | None = None
         self._paces: dict[int, HeartbeatTracker] = {}
         self._reported: StallReport | None = None
-        self._over = False  # whether all ranks of another node have ended with 0
+        self._over = False  # True if all ranks of another node have ended with 0
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: start of its stall, and its CPU seconds then
-        self._still: dict[int, tuple[str, float]] = {}  # by rank: how often scheduled, and since when that is unchanged
+        self._still: dict[
+            int, tuple[str, float]
+        ] = {}  # by rank: context switch counts, and the time of their last change
         self._quiet = False  # True if the ranks must not log their answers to the last question
         self._looked_at = 0.0
         self._look_at: float | None = None  # None: there is no heartbeat yet
-        self._signals: list[int] = []  # ranks that get a signal if they have not answered after SIGNAL_SECONDS
+        self._signals: list[int] = []  # ranks that get a signal if they do not answer within SIGNAL_SECONDS
         self._signal_at: float | None = None
         self._answer_at: float | None = None
         self._stacks = StacksQuestion(agent)
@@ -105,9 +107,7 @@ class Watching:
             say(idle.sentence(found, self._idle.seconds, whose, how))
 
     def _mark(self, beats: Mapping[int, Heartbeat]) -> tuple[tuple[int, int], ...] | None:
-        """Return the ranks' progress once all train and have moved several times; None before, because steps may be
-        long.
-        """
+        """Return the ranks' progress once all have made several steps; None before, because first steps may be long."""
         paces = self._paces.values()
         enough = all(pace.phase == "train" and pace.moves >= stall_monitor.LOOKS_UNTIL_TRAINING for pace in paces)
         if not paces or not enough or any(beat.over for beat in beats.values()):
@@ -115,13 +115,13 @@ class Watching:
         return tuple((beat.step, beat.collectives) for _, beat in sorted(beats.items()))
 
     def others_have_ended(self) -> None:
-        """Note that all ranks of a node have ended with 0: the ranks here wait for no other."""
+        """Record that all ranks of a node have ended with 0, so ranks here do not wait for others any more."""
         self._over = True
 
     def ask(self, now: float, *, quiet: bool = False) -> None:
         """Request stacks and last collectives from every rank, which writes them to its log; the answers go to node 0.
 
-        quiet: ranks write nothing, and only answer what they wait in.
+        quiet: ranks log nothing, and only answer what they wait in.
         """
         if self._beats is None:
             return
@@ -143,7 +143,7 @@ class Watching:
         over = self._over or self._agent.node.ended_well is not None
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
-        # If a rank is a shell script, it outlives its training process.
+        # Check the training process, because a rank that is a shell script outlives it.
         seen = {rank: beat for rank, beat in beats.items() if beat.pid > 0 and os.path.exists(f"/proc/{beat.pid}")}
         # Clocks start again after a gap, or if a rank has ended: the others may now wait for something else.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
@@ -200,7 +200,7 @@ class Watching:
         self._answer_at = self._signal_at = None
         self._look(now)  # the ranks may have made progress meanwhile
         if self._beats is None:
-            return None  # node 0 was lost meanwhile
+            return None  # the connection to node 0 was lost meanwhile
         running = sorted(self._agent.node.running_ranks)
         if self._quiet:
             assert self._reported is not None, "it was looked at just now"
@@ -221,7 +221,7 @@ class Watching:
         return waiting(rank, step, answer)
 
     def _ended(self) -> list[Position]:
-        """Return the ranks that have ended with 0. (Any other end ends the group.)"""
+        """Return the ranks that have ended with 0. (After any other exit code the whole group ends.)"""
         assert self._beats is not None, "their pages are read"
         node, options = self._agent.node, self._agent.options
         ended = sorted(set(range(options.nproc)) - node.running_ranks)

@@ -120,7 +120,7 @@ class Snapshot:
             raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
         if _URL.match(str(folder)):
             raise ConfigurationError(
-                f"folder: {folder} is a URL, and would be a folder beside the script. Mount the volume, and give the "
+                f"folder: {folder} is a URL, and would be taken as a local path. Mount the volume, and give the "
                 f"path of a folder in it."
             )
         self._folder = None if folder is None else Path(folder)
@@ -142,11 +142,11 @@ class Snapshot:
         self._problem: BaseException | None = None  # the next `_join` raises it, because this process must end
         self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
         self._owed: _Owed | None = None  # the state that only memory has, until the folder has it or a newer one
-        self._late: dict[int, str] = {}  # store keys of ranks that were missing at the save before
-        # Part of the store keys. `load` sets rank 0's name on all ranks, because paths may differ by node.
+        self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
+        # Part of the store keys. `load` sets rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Count of optimizer steps at which the other ranks must have passed the last save, because gradients are summed
-        # over all ranks: two steps after it, because an optimizer with a closure (LBFGS) runs backward inside step().
+        # Number of optimizer steps after which all ranks have passed the last save, because gradients are summed over #
+        # all ranks. Two steps after the save: an optimizer with a closure (LBFGS) runs backward inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that were logged, each once
@@ -258,12 +258,12 @@ class Snapshot:
         if not in_thread:
             self._write_or_note(writer, unwritten)
             return
-        # Not a daemon thread: a script that ends without close() still gets its last state.
+        # Not a daemon thread, so that the last state is written if a script ends without close().
         self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
 
     def _name_half_done(self, objects: Mapping[str, Any], step: int = 0) -> None:
-        """Log which parts a restart would not continue. step: the one that is saved; 0 if the objects are loaded."""
+        """Log which parts a restart would not continue. step: the saved step; 0 if the objects were loaded."""
         for name, kind in half_done.hooks_with_state(objects).items():
             self._log_once(
                 f"hook of {name}",
@@ -299,7 +299,7 @@ class Snapshot:
         writer = self._claim(to_save=True)
         self._must_be_newest(writer)
         claim = _claim_of(self.folder, writer)
-        if claim is None:  # the claim was deleted; without it the next attempt would take the same number
+        if claim is None:  # the claim was deleted; without a new one the next attempt would take this number
             create_exclusively(self.folder, writer, self._own_claim.as_json())
         elif claim != self._own_claim:
             raise self._superseded()
@@ -571,7 +571,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # not for a second Snapshot, which may be empty although training resumed from the first
+            # skip it for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
@@ -742,7 +742,7 @@ class Snapshot:
     # ---- what the other ranks have ------------------------------------------------------------------
 
     def _store(self) -> Any:
-        """Return the store of the group; None if there is no group, or it was left."""
+        """Return the store of the group; None if there is no group, or the group was left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
@@ -1021,7 +1021,7 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
         claim = json.loads(own_files.read_file(writers.claim_path(folder, writer)))
         job, attempt, generation = claim["job"], int(claim["attempt"]), int(claim.get("generation", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None  # not there, or another file
+        return None  # the file is missing, or is no claim
     return _Claim(job, attempt, generation) if isinstance(job, str) else None
 
 
@@ -1031,7 +1031,7 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     tmp = writers.tmp_path(folder, writer)
     try:
         writers.write_new(tmp, content.encode())
-        os.link(tmp, path)  # as exclusive as O_EXCL, and never visible half written
+        os.link(tmp, path)  # fails if it exists, like O_EXCL, and the file is never visible half written
     except FileExistsError:
         return False
     except OSError as error:

@@ -1,6 +1,6 @@
 """Leave gloo's groups without a hang or an abort after a successful training.
 
-Groups are kept forever. The destructor of one joins gloo's threads while it holds the GIL, and a thread that has just
+Groups are kept forever. A group's destructor joins gloo's threads while it holds the GIL, and a thread that has just
 finished a collective needs the GIL to release the tensor (ProcessGroupGloo::runLoop -> decref_pyobject). The process
 that drops the last reference then hangs: close() did in 5 of 46 groups of 3, and the DDP model at the end of a script
 in 2 of 16. A pending collective also blocks the destructor until its timeout. Threads and sockets of a kept group end
@@ -59,7 +59,7 @@ def keep_all_of(c10d: Any) -> None:
 
 
 def _settle_at_exit(process: int) -> None:
-    """Settle in the process that has the threads, not in a fork of it."""
+    """Call `settle` in the process that has the threads, not in a fork of it."""
     if os.getpid() == process:
         settle(failed=hasattr(sys, "last_traceback"))
 
@@ -79,7 +79,7 @@ def settle(*, failed: bool, seconds_max: float | None = None) -> None:
 
 
 def threads_run() -> bool:
-    """True if one of the threads is running, or would if it had a CPU. Threads that wait for work or a peer sleep."""
+    """True if one of gloo's threads is running or waits for a CPU. Threads that wait for work or a peer sleep."""
     for path in glob.glob("/proc/self/task/*/stat"):  # empty outside Linux
         with contextlib.suppress(OSError, ValueError), open(path) as stat:
             name, _, rest = stat.read().partition("(")[2].rpartition(")")

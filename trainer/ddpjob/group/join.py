@@ -44,7 +44,7 @@ TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
 END_SECONDS = 2.0  # after a failure the process is ended after this many seconds, even if a destructor hangs
 NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
-_LEFT = "left/{}"  # set when this rank has left in order
+_LEFT = "left/{}"  # key in the store, set when this rank has left in order
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def init(
 
 
 def _time_limit(name: str, seconds: Any) -> timedelta:
-    """Return a valid limit. Raise ConfigurationError for others: with 0 the first collective fails, and torch's message
-    for infinity or text does not name the argument."""
+    """Return the limit. Raise ConfigurationError if it is invalid: with 0 the first collective would fail, and torch's
+    message for infinity or text does not name the argument."""
     if isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_SECONDS_MAX:
         return timedelta(seconds=seconds)
     raise ConfigurationError(f"{name}: {seconds!r} must be a number of seconds above 0, at most {TIMEOUT_SECONDS_MAX}.")
@@ -462,7 +462,7 @@ def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) ->
 
 
 def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
-    """Wait for all ranks. torch itself would wait for a missing one as long as a collective may take, maybe hours."""
+    """Wait for all ranks. torch itself would wait for a missing rank as long as a collective may take, maybe hours."""
     if store.add(f"rank {place.rank}", 1) > 1:
         raise RuntimeError("another process has the same rank")
     size = place.world_size  # part of the keys: ranks that expect another world size must not count as present
@@ -476,7 +476,7 @@ def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
 
 @dataclass
 class _Group:
-    """The process group of this process, and the state of it that changes."""
+    """The process group of this process, and its changing state."""
 
     world: World
     place: RankInfo
@@ -509,7 +509,7 @@ class _Group:
         )
 
 
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # in gloo's messages
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # text of gloo's errors
 
 
 def before_leaving(action: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Connects to rank 0's store as soon as it listens, instead of up to half a second later.
+"""Connect to rank 0's store as soon as rank 0 listens, instead of up to half a second later.
 
 torch's client retries after 0.25 to 0.75 s, then less and less often. Ranks of a generation start within milliseconds
 of each other, so a rank that is faster than rank 0 delays all. A client 100 ms ahead of the store connected after 0.34
@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # grows, because a thousand ranks may wait until rank 0's node starts
-PAUSE_PART = 0.1  # of the elapsed time, so that no wait gets more than a tenth longer
+PAUSE_PART = 0.1  # pause as a part of the elapsed time, so that polling makes no wait more than a tenth longer
 CONNECT_SECONDS = 2.0  # per connection attempt
-WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # of the time limit; then torch retries itself, and reports its error
+WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # share of the time limit; after that torch retries and reports errors
 
 
 def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:

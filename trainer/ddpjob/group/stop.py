@@ -84,7 +84,7 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
             os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end_without_rank)
-    signal.siginterrupt(signal.SIGTERM, False)  # for libraries that cannot handle EINTR
+    signal.siginterrupt(signal.SIGTERM, False)  # because some libraries cannot handle EINTR
 
 
 def must_leave_now() -> bool:
@@ -188,7 +188,7 @@ class Agreement:
                 # A rank has failed, so no agreement is possible. A restart would have to wait for SIGKILL.
                 os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
-            if self._store is not None and not self.decided.is_set():  # not if the group is gone or has decided
+            if self._store is not None and not self.decided.is_set():  # False if the group is gone or has decided
                 self._store.set(_REQUESTED, "1")
 
     def _decide_or_give_up(self) -> None:
@@ -280,8 +280,7 @@ def _end_as_resumable() -> None:
     if step is None or not (error is None or isinstance(error, SystemExit)):
         return
     termination.tell_stopped(step)
-    # None if `init` made the group and it was left, or in the second call: multiprocessing calls this before atexit
-    # does.
+    # None if the group of `init` was left. None also in the second call, by atexit after multiprocessing's.
     agreement, state.agreement = state.agreement, None
     ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
     if agreement is not None and state.group is None and ends_well:  # a process that has not left must end within 2 s

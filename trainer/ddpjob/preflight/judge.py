@@ -1,4 +1,4 @@
-"""Decides from the measurements of all ranks which nodes are too slow. Pure, and without torch.
+"""Decide from the measurements of all ranks which nodes are too slow. Pure, and without torch.
 
 Measures are seconds per unit of work: less is better, and 0 means not measured. A node is bad if it takes twice as long
 as the median node and the difference matters. A suspect is measured again (`best_of`), because it may have been busy.
@@ -36,11 +36,11 @@ class RankMeasures(NamedTuple):
     resolve_seconds: float = 0.0
     """Time to resolve MASTER_ADDR."""
     skew_seconds: float = 0.0
-    """Its clock minus that of node 0."""
+    """Seconds: the node's clock minus that of node 0."""
     shm_bytes: int | None = None
     """Free bytes in /dev/shm."""
     trouble: str = ""
-    """What could not be measured, and why."""
+    """Name of what could not be measured, and the reason."""
     peers: tuple[Peer, ...] = ()
 
 
@@ -111,9 +111,9 @@ def judge(measures: Sequence[RankMeasures]) -> NodeResult:
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
-    """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link affects
-    both its ends, but only a slow node has no better links. Pods of one machine communicate without a network, so with
-    several machines only links between machines count."""
+    """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link lowers
+    the measure of both ends, but the median is low only on a slow node. Pods of one machine communicate without a
+    network, so with several machines only links between machines count."""
     machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
     for node in sorted(machine):

@@ -216,7 +216,7 @@ def disk_seconds_per_byte(folder: str = "") -> float:
 
 
 def resolve_seconds(name: str) -> float:
-    """Return the seconds to resolve this name; 0 without a name. It resolves: the ranks have found each other by it."""
+    """Return the seconds to resolve this name, by which the ranks have found each other; 0 without a name."""
     began = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)

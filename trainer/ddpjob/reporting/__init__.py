@@ -1,1 +1,1 @@
-"""What a rank reports: its progress, its failure, and the heartbeat that ddprun's watchdog reads."""
+"""The reports of a rank: its progress, its failure, and the heartbeat that ddprun's watchdog reads."""

@@ -114,6 +114,6 @@ def _break(fault: Fault) -> None:
     if fault.kind == "signal":
         os.kill(os.getpid(), fault.value)
     elif fault.kind == "exit":
-        raise SystemExit(fault.value)  # as from a script: leaves the group and writes the termination message
+        raise SystemExit(fault.value)  # like sys.exit() in a script: leaves the group, writes the termination message
     else:
         threading.Event().wait()  # the posting thread continues: the rank reports, but makes no step

@@ -1,16 +1,15 @@
 """`progress()`: reports how far training is. The training loop calls it at every step, so it only stores its arguments.
 
-A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL), at once when `init` has found
-the others and when the first step is made, and every DDPJOB_STATUS_INTERVAL seconds; without that variable nothing
-happens. Nothing here imports torch, raises into the training loop, waits for the network there, or prints more than
-once.
+A daemon thread posts the latest values to the job's status receiver (DDPJOB_STATUS_URL; nothing happens without it). It
+posts after `init`, after the first step, and every DDPJOB_STATUS_INTERVAL seconds. Nothing here imports torch, raises
+in the training loop, makes it wait for the network, or prints twice.
 
 Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "savedStep": 300,
      "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "replacement": 1, "notKept": "…",
      "limitNeeded": 734003200, "saveFailed": "…", "alone": true, "final": true}
-Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
+Rank 0's post is the job's progress; the first rank of each other node posts too, which shows that its node is running.
 An unchanged step is posted again, to show that the process is still alive.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
@@ -137,12 +136,11 @@ def _post_save() -> None:
 
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
-    """Send the last values as final; then neither post nor write heartbeats until `progress` is called again. Wait at
-    most `timeout_seconds`."""
+    """Send the last values as final, waiting at most `timeout_seconds`; then nothing until `progress` is called."""
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
-        state.cells[_STEP] = 0  # the step was loaded, and not made by this process
+        state.cells[_STEP] = 0  # this process has only loaded the step, not made it
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         with contextlib.suppress(Exception):
@@ -160,8 +158,7 @@ def _has_trained_alone() -> bool:
 
 
 def _check_step(step: int) -> None:
-    """Check the step in the first call of this process and, if faults are injected, in all calls. Other calls only pay
-    for an `if`."""
+    """Check the step in the first call of this process, and in all calls if faults are injected."""
     state = process.current
     if not state.begun:
         state.begun = state.stepping = True
@@ -311,7 +308,7 @@ class Reporter:
             process.log(f"progress(): {text}; reported once")
         if not _is_number(step):
             return None
-        # No rate before the first step: imports and loading would count as slow steps.
+        # Before the first step there is no rate, because imports and loading would count as slow steps.
         rate = self.steps_per_second(int(step), when) if state.stepping else None
         phase = state.paused or (None if state.stepping else "start")
         return {

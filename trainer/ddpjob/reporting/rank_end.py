@@ -28,11 +28,11 @@ from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
-RECENT = 32  # number of last backward passes whose values are kept
+RECENT = 32  # last backward passes of which some values are kept
 RECENT_VALUES = 64  # values per pass, spread over one parameter
-PREFIX_WORDS = 4096  # words of each parameter that are summed in a backward pass
-ROW = 1021  # words that share a weight; a prime, so that no axis of a tensor is a multiple of it
-WORDS_WEIGHTED = 2048  # in larger tensors the words of a row share a weight
+PREFIX_WORDS = 4096  # of a parameter: a backward pass sums only its first 64-bit words
+ROW = 1021  # 64-bit words that share a weight; a prime, because axes of tensors are rarely multiples of it
+WORDS_WEIGHTED = 2048  # 64-bit words; in larger tensors the words of a row share a weight
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
 FORMS_A_GROUP = re.compile(rb"\b(?:init_process_group|ddpjob\.init)\(")
@@ -132,9 +132,9 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # backward passes so far, and the next one to sum; 0: none
+        self._made, self._next = 0, 1  # backward passes so far, and the next one to sum (0: none)
         self._passes: list[tuple[int, int, str]] = []
-        # Only matrices, because the gradient of a last bias may not depend on the data.
+        # Compare values of matrices only: a bias may get equal gradients on ranks with different data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
         self._recent = Recent()
         self._ddp = weakref.ref(ddp, self._released)
@@ -274,13 +274,13 @@ class Recent:
 
 
 def next_noted(made: int) -> int:
-    """Return the pass after this one in 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    """Return the next pass to sum after this one: the passes are 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
     is_power = made & (made - 1) == 0
     return made + 1 if made < 3 else made * 3 // 2 if is_power else made * 4 // 3
 
 
 def is_captured(torch: Any) -> bool:
-    """True while a CUDA graph is being captured. Operations of ours would become part of each replay."""
+    """True while a CUDA graph is being captured. Our operations would become part of each replay."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -290,7 +290,7 @@ def after_this_pass(call: Callable[[], None]) -> None:
 
 
 def is_comparable(parameter: Any) -> bool:
-    """True for a trained parameter with values of its own: not on the meta device, and no DTensor or other subclass."""
+    """True for a trained parameter whose values can be compared: no meta tensor, no DTensor or other subclass."""
     torch: Any = sys.modules["torch"]
     is_plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout == torch.strided
     return is_plain and bool(parameter.requires_grad) and parameter.device.type != "meta"
@@ -315,7 +315,7 @@ def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = Non
     sum only the first words.
 
     Each word of a small tensor has its own weight. In a large tensor each row of words has one, so two swapped words of
-    a row are not found. Weights are odd, so that no bit is lost.
+    a row are not found. Odd weights lose no bit.
     """
     by_device: dict[Any, list[int]] = {}
     for index, parameter in enumerate(parameters):
@@ -377,14 +377,14 @@ def hardware(torch: Any, parameter: Any) -> str:
         if parameter.device.type == "cuda":
             return str(torch.cuda.get_device_name(parameter.device))
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            start = file.read(4096)  # not all: the kernel takes milliseconds to list many processors
+            start = file.read(4096)  # only the first processor: the kernel takes milliseconds to list many
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
 
 
 def has_trained_alone() -> bool:
-    """True if this process has trained, or was to form a group, and is one of several ranks that cannot exchange
-    gradients. Call it at the end of a process that never joined a group of several ranks."""
+    """True if this process is one of several ranks that cannot exchange gradients, and has trained or has a call that
+    forms a group. Call it at the end of a process that never joined a group of several ranks."""
     torch = sys.modules.get("torch")
     if torch is None or process.number("WORLD_SIZE", 1) <= 1 or knows_others():
         return False
@@ -392,9 +392,9 @@ def has_trained_alone() -> bool:
 
 
 def names_a_group() -> bool:
-    """True if the script, or a module beside it, has a call that forms a group. The call was not reached then, such as
-    behind `if __name__ == "main"`, or something took its exception, such as a future that nobody reads."""
-    # Not by getattr: a module that loads lazily may raise any exception.
+    """True if the script, or a module next to it, has a call that forms a group. The call was not reached (as behind
+    `if __name__ == "main"`), or its exception was swallowed (as in a future that nobody reads)."""
+    # Do not use getattr: a module that loads lazily may raise any exception.
     modules = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in list(sys.modules.items())}
     folder = os.path.dirname(os.path.abspath(modules["__main__"] or "")) + os.sep
     for path in {os.path.abspath(file) for file in modules.values() if isinstance(file, str) and file.endswith(".py")}:

@@ -34,12 +34,12 @@ from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
 _BEGINS = b'{"ddpjob"'
-EXIT_SECONDS = 60.0  # for what a script uploads or flushes at its exit
+EXIT_SECONDS = 60.0  # time in which a script may upload or flush at its exit
 LOCK_SECONDS = 0.5  # limit for the file's lock, which the pod's other ranks hold while they write 4 kB each
 
 
 def install() -> None:
-    """Write the message when an exception ends this process. No effect without DDPJOB_TERMINATION_LOG."""
+    """Write the message if an exception ends this process later. No effect without DDPJOB_TERMINATION_LOG."""
     state = process.current
     if state.reports_failure or not os.environ.get("DDPJOB_TERMINATION_LOG"):
         return
@@ -61,8 +61,8 @@ def tell(error: BaseException) -> None:
         # After sys.exit(1) in an except block (also torch.multiprocessing.spawn's), the caught exception is the cause.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
-            # The kubelet uses the end of the log only if this file is empty, and torchrun's table in the log names the
-            # rank of this pod that crashed without an exception.
+            # Leave the file empty, so that the kubelet uses the end of the log. There torchrun's table names the rank
+            # of this pod that crashed without an exception.
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
@@ -93,8 +93,8 @@ def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
 
 def ending() -> BaseException | None:
     """Return the exception that ends this process, for exit handlers. A script's sys.exit() is not visible."""
-    error = sys.exc_info()[1]  # in multiprocessing it is still being raised, before Python 3.13
-    # At the exit the exception has been printed.
+    error = sys.exc_info()[1]  # before Python 3.13 multiprocessing is still raising the exception here
+    # At the exit the exception was printed already, and Python keeps it in sys.last_value.
     return error if error is not None else getattr(sys, "last_value", None)
 
 
@@ -118,8 +118,8 @@ def exception_line(error: BaseException) -> str:
 
 
 def cause_line(error: BaseException) -> str:
-    """Return the line of the exception's cause if it reports a lost peer or a killed data loader worker. Otherwise
-    return its own line; for an exception group, the line of one of its members."""
+    """Return the line of the exception's cause if the cause reports a lost peer or a killed data loader worker.
+    Otherwise return the exception's own line; for an exception group, the line of one of its members."""
     killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
     return exception_line(_complaint(error) or next(killed, _one_of_group(error)))
 
@@ -154,7 +154,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
 def hidden_by(error: SystemExit) -> tuple[str, str] | None:
     """Return place and line of the exception that an exit with 0 hides: `finally: sys.exit(0)`; None if it hides none.
 
-    With an exception of its own, a script may say that it is done.
+    An exception class of the script counts as none, because it may mean that the training is done.
     """
     cause = error.__context__
     known = type(cause).__module__.partition(".")[0] in ("builtins", "torch")
@@ -232,7 +232,7 @@ def _leave(message: Failure) -> None:
 
 
 def _forget_earlier() -> None:
-    """Remove a failure written before this process was started: its peers started together with it. Also remove a
+    """Remove a failure written before this process was started: it is of an earlier start of all ranks. Also remove a
     child's failure if the parent continues: `except ProcessRaisedException: train_alone()`."""
     if not os.path.getsize(os.environ["DDPJOB_TERMINATION_LOG"]):
         return
@@ -280,7 +280,7 @@ def _stays(written: bytes, message: Failure) -> bool:
     try:
         earlier = Failure.from_dict(json.loads(written))
     except ValueError:
-        return False  # a rank was killed while writing
+        return False  # a rank was killed while it wrote the file
     return earlier.time > 0 and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
 
 

@@ -63,7 +63,7 @@ def begin() -> None:
 
 
 def left() -> None:
-    """Read the last collective before the default group is left, because the thread may not have polled after it."""
+    """Record the last collective before the default group is left, because the thread may not have polled since."""
     begun = _of_torch(collectives_begun)
     if begun and process.current.watched:
         process.current.cells[COLLECTIVES], process.current.cells[OVER] = begun, 1
@@ -79,7 +79,7 @@ def _share(where: str) -> None:
     pipe = f"/proc/{agent}/fd/{notify}"
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         _notify(pipe)
-        return  # the script has started processes, and another one reports for the rank
+        return  # another process of the script already reports for this rank
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = cells[COMPLETED] = 0
     cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
@@ -122,7 +122,7 @@ def _serve(page: memoryview, cells: memoryview) -> None:
 
 
 def _has_completed() -> bool:
-    """True if the only collective so far is done; the recorder is short then."""
+    """True if the only collective so far is done. (The recorder is read only then, because it is still short.)"""
     return any(is_done(entry) for entry in _of_torch(_recorded) or [])
 
 
@@ -157,7 +157,7 @@ def _waited_in() -> int:
     error = ending()
     line = "" if error is None else cause_line(error)
     if not (rules.is_symptom(line) and rules.has_timed_out(line)):
-        return 0  # do not read the recorder, which takes a tenth of a second
+        return 0  # reading the recorder would take a tenth of a second
     return waited_in(_of_torch(_recorded) or [], process.current.cells[COLLECTIVES])
 
 

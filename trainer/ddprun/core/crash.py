@@ -1,4 +1,4 @@
-"""Read what faulthandler wrote in a process: on a signal that killed it, or on the one that asks for its stack."""
+"""Read faulthandler's text from a process: after a signal that killed it, or one that requested its stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 
 def calls(dump: str) -> list[str]:
     """Return the calls of a process that a signal killed, as lines of a traceback, most recent last."""
-    _, begin, text = dump.rpartition(_BEGIN)  # before that a child may have crashed, and stacks may have been asked for
+    _, begin, text = dump.rpartition(_BEGIN)  # the last dump; earlier ones are of children, or were requested
     lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack(text if begin else "")]
     return lines[:CALLS_MAX][::-1]
 

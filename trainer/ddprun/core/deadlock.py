@@ -27,7 +27,7 @@ SYNC = "sync"
 DEFAULT_GROUP = "0"
 # Every rank of the group must contribute before any rank has the result.
 _NEED_ALL = frozenset(("all_reduce", "sparse_all_reduce", "barrier", "all_gather"))
-# A rank may complete these without some of the others. We do not know which ones it needs, so all must be missing.
+# A rank may complete these without some of the others. We do not know whom it needs, so all others must be missing.
 _NEED_ANY = frozenset(("broadcast", "reduce", "gather", "scatter", "all_to_all"))
 _WITHOUT_INPUT = ("barrier", "scatter")  # any other operation with 0 bytes may complete without a peer
 _OF_EQUAL_SIZE = frozenset(("all_reduce", "all_gather"))
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     """A collective that a rank has begun."""
 
     number: int
-    """In its group."""
+    """Number of the collective in its group."""
     op: str
     shape: str = ""
     size: int = -1
@@ -56,7 +56,7 @@ class GroupCalls(NamedTuple):
     begun: int
     """Number of the newest collective; -1 if unknown."""
     recent: tuple[Call, ...]
-    """The latest collectives, oldest first. Contains every one that is not done."""
+    """The latest collectives, oldest first, with all that are not done."""
 
 
 class Waits(NamedTuple):

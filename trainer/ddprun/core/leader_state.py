@@ -117,7 +117,7 @@ NOT_RESTARTED: dict[str, str] = {
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # an agent needs about one
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
-PREFLIGHT_SECONDS = 120.0  # it takes some seconds, plus its imports
+PREFLIGHT_SECONDS = 120.0  # limit; a pre-flight takes some seconds, plus its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
 
 
@@ -126,14 +126,14 @@ class Generation:
     """Events of the generation that is running or ran last. Each start replaces it."""
 
     checking: bool = False  # True for a pre-flight
-    reruns: str = ""  # why its ranks are stopped only to be started again at once; "": they are not
+    reruns: str = ""  # why its ranks are restarted at once without a failure; "": they are not
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
     unable: set[int] = field(default_factory=set)  # nodes that lack the program
     raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
-    awaited: str | None = None  # an exception; other nodes get a moment to raise it too
-    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: the number of its first lost pod
+    awaited: str | None = None  # exception of a rank; other nodes get a moment to raise it too
+    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: the number of its first pod that was lost
     standstill: Standstill = field(default_factory=Standstill)
     search: DeadlockSearch = field(default_factory=DeadlockSearch)
     question: TimeoutQuestion = field(default_factory=TimeoutQuestion)
@@ -163,38 +163,38 @@ class LeaderState:
     ) -> None:
         """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all.
 
-        last_call_seconds: how long the first start waits for more nodes than that. snooze_seconds: how long a node is
-        connected before it may interrupt a generation to join it.
+        last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
+        is connected before it may interrupt a generation to join it.
         """
         self.state: State = "gathering"
         self._dev, self._is_local = dev, local
         self.generation = -1
         self.orders: list[Order] = []
-        self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
+        self.furthest_step = furthest_step  # highest step of all ranks, generations and earlier attempts
         self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
-        self._furthest_before = furthest_step  # its value when the last failure was charged here
+        self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
         self._current = Generation()
         self.places, self._budget, self._policy = places, budget, policy
-        self.members = places  # of the last generation
+        self.members = places  # places of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
         self._last_call_seconds = last_call_seconds
-        self._calls = True  # False if the next start waits for no more nodes than the smallest number
-        self._most, self._most_since = 0, now  # the largest number of nodes here while this start is waited for
+        self._calls = True  # True if the next start waits for more nodes than the smallest number
+        self._most, self._most_since = 0, now  # most nodes connected at once before this start, and when that was
         self._newcomers = Newcomers(snooze_seconds)
         self._has_operator = has_operator
         self._wants_preflight = preflight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
-        self._has_trained = False  # made a step, or ran so long that it must have trained
+        self._has_trained = False  # the job has made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: the number of its pod that connected last
-        self._uncharged: Failure | None = None  # a lost node; when it connects again we know what to charge
+        self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
         self.said = ""  # why the next ranks start: the last failure and its charge
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
-        self._deadline: float | None = now + join_seconds  # of this state
+        self._deadline: float | None = now + join_seconds  # time at which this state ends by itself
 
     @property
     def deadline(self) -> float | None:
@@ -287,7 +287,7 @@ class LeaderState:
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # one of these is the cause; the node reports it again in `stopped`
+            self._ask_no_more()  # one of these failures is the cause; the node reports it again in `stopped`
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -340,7 +340,7 @@ class LeaderState:
     def rerun(self, now: float) -> None:
         """Start all ranks again, with the files as they are now. Nothing is charged, and there is no back-off."""
         if self._current.checking or self.state not in ("running", "stopping", "standing"):
-            return  # the ranks have not started, and will read the files as they are then
+            return  # the ranks have not started yet, so they will read the new files anyway
         self._current.reruns = "files were saved"
         if self.state == "standing":
             self._settle_if_all_have_stopped(now)
@@ -351,7 +351,7 @@ class LeaderState:
             self._await_no_more()
 
     def reached(self, step: int) -> None:
-        """Note a step that a rank has made."""
+        """Record a step that a rank has made."""
         self.furthest_step = max(self.furthest_step, step)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
@@ -397,7 +397,7 @@ class LeaderState:
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
         elif node == self.places.leader and node in self._current.finished:
-            self._stop([self._lose(node)], now)  # the leader must leave, and the others have something to save
+            self._stop([self._lose(node)], now)  # stop all: the leader must leave, and other ranks have a state to save
 
     def tick(self, now: float) -> None:
         """Do the work that is due."""
@@ -434,7 +434,7 @@ class LeaderState:
         return Failure(node_rank=place, vanished=True)
 
     def _part(self, place: int, now: float) -> None:
-        """Let a node go. Ranks start without it until it connects again."""
+        """Remove a node from the members. Ranks start without it until it connects again."""
         self._here.discard(place)
         self._newcomers.left(place, now)
 
@@ -467,7 +467,7 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def _go_on_if_enough_are_here(self, now: float) -> None:
-        """Start if all nodes are here, or enough of them and no more are waited for."""
+        """Start if all nodes are connected, or if enough are and we wait for no more."""
         if self.state != "gathering":
             return None
         lost = self._uncharged
@@ -478,7 +478,7 @@ class LeaderState:
                 return self._charge(lost, now)  # the same pod, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
         here = len(self._here)
-        if here > self._most:  # a node that comes again and again does not prolong the wait
+        if here > self._most:  # a node that connects again and again does not prolong the wait
             self._most, self._most_since = here, now
         if here < self._least:
             self._calls, self._deadline = True, self._since + self._join_seconds
@@ -497,7 +497,7 @@ class LeaderState:
         return self._end(RESUMABLE, None, why, now)
 
     def _grow(self, now: float) -> None:
-        """Stop all ranks together, so that the next generation includes all nodes that are here. Nothing is charged."""
+        """Stop all ranks together, so that the next generation includes all connected nodes. Nothing is charged."""
         joining = sorted(self._here.difference(self.members))
         self._current.reruns = f"node{'s'[: len(joining) > 1]} {_listed(joining)} joined"
         self._stop([], now, patient=True)
@@ -549,7 +549,7 @@ class LeaderState:
         return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
 
     def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
-        """Stop the ranks that had a moment to make the same mistake."""
+        """Stop the ranks that were given a moment to make the same mistake."""
         if self._current.awaited is None or self.state != "stopping":
             return
         still = self._stopping - self._current.raised.get(self._current.awaited, set())
@@ -575,7 +575,7 @@ class LeaderState:
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
         if self._current.finished.issuperset(self.members) and not (self._current.checking or self._dev):
-            return self._end(0, None, "all ranks have ended", now)  # while nodes that joined had them stopped
+            return self._end(0, None, "all ranks have ended", now)  # they were being stopped for a new node
         if self._current.reruns:
             self.said = self._current.reruns
             return self._pause(0, now)
@@ -593,7 +593,7 @@ class LeaderState:
         return self._charge(failure, now)
 
     def _does_without(self, failure: Failure) -> bool:
-        """True if the failure is that of a lost node, and enough others are here to go on."""
+        """True if the failure is the loss of a node, and enough other nodes are connected to go on."""
         left = self._here - self._terminations.leaving
         return failure.vanished and failure.node_rank not in left and len(left) >= self._least
 
@@ -627,7 +627,7 @@ class LeaderState:
         place = failure.node_rank if failure.rank is None else self.members.place_of_rank(failure.rank, self._nproc)
         charged = failure._replace(
             node_rank=place, charged_to=verdict.charged_to or "", generation=self.generation
-        )  # generations differ in their members, so the place is known only now
+        )  # set the place now, because the next generation may have other members
         self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
 
@@ -645,7 +645,7 @@ class LeaderState:
             from ddpjob_core import rules
 
             unsaved = next((f for f in self._current.failures if rules.is_unsaved(f.exception)), None)
-            if unsaved is not None:  # 75 would mean that the state was saved
+            if unsaved is not None:  # do not end with 75, which would mean that the state was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
@@ -744,9 +744,9 @@ class Terminations:
     def __init__(self, leader: int, others_go_on: bool) -> None:
         """others_go_on: False if all nodes end when one leaves."""
         self._leader, self._others_go_on = leader, others_go_on
-        self._requested: set[int] = set()  # in this generation
+        self._requested: set[int] = set()  # nodes whose termination was requested in this generation
         self.leaving: set[int] = set()  # nodes that have no new agent yet
-        self.came_first = False  # whether a termination was requested before any failure
+        self.came_first = False  # True if a termination was requested before any failure
 
     @property
     def include_leader(self) -> bool:
@@ -762,7 +762,7 @@ class Terminations:
         self._requested, self.came_first = set(), False
 
     def group_stops(self) -> None:
-        """Note that the group is stopping."""
+        """Record that the group is stopping."""
         self.came_first = bool(self._requested)
 
     def explain(self, failure: Failure) -> bool:
@@ -776,8 +776,8 @@ class Terminations:
 
 
 def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
-    """Merge the known failures with those that a node reports when its ranks have ended, which replace them. Node 0's
-    own findings (stalled, pre-flight) stay, because a stopped rank does not report them.
+    """Replace a node's known failures by those that it reports when its ranks have ended. Keep node 0's own findings
+    (stalled, pre-flight), because a stopped rank does not report them.
     """
     by_rank = {failure.rank: failure for failure in news}
     ranks = {failure.rank for failure in known}
@@ -786,7 +786,7 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
 
 
 def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
-    """Replace a rank's complaint by its cause if another rank ended with 0, because that one made fewer steps."""
+    """Replace a lost connection by its cause if the other rank ended with 0, because that rank made fewer steps."""
     if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
         return failure
     from ddpjob_core import rules

@@ -40,7 +40,7 @@ class Newcomers:
         return min((self._joins_at[place] for place in places if place in self._joins_at), default=None)
 
     def joins_in(self, place: int, now: float) -> float:
-        """Return the seconds until this connected node may join, from when it is ready."""
+        """Return the seconds between the time when this connected node is ready and the time when it may join."""
         return self._joins_at.get(place, now + self._snoozes[place]) - now
 
     def _departures(self, place: int, now: float) -> int:

@@ -4,8 +4,8 @@ Each rank writes a file for its agent (`reporting/rank_end.py`): whether it form
 DDP modules. Agents send this to node 0 when their ranks have ended.
 
 A difference at the end alone proves nothing: a rank may save averaged weights, load its best checkpoint, or prune. So
-ranks also record a checksum of their parameters at some backward passes, the last ones included, because DDP needs
-equal parameters there. Replicas are reported only if they differed there and at the end.
+ranks also record a checksum of their parameters at some backward passes and at the last ones, because DDP needs equal
+parameters there. Replicas are reported only if they differed there and at the end.
 
 Pure. Malformed input counts as unknown, and nothing unknown is reported.
 """
@@ -28,7 +28,7 @@ class ModuleEnd(NamedTuple):
 
     ranks: tuple[int, ...]
     group: str
-    """Ranks of its process group, as text."""
+    """Ranks of the module's process group, as text."""
     number: int
     """Number of the module in that group, from 0, in order of construction."""
     digest: str
@@ -48,7 +48,7 @@ class NodeEnd(NamedTuple):
     """The results of the ranks of one node."""
 
     alone: bool = False
-    """True if every rank has trained, and none formed a process group with another."""
+    """True if every rank has trained, and no rank formed a process group with another."""
     modules: tuple[ModuleEnd, ...] = ()
     hidden: tuple[int, str, str] | None = None
     """Rank, place and exception of the first failure that an exit with 0 has hidden."""

@@ -4,9 +4,9 @@ In: a `Heartbeat` per rank from `watch_ranks.py`, which keeps one `HeartbeatTrac
 Out: one `StallReport` per node, which the leader combines for the group.
 
 The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group stalls.
-So if some ranks report steps, ranks that report less are ignored. The agent reads heartbeats from shared memory, so no
-message can be lost. But the agent may be suspended together with its ranks. So after a gap in its own reads, all clocks
-start again.
+If some ranks report steps, ranks that show only collectives are ignored. The agent reads heartbeats from shared memory,
+so no message can be lost. But the agent may be suspended together with its ranks, so all clocks start again after a gap
+in its own reads.
 
 The cost: a script without the library shows only its collectives, so the start of its training is a guess
 (LOOKS_UNTIL_TRAINING).
@@ -22,7 +22,7 @@ from ddpjob_core.stall_limits import Learned, Limit, Phase, learn, limit
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
 STILL_SECONDS = 5.0  # a rank blocked in a collective uses no CPU time
-# Levels: what shows the progress of a rank. A rank without the library shows collectives only.
+# Levels, by what shows the progress of a rank: steps, or only collectives if the script does not use the library.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 # Reads with progress after which a script without the library counts as training, because it does not report that. With
 # fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.
@@ -30,7 +30,7 @@ LOOKS_UNTIL_TRAINING = 5
 
 
 class Heartbeat(NamedTuple):
-    """What a rank reports."""
+    """The values that a rank writes into its heartbeat page."""
 
     pid: int
     """0 if the rank has reported nothing yet."""
@@ -38,7 +38,7 @@ class Heartbeat(NamedTuple):
     step: int
     collectives: int
     over: bool = False
-    """True if it needs no other rank: it left its group, its script has ended, or the other scripts have."""
+    """True if the rank needs no other rank: it left its group, or its script or the others' have ended."""
     completed: bool = False
     """True if a collective of its default group has completed."""
 
@@ -52,7 +52,7 @@ class HeartbeatTracker(NamedTuple):
     """The step, or the number of collectives begun."""
     advanced_at: float
     measured: bool
-    """False if the first read fell in the middle of a step, so its duration is unknown."""
+    """False if the first read fell in the middle of a step, so the step's duration is unknown."""
     learned: Learned
     moves: int
     """Number of reads that found progress."""
@@ -71,9 +71,9 @@ class StallReport(NamedTuple):
     level: int
     """0 if no rank sends heartbeats."""
     stalled: bool
-    """True if every rank that counts exceeded its limit."""
+    """True if every rank that shows the most (steps, else collectives) has exceeded its limit."""
     seconds: float
-    """Time since the last progress of any of them."""
+    """Seconds since the last progress of any of these ranks."""
     phase: Phase
     still: bool = False
     """True if no rank has used the CPU for STILL_SECONDS."""

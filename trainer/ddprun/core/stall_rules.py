@@ -1,8 +1,8 @@
 """Decide on node 0 if the group is stalled, and which rank is the cause. Pure.
 
 Nodes report stalls at a level. The nodes with the highest level count; the group is stalled if all of them report a
-stall. All ranks then report their positions. The cause is the rank furthest behind: the one with the lowest collective,
-because the others wait for it in the next one; otherwise the one with the lowest step.
+stall. All ranks then report their positions. The cause is the rank furthest behind. This is the rank with the lowest
+collective, because the others wait for it in the next; if collectives are equal, it has the lowest step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Position(NamedTuple):
     rank: int
     step: int = 0
     sequence: int = 0
-    """Number of its last collective in the default group; 0 if unknown."""
+    """Number of the rank's last collective in the default group; 0 if unknown."""
     op: str = ""
     done: bool = True
     """False while the rank is in that collective."""
@@ -33,7 +33,7 @@ class Position(NamedTuple):
     answers: bool = True
     """False if no thread of the rank could answer. Its step is known anyway."""
     idle: bool = False
-    """True if it needs no other rank any more, and has used no CPU during the stall."""
+    """True if the rank needs no other rank any more, and has used no CPU during the stall."""
     apart: bool = False
     """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
     does not show what it waits for.
@@ -47,7 +47,7 @@ class Position(NamedTuple):
 
 
 class Question:
-    """A request to all nodes for the positions of their ranks, and the answers."""
+    """A request to all nodes for the positions of their ranks, with the answers."""
 
     def __init__(self) -> None:
         self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
@@ -72,7 +72,7 @@ class Question:
 
 
 class TimeoutQuestion(Question):
-    """The question after a rank waited for another until its timeout."""
+    """The request for positions after a rank has waited for another until its timeout."""
 
     def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
         """Return the failure of the rank that the others waited for, if that is clear.
@@ -86,7 +86,7 @@ class TimeoutQuestion(Question):
 
 
 class DeadlockSearch(Question):
-    """The question what each rank waits in, asked while no rank uses the CPU."""
+    """The request for what each rank waits in, sent while no rank uses the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class DeadlockSearch(Question):
 
 
 class Standstill(Question):
-    """The question after a stall, and the stall reports of the nodes in this generation."""
+    """The request for positions after a stall, and the nodes' stall reports in this generation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ class Standstill(Question):
         return self.is_answered(nodes)
 
     def settle(self) -> Failure | None:
-        """Close the question. Return the failure if the group is still stalled and a hang is certain."""
+        """End the request. Return the failure if the group is still stalled and a hang is certain."""
         positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
         counting, stalled, self._positions = self._counting, self.stalled, None
-        # Nodes measure the next stall from this question on.
+        # Nodes measure the next stall from this request on.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
@@ -171,7 +171,7 @@ class Standstill(Question):
 
     @property
     def stalled(self) -> bool:
-        """True if all ranks that count are stalled."""
+        """True if all nodes that report at the highest level are stalled."""
         return bool(self._counting) and all(report.stalled for report in self._counting)
 
 
@@ -220,8 +220,8 @@ def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """Return the rank with the lowest collective. Of several, prefer one that has completed it, then one whose
-    operation or shape few others have, then the lowest step.
+    """Return the rank with the lowest collective. Of several, prefer a rank that has completed it, then the rarest
+    operation or shape, then the lowest step.
 
     A rank that does not answer is blocked below Python, or has no thread that could answer. It is the cause if all
     others only wait.

@@ -1,4 +1,4 @@
-"""What DDP does, by hand: sum the gradients of all ranks, divide by their number, step. Both give the same result.
+"""DDP's work by hand: sum the gradients of all ranks, divide by their number, step. Both give the same result.
 
 DDP sums in buckets while the backward pass is still running; by hand this comes after the pass.
 

@@ -3,13 +3,14 @@
 A boundary is a call of `should_stop(step)`, `keep` or `save`: there the state of that step is complete.
 
 When: no survivor could write the state after a failure. This is so for a rank that trains alone, and for a script that
-changes parameters between a boundary and the next optimizer step. Without a folder, a state that the script saves
-between unmarked steps is also copied at once, because nothing else has it (`memory.py` decides that).
+changes parameters between a boundary and the next optimizer step. Without a folder, a saved state is also copied at
+once if the script makes no boundary at its other steps: nothing else has it (`memory.py` decides that).
 
 Flow: the memory has two areas. A copy is written to the area that does not have the newest state. Each rank writes its
-small values to a slot, and the first rank of each node writes the large state. The step number that makes the copy
-valid is written at the next optimizer step: then all ranks have reached the boundary. Rank 0 measures the cost of a
-copy, decides how often to copy (`CopyPlan`), and publishes that in the group's store.
+small values (random states, buffers, settings) to a slot. The first rank of each node writes the large state
+(parameters, optimizer state). The step number that makes the copy valid is written at the next optimizer step: then all
+ranks have reached the boundary. Rank 0 measures the cost of a copy, decides how often to copy (`CopyPlan`), and
+publishes that in the group's store.
 
 Which boundary: if parameters change after a boundary, it is not known whether the next step starts from the values
 before or after the change. The first `save` or `keep` decides. If it finds the same parameters as `should_stop` at the
@@ -55,7 +56,7 @@ class Boundary(NamedTuple):
     """Returns the small values of this step; write them at once."""
     assumed: bool
     must_be_copied: bool = False
-    """Copy now: the script has called save(), and nothing else will have this state."""
+    """True if save() was called and nothing else will have this state, so it is copied now."""
 
 
 class _Written(NamedTuple):
@@ -72,7 +73,7 @@ class Copies:
     """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
 
     _least = 1  # steps between two copies, at least
-    _later = 0  # other ranks may be ahead by this many checks for a new plan
+    _later = 0  # checks for a new plan by which another rank may be ahead of rank 0
     _because = ALONE
     _on_device = False
 
@@ -86,8 +87,8 @@ class Copies:
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # steps of this boundary, the one before, the last copyable one
-        self._noted: tuple[list[Any], bool] | None = None  # this boundary's parameter versions and `named`
+        self._step = self._before = self._counted = 0  # steps of this boundary, the previous, the last copyable
+        self._noted: tuple[list[Any], bool] | None = None  # parameter versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
         # True if should_stop finds the same parameters as save; None: not known yet
@@ -130,7 +131,7 @@ class Copies:
         self.give_up_last()
 
     def give_up_last(self) -> None:
-        """Discard the copy that is not valid yet, because it must not be used any more."""
+        """Discard the copy that is not valid yet, because the script has changed its values since."""
         with self._lock:
             self._written = None
 
@@ -187,7 +188,7 @@ class Copies:
         self._ended = time.perf_counter()
 
     def renew(self, at: Boundary) -> None:
-        """Write this step's copy again if it is not valid yet, because the script now saves other values."""
+        """Write this step's copy again, if it is not valid yet: the script now saves other values than before."""
         if self._copied == at.step and not self._stopped:
             self._copy(at, memory.EVERY_MAX if self._plan is None else self._plan.next_within)
 
@@ -244,12 +245,12 @@ class Copies:
         self._pay(time.perf_counter() - began)
 
     def _pay(self, seconds: float) -> None:
-        """Record how long a copy took."""
+        """Add the duration of a copy to the measured costs."""
         self._costs.append(seconds)
         self._spent, self._has_copied = self._spent + seconds, True
 
     def _write_slot(self, at: Boundary) -> None:
-        """Write this rank's small values."""
+        """Write this rank's small values (random states, buffers, settings) to one of its slots for copies."""
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
         own = Version(shared.attempt, shared.generation, at.step)
@@ -291,11 +292,11 @@ class Copies:
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
-        """Called when another optimizer makes the same step."""
+        """Called before a second optimizer's step between the same two boundaries."""
 
     def count_saved(self) -> bool:
-        """Make the copy for save() valid, once all ranks have reached its boundary or a rank has failed. False if there
-        is no such copy. Raises OSError.
+        """Make the copy for save() valid, once all ranks have reached its boundary or a rank has failed. Return False
+        if there is no such copy. Raises OSError.
 
         After a failure the copy lacks random states of ranks that had not reached the save, like a survivor's state.
         """
@@ -360,7 +361,7 @@ class Copies:
         if self._next is not None and self._step >= self._next.first:
             before, self._plan, self._next = self._plan, self._next, None
             if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # only rank 0 calls save(), and it found other parameters there
+                self._misplaced()  # only rank 0 calls save(), and rank 0 found other parameters there
 
     def _decide(self, at: Boundary) -> None:
         """Make a plan if there is none, or a better one is possible."""
@@ -375,13 +376,13 @@ class Copies:
         self._has_copied = False
         every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        # at most doubled, because the next generation assumes a limit on how many steps ranks may be apart
+        # at most doubled, because a restart rejects copies of ranks that are more steps apart
         every = every if plan is None else min(every, 2 * plan.every)
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)
 
     def _try(self, at: Boundary) -> bool:
-        """Make a first copy to measure its cost; False if the cost is not known yet. Raises StateError, OSError."""
+        """Make a first copy to measure its cost. Return False if the state does not fit. Raises StateError, OSError."""
         began = time.perf_counter()
         with self._lock:
             self._written = None
@@ -439,4 +440,4 @@ class Copies:
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
 
     def _prepare(self) -> None:
-        """Called in the reserving thread once there is room. Raises OSError."""
+        """Called in the reserving thread once the memory is reserved. Raises OSError."""

@@ -3,15 +3,15 @@
 Why: the host queues work on the device and does not wait for it. After a failure it is unknown which step the device
 has reached, so the state is copied regularly, with any number of ranks.
 
-Flow: at a boundary the writing rank queues the copies on a second stream, from the device into a pinned area of the
-agent's memory. The next optimizer.step() waits for them on the device, not on the host. Buffers are cloned first,
-because the forward pass changes them before that step.
+Flow: a boundary is a call of `should_stop(step)`, `keep` or `save`. There the writing rank queues the copies on a
+second stream, from the device into a pinned area of the agent's memory. The next optimizer.step() waits for them on the
+device, not on the host. Buffers are cloned first, because the forward pass changes them before that step.
 
 A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
-gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries. It
-waits only for the work queued in the step after its previous check (`ddpjob_core/copies.py`). So no host is more than
-two checks ahead of another. All hosts find the same plan, and no rank overwrites random states of a step that may still
-become valid.
+gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries,
+every few steps. A check waits until the device has finished the step that followed the previous check
+(`ddpjob_core/copies.py`), so no host is more than two checks ahead of another. So all hosts read a new plan (steps
+between copies) in time, and random states of a copy that may still become valid are kept.
 
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
 its boundary until it is valid or dropped.
@@ -39,7 +39,7 @@ from ddpjob_core import copies, memory
 from ddpjob_core.memory import Held, Version
 
 ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
-SUMMED_AT_ONCE = 1 << 20  # bytes; below this, starting a thread takes as long as the sum
+SUMMED_AT_ONCE = 1 << 20  # bytes; below this, starting a thread takes as long as the checksum
 ABORTS = ("1", "2")  # NCCL's modes that abort the group: the device then continues without the others
 
 
@@ -47,7 +47,7 @@ class _Flight:
     """A copy in progress: begun at one boundary, valid at a later one."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
-        """in_torch: lock that a thread holds while it computes the sum."""
+        """in_torch: lock that a thread holds while it computes the checksum."""
         self.step, self.versions = at.step, at.kept.counters()
         self._in_torch = in_torch
         self.counts = True
@@ -57,12 +57,12 @@ class _Flight:
         self.passed: StreamMark | None = None
         """Mark on the device after the copy and the backward pass of the next step; None before that pass."""
         self.held: Held | None = None
-        """Description of the copy without its sum; None if this rank does not write the state."""
+        """Description of the copy without its checksum; None if this rank does not write the state."""
         self.area = 0
         self.ticket: Ticket | None = None
         self.total: int | None = None
         self.parts: list[torch.Tensor] = []
-        """Views of the area that are summed."""
+        """Views of the area that the checksum covers."""
         self._summing: threading.Thread | None = None
 
     def is_down(self) -> bool:
@@ -88,8 +88,7 @@ class _Flight:
             self.ticket.wait()
 
     def _sums(self) -> bool:
-        """True while the sum is being computed. A thread sums large states, because that may take longer than a
-        step."""
+        """True while a thread computes the checksum of a large state, which may take longer than a step."""
         if self.held is None or not self.counts or self.total is not None:
             return False
         if self.held.size < SUMMED_AT_ONCE:
@@ -131,7 +130,7 @@ class DeviceCopies(Copies):
         self._said_pinned = False
         self._flight: _Flight | None = None
         self._left: _Flight | None = None  # a dropped copy; the device may still write to its area
-        self._looked: StreamMark | None = None  # set after the first backward pass that follows a check
+        self._looked: StreamMark | None = None  # position after the first backward pass that follows a check
         self._has_looked = False  # True from a check until that pass
         self._in_torch = threading.Lock()  # held by a thread in torch's C++ code; not released after the exit begins
         self._pid = os.getpid()
@@ -142,9 +141,9 @@ class DeviceCopies(Copies):
             self._stopped = True
 
     def keep_out_of_torch(self) -> None:
-        """Let no thread enter torch's C++ code any more: one that returns from it after the interpreter has ended
-        would abort the process."""
-        if os.getpid() == self._pid:  # not in a forked child: its copy of the lock may be locked for ever
+        """Let no thread enter torch's C++ code any more: a thread that returns from there after the interpreter has
+        ended would abort the process."""
+        if os.getpid() == self._pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._pid = 0  # multiprocessing calls this function a second time
             self.stop()
             self._in_torch.acquire()
@@ -191,7 +190,7 @@ class DeviceCopies(Copies):
         shared = self._shared
         value = self._value(at.kept)
         state = packed.pack(value)
-        # The buffers are the last tensors. They are not summed, because they differ by rank.
+        # The buffers are the last tensors. The checksum leaves them out, because they differ by rank.
         large = len(state.tensors) - len(packed.tensors_of(value[BUFFERS]))
         area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
         target = self._areas[area]

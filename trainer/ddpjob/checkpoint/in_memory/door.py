@@ -28,8 +28,8 @@ _NOTHING = (
 
 
 class Assumed(dict[str, Any]):
-    """`Snapshot.state` before the first `save`. Calls `missed` if the script reads a name that `load` was not given,
-    because the script will then save more than `load` knows of."""
+    """`Snapshot.state` before the first `save`. Calls `missed` if the script reads a name that it did not pass to
+    `load`, because it will then save more objects than it has loaded."""
 
     def __init__(self, state: Mapping[str, Any], missed: Callable[[str], None]) -> None:
         super().__init__(state)
@@ -63,7 +63,7 @@ class InMemory:
         self._named: set[str] = set()  # names passed to the calls of load() that restore the same step
         self._taken: FoundState | None = None  # the state that these calls restore; None: the folder's
         self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
-        if self._used and world is not None:  # only ranks that the agent started have cells in its memory
+        if self._used and world is not None:  # a rank that the agent did not start has no cells in the agent's memory
             place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
             self._used = (world.rank, world.world_size) == place
 
@@ -73,7 +73,7 @@ class InMemory:
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
-        """Called by each `load`: keep the state from the first call on, but no longer if a second Snapshot loads."""
+        """Called by each `load`. The first call starts to keep the state; a call of a second Snapshot stops that."""
         current = process.current
         if current.loader is None:
             current.loader = self
@@ -98,7 +98,7 @@ class InMemory:
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
-            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # only this pod was killed
+            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # rank 0's pod was not killed
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:
@@ -116,7 +116,7 @@ class InMemory:
     def find(self, objects: Mapping[str, Any]) -> FoundState | None:
         """Return the newest complete state in the memory of any node. Collective: every rank calls it.
 
-        If several calls of `load` name one part each, all of them restore the state that the first one took. A call
+        If several calls of `load` name one part each, all of them restore the state that the first call took. A call
         that repeats a name starts over with the newest state.
         """
         if not self._used or self._world is None or self._present.generation == 0:

@@ -47,7 +47,7 @@ _version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 PARAMETERS = "parameters"
 BUFFERS = "\0ddpjob buffers"
-"""Name of the buffers in a state that also has the large values."""
+"""Key of the buffers in a copy from a device, next to the large values."""
 
 
 class OutgrownError(StateError):
@@ -161,7 +161,7 @@ class Kept:
         return value
 
     def samplers(self) -> dict[str, Any]:
-        """The GlobalBatchSamplers by name. One advances when its next batch is requested. Raises ReplacedError."""
+        """The GlobalBatchSamplers by name. A request for a batch advances a sampler. Raises ReplacedError."""
         return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:
@@ -330,7 +330,7 @@ class Kept:
         self._held = []
 
     def changed(self) -> str:
-        """Return what has changed since `record` without an optimizer step: PARAMETERS, an optimizer's name, or ""."""
+        """Return which state has changed since `record` without a step: PARAMETERS, an optimizer's name, or ""."""
         found = dict(zip([*self.optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
         is_sampled = self._counters[-1].is_recorded
         if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):
@@ -484,7 +484,7 @@ class _Views(NamedTuple):
 
     addresses: list[int]
     tensors: list[torch.Tensor]
-    """Keep the memory alive if another thread replaces a tensor."""
+    """References that keep the memory alive if another thread replaces a tensor."""
     are_whole: list[bool]
     """True for each tensor that is viewed completely."""
     views: list[Any]

@@ -1,8 +1,8 @@
 """The rank's side of the memory that outlives it: after a failure the surviving ranks write the state.
 
 Inspiration: between a boundary (`should_stop(step)`, `keep`, `save`) and the next `optimizer.step()` nothing changes
-parameters and optimizer state, and no rank can finish that step without the failed rank. So every survivor still holds
-the state of the last boundary, and copying it at each step is not needed.
+parameters and optimizer state. No rank can finish that step without the failed rank. So every survivor still holds the
+state of the last boundary, and copying it at each step is not needed.
 
 Flow: at a boundary `Keeper` writes only small values (random states, buffers, settings) to its slots in the agent's
 memory. It writes the large state (parameters, optimizer state) when the agent asks for it, or when it ends by an
@@ -13,8 +13,8 @@ before the next boundary.
 Proof: the Keeper checks that nothing large changes between a boundary and the next step. On the first PROOF_STEPS steps
 it compares sums of all bits, later the version counters of the parameters and some of their values.
 
-Words: a script marks a step by a boundary, and names a state by passing it to `save` or `keep`. Before that, the
-objects passed to `load` are assumed to be the state.
+Terms: a script *marks* a step if it makes a boundary after it, and *names* a state if it passes it to `save` or `keep`.
+Before the first call of these, the objects passed to `load` are assumed to be the state.
 
 Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives the
 Keeper. It has three hooks into torch: before every optimizer step, in the backward pass and before the forward pass.
@@ -78,8 +78,8 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: log text, what a restart does without memory. store: the group's. streams: those of the rank's
-        device, None for the CPU. has_folder: False if the states are in memory only.
+        """otherwise: log text: what a restart does without memory. store: the group's. streams: those of the
+        rank's device, None for the CPU. has_folder: False if the states are in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -163,7 +163,7 @@ class Keeper:
         with self._guarded():
             kept = Kept(objects)
             if was_assumed:
-                self._forget_assumed()  # also forgets the proof: save() may name more, such as averaged weights
+                self._forget_assumed()  # proof starts again: save() may name more, such as averaged weights
             elif self.kept is not None and not kept.has_parts_of(self.kept):
                 self._prove_again()
             elif self.kept is not None:
@@ -171,9 +171,9 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # not if only plain values are new
+        if self.kept is None or not kept.has_parts_of(self.kept):  # false if only plain values are new
             self._early.forget()
-        with self.lock:  # what was recorded so far belongs to other objects
+        with self.lock:  # the records so far belong to other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
@@ -188,13 +188,12 @@ class Keeper:
         self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
         if kept.by_value and self.has_folder:
             self._tell_of_saves(
-                f"{', '.join(kept.by_value)}: saved by value, so the memory has that state until the next optimizer "
-                f"step, and then {self._otherwise}: give save() objects with state_dict(), or call keep(step, …) after "
-                f"each step"
+                f"{', '.join(kept.by_value)}: saved by value, so memory has it only until the next optimizer step; "
+                f"then {self._otherwise}. Give save() objects with state_dict(), or call keep(step, …) after each step"
             )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
-        """Keep the objects passed to `load` until the first `save` or `keep`, unless the script trains others."""
+        """Keep `load`'s objects until the first `save` or `keep`, unless the script trains other objects."""
         if self._is_off or self.kept is not None or self.shared.node[MISCOUNTED]:
             return
         with contextlib.suppress(StateError):  # save() reports what is wrong with them
@@ -203,7 +202,7 @@ class Keeper:
                 self.assumed = self._is_unnamed = True
 
     def forget_assumed(self) -> None:
-        """Drop the objects of `assume`, because others are trained: keep nothing until the first `save` or `keep`."""
+        """Drop the objects of `assume`: the script trains others. Keep nothing until the first `save` or `keep`."""
         if self.assumed and not self._is_off:
             self.assumed = False
             self._forget_assumed()
@@ -215,7 +214,7 @@ class Keeper:
             self.copies.forget()
 
     def _prove_again(self) -> None:
-        """Keep nothing, and forget the proof, because it belongs to other objects."""
+        """Keep nothing, and start the proof again, because it was about other objects."""
         with self.lock:
             self.kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self.shared.cells[CLOCK] |= 1
@@ -225,7 +224,7 @@ class Keeper:
             self.copies.give_up_last()
 
     def goes_on(self, step: int) -> None:
-        """Called when `load` returns this step: forget the step numbers that came before."""
+        """Called when `load` returns this step: forget earlier step numbers."""
         self._numbers = Numbers(step)
 
     def resumed(self, held: Held) -> None:
@@ -252,7 +251,7 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # not in a gradient accumulation, because a restart repeats its first micro-batches with the states before them
+        # Within a gradient accumulation keep the first random states: a restart repeats all of its micro-batches.
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
@@ -296,7 +295,7 @@ class Keeper:
             )
         rng, settings = random_states.compact(), kept.settings()
         values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
-        # with plain values, because those that keep() got are compared with those that save() gets at the same step
+        # include plain values: those passed to keep() are compared with those passed to save() at the same step
         self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
@@ -306,7 +305,7 @@ class Keeper:
                 self._is_proven(kept, step)
         own = self.copies
         if own is not None and self.places.moved:
-            own.renew(self.at(kept, step, named))  # its copy lacks changes after should_stop, which a folder would have
+            own.renew(self.at(kept, step, named))  # the copy lacks changes made between should_stop() and save()
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
         if must_copy and not self._is_off and not process.current.not_kept:
@@ -374,7 +373,7 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # read random states only if a lost draw would matter, because reading is a fifth of the memory's cost per step
+        # read random states only if losing a draw would do harm: reading takes a fifth of the cost per step
         if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
@@ -430,8 +429,8 @@ class Keeper:
         if self.places.taken and self._rank == 0:
             process.log(
                 f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
-                f"optimizer.step(). A restart repeats the beginning of a step, and nothing that belongs to the step "
-                f"before, such as an evaluation: call should_stop(step), or keep(step, …), after that"
+                f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
+                f"step before, as in an evaluation, call should_stop(step) or keep(step, …) after them"
             )
         if self.places.loose and self.copies is not None:
             self.copies.give_up_last()
@@ -464,7 +463,7 @@ class Keeper:
         return Boundary(kept, step, named, small, self.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """Return where in its step this rank is. The next generation checks that all ranks were at the same place."""
+        """Return where in its step this rank is. The next generation checks that all ranks were at the same point."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
         moment = self.places.is_named + self.places.counts  # 0: should_stop(), 1: keep(), 2: save()
@@ -543,7 +542,7 @@ class Keeper:
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
-        """Offer the state to the agent if it is proven and has room. Without room, start a thread that reserves it."""
+        """Offer the state to the agent if it is proven and has an area; without an area, reserve one in a thread."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
@@ -554,7 +553,7 @@ class Keeper:
             self._room.start()
 
     def _reserve(self, size: int) -> None:
-        """Reserve room, in a thread: the kernel needs half a second for a large area."""
+        """Reserve memory, in a thread: the kernel needs half a second for a large area."""
         with self._guarded():
             self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
             with self.lock:  # has no effect if the objects, and so the proof, have changed
@@ -608,7 +607,7 @@ class Keeper:
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
-        """Called at a step without a boundary before it, such as a second optimizer's: update copies and EARLY."""
+        """Called at a step that follows another step without a boundary between: update copies and EARLY."""
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
@@ -618,7 +617,7 @@ class Keeper:
             )
 
     def _count_step(self, optimizer: Any) -> None:
-        """Count the step. After two without a boundary, reset the load count, because no slot shows the progress."""
+        """Count the step. After two steps without a boundary, reset the load count: training does make progress."""
         if self._is_off:
             return
         kept = self.kept

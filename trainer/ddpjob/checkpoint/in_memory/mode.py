@@ -8,11 +8,11 @@ from typing import Literal
 
 Event = Literal["named", "dropped", "proven", "reserved", "grown", "changes", "refused"]
 """named: the script passes objects. dropped: it trains others. proven: nothing large changes between a boundary and the
-next step. changes: something large does. reserved: there is room. grown: too little room. refused: cannot be kept."""
+next step. changes: something large does. reserved: memory is there. grown: too little memory. refused: not kept."""
 
 
 class Mode(enum.Enum):
-    """What a restart can rely on."""
+    """The state that a restart in place can load."""
 
     EMPTY = enum.auto()
     """The folder, because the script has passed no objects."""
@@ -40,5 +40,6 @@ _NEXT: dict[Event, dict[Mode, Mode]] = {
 
 
 def after(mode: Mode, event: Event) -> Mode:
-    """Return the next mode: the same one if the table has none, for example if room comes for dropped objects."""
+    """Return the next mode: the same mode if the table has none, for example if memory was reserved for objects that
+    are dropped."""
     return _NEXT[event].get(mode, mode)

@@ -2,19 +2,19 @@
 
 The memory has these values as of the last boundary. They can change in three places:
 
-    within the step      between optimizer.step() and the boundary: the boundary has the change
+    within the step between optimizer.step() and the boundary: the boundary has the change
     before save()        between should_stop(step) and save(step): a folder has the change, the boundary has not
     after save()         at the top of the loop: neither has it, and the script repeats it after a restart
 
-A boundary counts if a restart may continue from it:
+A boundary *counts* if a restart may continue from its state:
 
     named by save()            always, because a folder has the same values
     marked by should_stop(),   if nothing has changed after it, except values known to change after save(); if the
     or named by keep()         script changes something before save(), only when the next step has begun: `is_settled`
 
-Optimizer settings, random numbers or buffers that change at two steps in a row are assumed to change at the top of the
-loop (a learning rate, an augmentation) until a save() shows otherwise. Without this assumption the most common scripts
-would have no memory before their first save.
+If optimizer settings, random numbers or buffers change at two steps in a row, they are assumed to change at the top of
+the loop (a learning rate, an augmentation), until a save() disproves it. Without this assumption the most common
+scripts would have no memory before their first save.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -38,7 +38,7 @@ class Places:
         self.doubted: set[str] = set()
         """Names of values that may change at the top of the loop, and changed at one step so far."""
         self.taken: set[str] = set()
-        """Names of `doubted` that changed again at the last step, and so are assumed to change there."""
+        """Names of `doubted` that changed again at the last step: they are assumed to change at the top of the loop."""
         self.is_open = False
         """True from a boundary to the next optimizer step."""
         self.is_named = False
@@ -48,7 +48,7 @@ class Places:
         self.moved: set[str] = set()
         """Names that changed between should_stop(step) and save(step) at that boundary."""
         self.loose: set[str] = set()
-        """Names for which the last boundary did not have what a folder would have."""
+        """Names of values that differed between the last boundary and a file that save() would have written."""
 
     @property
     def learned(self) -> list[list[str]]:
@@ -104,11 +104,11 @@ class Places:
         return new
 
     def trusts(self, name: str) -> bool:
-        """True if losing this value's change after the last boundary does no harm: a folder lacks the change too."""
+        """True if a restart may lose this value's change after the last boundary: a file would lack the change too."""
         return self.counts or name in self._after_save - self._before_save
 
     def suspects(self, name: str) -> bool:
-        """True if this value may change before save(): a folder may have a change that the boundary has not."""
+        """True if this value may change before save(): a file may have a change that the last boundary lacks."""
         return name in self._before_save | self._unknown
 
     def after_save(self, names: Iterable[str]) -> None:
@@ -120,7 +120,7 @@ class Places:
         self._after_save |= self._samplers
 
     def unsettled(self, values: Mapping[str, Any]) -> list[str]:
-        """Names for which the last boundary does not have what a folder would have."""
+        """Names of values that differ between the last boundary and a file that save() would write now."""
         return sorted(self._of_open(moved(self.marked, values)) - (self._after_save - self._before_save))
 
     def is_settled(self, schedulers: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Load the newest state that any node has in memory; ranks that lack it get it from one that has it.
+"""Load the newest state that any node has in memory; ranks without the state get it from a rank with it.
 
 Flow: `find` exchanges what each node has and chooses a state. `fetch` broadcasts the large values from the first rank
 that has them. Each rank adds its own small values from its slots, or those of another rank if its own are lost.
@@ -6,7 +6,7 @@ that has them. Each rank adds its own small values from its slots, or those of a
 All ranks must call `find` and then `fetch`, because both use collectives. An error on one rank is reported to all, and
 then all ranks load from the folder.
 
-Drawbacks: `fetch` broadcasts to all ranks as soon as one lacks the state, also to those that have it.
+Drawbacks: if one rank lacks the state, `fetch` broadcasts to all ranks, also to those that have it.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _NUMBERS = int, float, bool, str, type(None)
 
 
 class _Row(NamedTuple):
-    """What one rank and its node have; all ranks exchange it."""
+    """The state and the records that one rank and its node have; all ranks exchange their rows."""
 
     held: Held | None = None
     proof: Proof | None = None
@@ -98,26 +98,26 @@ class Fetched(NamedTuple):
     seeded: list[int]
     """Ranks whose random states are missing, so they are seeded."""
     resized: bool
-    """Whether there were more or fewer ranks, so all are seeded."""
+    """True if the number of ranks has changed, so all are seeded."""
 
 
 class _Numbering(NamedTuple):
-    """Which ranks' small values count: a group that has changed has other ranks."""
+    """Which slots a restart uses, also if the number of ranks has changed."""
 
     of: list[tuple[int, int]]
-    """By present rank: the rank that wrote its slots, and the number of ranks then."""
+    """For each present rank: the former rank that wrote its slots, and the number of ranks at that time."""
     counts: list[bool]
     former: int
-    """Number of ranks when they were written."""
+    """Number of ranks when the slots that count were written."""
 
     @property
     def resized(self) -> bool:
-        """True if no rank is the one that it was."""
+        """True if the number of ranks has changed, so no present rank continues a former one."""
         return self.former != len(self.of)
 
 
 def _numbering(of: list[tuple[int, int]]) -> _Numbering:
-    """of: who wrote what each rank finds; (rank, 0) if it finds nothing."""
+    """of: for each present rank, the former rank that wrote its slots and their number of ranks, or (rank, 0)."""
     now = len(of)
     if any(size == now for _, size in of) or not any(size for _, size in of):
         return _Numbering(of, [each == (rank, now) for rank, each in enumerate(of)], now)
@@ -143,7 +143,7 @@ def fetch(
     if why := _why_not_random(shared, version, own, source, is_kept=bool(is_kept)):
         trouble.append(why)
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
-    on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have the buffers in the large part
+    on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have buffers among the large values
     if own is not None:
         own["small"] |= on_device
     first: Any = None
@@ -169,13 +169,14 @@ def fetch(
 
 
 def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, is_kept: bool) -> str:
-    """Why the random states of this step are not known; "" if they are, or a rank is seeded.
+    """Return why the random states of this step are lost; "" if they are known, or the rank is seeded instead.
 
-    own: what this rank wrote. source: a rank that wrote it. is_kept: False if this rank should have kept something.
+    own: this rank's slot. source: a rank that has a slot. is_kept: False if this rank should have a slot, but has none.
     """
     if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
         return (
-            f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
+            f"random numbers may have been drawn after should_stop({version.step}), and save() would have had the new "
+            f"random states"
         )
     if source is None:
         return (
@@ -236,8 +237,8 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
 def _that_count(
     shared: Shared | None, version: Version, rank: int, world_size: int
 ) -> tuple[Any, Any, dict[int, Any], _Numbering]:
-    """Return this rank's slots as `_slots` does, all that is left of its boundaries in that generation, and which
-    ranks' slots count. What another rank wrote is left out."""
+    """Return this rank's slots as `_slots` does, hashes of its other boundaries in that generation, and which ranks'
+    slots count. Slots that another rank wrote are left out."""
     own, early, version = _slots(shared, version)
     boundaries: dict[int, Any] = {}
     of = (own or early or {"of": (rank, 0)})["of"]
@@ -254,7 +255,7 @@ def _that_count(
 
 
 def _of_all(own: memory.Left, numbering: _Numbering) -> list[memory.Left]:
-    """What each rank has left, by the ranks that they were."""
+    """Return what each rank has left in its slots, by the rank's number in the former group."""
     exchanged = _exchanged([own.own, list(own.boundaries.items())], len(numbering.of))
     rows = [memory.Left(is_own, dict(found)) for is_own, found in exchanged]
     if not numbering.resized:

@@ -33,8 +33,8 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file ")
 def shortage(
     size: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup", *, with_later: int = 0
 ) -> Shortage | None:
-    """Return why `size` bytes have no room; None if they have. with_later: `size` plus the bytes that will be needed
-    later; the memory limit that the user is asked to set has room for all of them."""
+    """Return why `size` bytes do not fit; None if they do. with_later: `size` plus the bytes that will be needed later;
+    the message names a memory limit that is large enough for all of them."""
     needed = memory.needed(size)
     for limit, used in _limits(root, own):
         if not memory.fits(size, limit, used, None):

@@ -63,7 +63,7 @@ class Shared:
         self.loaded: Held | None = None
         """The state that this generation has loaded from memory."""
         self.proven_elsewhere = 0
-        """PROVEN of the nodes that have the loaded state, if this node does not have it."""
+        """Cell PROVEN of the nodes that have the loaded state, if this node does not have that state."""
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[int]:
@@ -138,7 +138,7 @@ class Shared:
             with self._file() as descriptor:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
-            # A virtual machine may get its memory only at the first write: a rescue of 1,500 MB would then take 4 s.
+            # A virtual machine may get its memory only at the first write; survivors would take 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 
@@ -245,7 +245,7 @@ class Shared:
     def write_rescued(self, state: packed.Packed, held: Held, threads: int) -> None:
         """Write a survivor's state; the caller has the lock. Raises OSError.
 
-        The old state is lost until the new one is complete, unless there is room for two: then the newest stays.
+        Memory has no state until the new one is complete, unless two areas are reserved: then the newest stays.
         """
         others = [self.held_in(area) for area in range(memory.AREAS)]
         older = [one if one is not None and one.version < held.version else None for one in others]
@@ -313,12 +313,12 @@ class Shared:
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
     def write_mark(self, step: int, before: int) -> None:
-        """Record the last two boundaries of this rank, if it does not write a slot at each."""
+        """Record the steps of the last two boundaries of this rank, if it does not write a slot at each boundary."""
         values = {memory.MARK_STEP: step, memory.MARK_GENERATION: self.generation, memory.MARK_BEFORE: before}
         write_record(self.cells, values)
 
     def mark(self) -> Mark | None:
-        """Return the last two boundaries of this rank or of its predecessor; None if there were fewer than two."""
+        """Return the last two boundaries of this rank or of its former process; None if there were fewer than two."""
         marks: list[Mark] = []
         generation, step, before = (self.cells[memory.MARK_GENERATION + number] for number in range(3))
         if before > 0 and step > 0:

@@ -15,7 +15,7 @@ PLACE = "\0ddpjob place"
 LEARNED = "learned"
 """Key within PLACE: `Places.learned`."""
 RANDOM, FORWARDED = "random numbers", "buffers"
-"""Contents of `Early`, by their names in the log."""
+"""The two kinds of values in the slot EARLY, by their names in the log."""
 
 
 class Slots:
@@ -42,10 +42,10 @@ class Slots:
 
 
 class Early:
-    """The slot EARLY, for a rank that is killed between the sum of its gradients and the next boundary.
+    """The slot EARLY, for a rank that is killed between the all-reduce of its gradients and the next boundary.
 
-    Holds random states and buffers as they are during the backward pass. If the script changes one kind after that
-    pass, this kind is given up, because its values at the next boundary are different.
+    Holds random states and buffers as they are during the backward pass. If the script changes one of the two after
+    that pass, this slot no longer keeps it, because its values at the next boundary are different.
     """
 
     def __init__(self, rank: int) -> None:
@@ -93,10 +93,10 @@ class Early:
             return
         self._rng = rng
         step, content = shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
-        # Buffers that the forward pass did not change are left out: a weight average that is updated after the step
-        # would be one step older here than on the ranks that finish the step.
+        # Leave out buffers that the forward pass did not change: a weight average that is updated after the step would
+        # be one step older here than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
-        if before is None:  # before the first boundary it is unknown which ones the forward pass changes
+        if before is None:  # before the first boundary, nobody knows which buffers the forward pass changes
             before, own = content, kept.wrapped
         self._forwarded = {key: what for key, what in content.items() if key[0] in own or what != before.get(key)}
         unchanged = content.keys() - self._forwarded.keys() if FORWARDED in self._has else content.keys()

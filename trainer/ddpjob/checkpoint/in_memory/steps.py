@@ -7,7 +7,7 @@ from ddpjob.checkpoint.in_memory.kept import Kept, ReplacedError
 
 
 class Unmarked:
-    """Counts optimizer steps between two boundaries, to find out if the script makes a boundary after each step.
+    """Counts optimizer steps between two boundaries (calls of should_stop, keep or save), to see if each step has one.
 
     Step numbers do not show that: scripts pass epochs or micro-batches, or skip numbers.
     """
@@ -16,9 +16,9 @@ class Unmarked:
         self._made: dict[int, int] = {}
         self._is_first = True
         self.are_unmarked = False
-        """True if an optimizer made several steps before the last boundary, or `save` made the first one, because
-        nothing is known yet. One of two optimizers may make several steps in each marked step; then copies are made
-        that are not needed, which does no harm.
+        """True if an optimizer made several steps before the last boundary, or if `save` made the first boundary,
+        because nothing is known yet. One of two optimizers may make several steps in each marked step; then copies are
+        made that are not needed, which does no harm.
         """
 
     def one_more(self, optimizer: Any) -> int:
@@ -82,7 +82,7 @@ class Makers:
         self._is_once = True  # False if one of them has stepped twice
         self._others_make = False  # True if an optimizer that is not kept has stepped since the last boundary
         self._has_made = False  # True if a kept optimizer has ever stepped
-        self._has_mixed = False  # True if a backward pass followed a step of a kept optimizer
+        self._has_mixed = False  # True if a backward pass followed a kept optimizer's step
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are not kept and have stepped
         self._first: int | None = None  # id of the optimizer that made the first step after the last boundary
         self._has_hooked = False  # True if a backward pass was seen since the last step
@@ -97,12 +97,13 @@ class Makers:
         self._has_made = kept is not None
 
     def backward(self, *, has_stepped: bool) -> None:
-        """Record that a backward pass has begun. has_stepped: after a step, and before the next boundary."""
+        """Record that a backward pass has begun. has_stepped: True if it follows a step without a boundary between."""
         self._has_hooked = True
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
-        """True if a backward pass followed a kept optimizer's step. Raises ReplacedError if others made the step."""
+        """True if a backward pass followed a kept optimizer's step. Raises ReplacedError if other optimizers
+        stepped."""
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:

@@ -1,8 +1,9 @@
-"""What a rank does after a failure: a thread writes the state if nothing has changed it since the last boundary.
+"""After a failure a thread of each surviving rank writes the state, if nothing has changed it since the last boundary.
 
 Flow: the agent closes its end of a pipe when a rank of the group has failed. The thread `ddpjob-memory` wakes up,
 checks that the state is clean, writes it to the agent's memory and sets ANSWER to SAVED or UNABLE. A rank that ends by
-an exception does the same at exit. So does a rank that is told to stop if there is no folder, or the last save failed.
+an exception does the same at exit. A rank that stops on request does it too, if there is no folder or the last save
+failed.
 
 Life cycle: `memory.Keeper` creates one Survivor per process. Its thread is a daemon and runs until the process exits.
 It sees only the `Keeps` part of the Keeper. `shared.py` writes the areas that the ranks of a node share.
@@ -51,21 +52,21 @@ class Keeps(Protocol):
     mode: Mode
     kept: Kept | None
     assumed: bool
-    """The objects come from load(); save() has named none yet."""
+    """True if the objects come from load(), because save() has named none yet."""
     lock: threading.Lock
-    """Held while parameters and optimizer state must not change."""
+    """Lock, held while parameters and optimizer state must not change."""
     dirty_since: float
     dirty_seconds: float
-    """The longest time from an optimizer step to the next boundary."""
+    """Longest time from an optimizer step to the next boundary, in seconds."""
     names_each_step: bool
-    """The script passes plain values at every step."""
+    """True if the script passes plain values at every step."""
     places: Places
     thread: int
     """The training thread."""
     has_begun: bool
-    """A backward pass began since the last boundary."""
+    """True if a backward pass began since the last boundary."""
     has_called: bool
-    """A forward pass that trains began since then."""
+    """True if a training forward pass began since the last boundary."""
     pid: int
 
     def give_up(self, error: Exception) -> None:
@@ -87,7 +88,7 @@ class Survivor:
         self._tries, self._wrote = 0, (0, 0.0)  # _wrote: last value of WROTE, and the time of its last change
         self._ends = False  # True if the process ends by an exception: no boundary follows
         self.is_asked = False
-        """The agent has asked for the state."""
+        """True if the agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
@@ -113,7 +114,7 @@ class Survivor:
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
-        if os.getpid() == self._keeper.pid:  # not in a forked child: its copy of the lock may be locked for ever
+        if os.getpid() == self._keeper.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._keeper.pid = 0  # multiprocessing calls this a second time
             # keep the thread out of torch: returning from C++ after the interpreter has ended aborts the process
             self._answered.acquire()

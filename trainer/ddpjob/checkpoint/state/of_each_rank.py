@@ -19,7 +19,7 @@ from ddpjob.checkpoint.state.alike import digest
 from ddpjob.checkpoint.state.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
-OWN_BYTES_MAX = 4 << 20  # of one object of one rank, because it is sent through the store of the group
+OWN_BYTES_MAX = 4 << 20  # limit for one object of one rank, because the group's store transfers it
 SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, values of each: ranks that are out of step differ everywhere
 
 WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
