@@ -120,7 +120,7 @@ def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accep
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
     job = job_of(text)
     assert command_of(job.spec.template) == command
-    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+    assert "# Line 4 needs the local rank as an option. torchrun does not pass this option" in text
     assert [f for f in check.check("train.py", script, known(job)) if f.severity == "error"] == []
 
 

@@ -209,8 +209,8 @@ def _of_job(
     local: bool = False,
     left_out: Collection[str] = (),
 ) -> list[Finding]:
-    """Return the findings in a job. left_out: rules of which the job's Events tell, unless a script file is the reason,
-    which the operator cannot read."""
+    """Return the findings in a job. left_out: rules that the job's Events report. Their findings about a script file
+    stay, because the operator cannot read that file."""
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path, (read, name) = document.source, with_shell_script(document.source, job)
     script, limit = _script_text(path, read), limit or CpuLimit()

@@ -44,7 +44,7 @@ class ScriptCommand(click.Command):
             keep_close(error)
             if error.possibilities:
                 raise
-            text = f"{error.message.rstrip('.')}; arguments for the script of a YAML file follow --"
+            text = f"{error.message.rstrip('.')}; put arguments for the script of a YAML file after --"
             raise click.UsageError(text, ctx) from None
 
 

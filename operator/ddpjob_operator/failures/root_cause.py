@@ -114,7 +114,7 @@ class PodEnd:
 
     @property
     def precedence(self) -> Precedence:
-        """The rank of this failure as a cause: the lowest explains the others."""
+        """The priority of this failure as a cause: the failure with the lowest number explains the others."""
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
@@ -156,8 +156,8 @@ def settle(
 
     first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
     their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
-    earlier attempt did. untried: the script has never trained. nodes: number in the job; None means as many as
-    `failed`. lost: failures of pods on lost nodes. early: a node that has completed. steps: last reported step by rank.
+    earlier attempt made one. untried: the script has never trained. nodes: number in the job; None means as many as
+    `failed`. lost: failures of pods on lost nodes. early: a node that completed early. steps: last reported, by rank.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -243,7 +243,7 @@ def evidence_of(failure: api.JobFailure) -> api.Evidence:
 
 
 def precedence_of(failure: api.JobFailure) -> Precedence:
-    """Return how well a failure explains others."""
+    """Return the priority of a recorded failure as a cause; the lowest number explains the others."""
     return Precedence[evidence_of(failure).precedence]
 
 
@@ -292,9 +292,9 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """Return the cause of the other ranks' lost connections if a node has completed: it called fewer collectives."""
+    """If a node completed early, return that as the cause of lost connections: its ranks called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
-        return complaint  # the reason is recorded already
+        return complaint  # no node completed early, or that is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
     return msgspec.structs.replace(
@@ -337,7 +337,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     )
     said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
-    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would never be corrected.
+    # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
     # SIGTERM reaches it there. At any other time it reacts at once: it prints a line and exits with 1. If its store is

@@ -9,7 +9,7 @@ from ddpjob_operator.job import api, validation
 
 
 def history(status: api.Status) -> RestartHistory:
-    """Return what restarts have cost so far, as the operator counts it."""
+    """Return the operator's counts of restarts, from which the shared rules compute what is left of each limit."""
     r = status.restarts or api.Restarts()
     return RestartHistory(
         application=r.application,

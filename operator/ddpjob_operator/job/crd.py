@@ -101,7 +101,7 @@ WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('messag
 # Fields that must not change while the job is running, as CEL for "unchanged". template: `==` compares undeclared
 # fields too, but misses one that replaces another (it looks up a key, finds none, and continues). So `_template`
 # declares all fields of a pod and its containers, and both directions are compared. One gap is left, which the operator
-# must detect itself: an update that only replaces a field unknown to this Kubernetes list by another such field.
+# must detect itself: an update that only replaces a field that `_template` does not declare by another such field.
 UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.

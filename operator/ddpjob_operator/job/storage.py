@@ -4,8 +4,9 @@ A job that has begun is kept whole. Any other job is kept whole while it is smal
 cut: `cut` keeps only the fields that show if there is work to do. The reconcile then reads the job again, unless
 `rests_until` finds that there is no work.
 
-A job needs a place in the Room of begun jobs before it begins; without a place it waits (plan/lifecycle.py). Cut jobs
-have rooms too. A cut job without a place is reconciled only when it changes and at each list (every 10 minutes)."""
+A Room is a share of the memory, and a job's place is the part of it that is reserved for the job. Without a place in
+the Room of begun jobs, a job does not begin (plan/lifecycle.py). Cut jobs have Rooms too. A cut job without a place is
+reconciled only when it changes and at each list (every 10 minutes)."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ DEFAULT = StoredLimits.of(512 << 20)
 
 
 class Room:
-    """A share of the memory: the jobs that have a place in it, and the queue of jobs that wait for a place."""
+    """A share of the memory: the bytes reserved for each job (its place), and the queue of jobs that wait for some."""
 
     def __init__(self, total: int, of_namespace: int) -> None:
         self._total, self._of_namespace = total, of_namespace
@@ -169,7 +170,7 @@ class Room:
         return self._in_namespace[namespace]
 
     def take(self, key: Key, needs: int) -> bool:
-        """Give the job a place if there is room; return True if it has one. A job that outgrows the room loses it."""
+        """Reserve `needs` bytes for the job; return True. If too few are left, free the job's bytes; return False."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             self.leave(key)
@@ -182,7 +183,7 @@ class Room:
         return True
 
     def ask(self, key: Key, needs: int) -> str:
-        """Return "" if the job has a place; otherwise queue it and return the reason, as its user reads it."""
+        """Return "" if `take` could reserve the bytes; else queue the job and return the reason, for its user."""
         if self.take(key, needs):
             return ""
         self._waiting.setdefault(key[0], {})[key] = needs

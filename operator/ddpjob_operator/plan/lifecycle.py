@@ -28,7 +28,7 @@ def finished(view: View, status: api.Status) -> Decision | None:
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
-    # Nothing else changes any more than the count of the remaining pods.
+    # Only the count of the remaining pods still changes.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
 
 
@@ -131,8 +131,8 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some of the restarts
-    that they counted only at the end, and reports count only for the recorded attempt."""
+    """Begin a new attempt when the last pod of the previous one has ended. Wait for that end, because agents
+    report some of their restarts only then, and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start

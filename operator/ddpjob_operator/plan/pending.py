@@ -29,7 +29,7 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status, with reason WaitsLong after a long wait without a warning, and when that will be, if later."""
+    """Return the status, and when its wait will count as long. If it does already, the reason becomes WaitsLong."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
@@ -37,7 +37,7 @@ def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datet
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
         return status, None  # the reason becomes CannotStart within a second, so this Warning is not needed
-    # Each attempt's wait counts from its own start; an attempt in the future is not waiting yet.
+    # Each attempt's wait counts from its own start, which is in the future during a back-off.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)

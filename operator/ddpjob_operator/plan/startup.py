@@ -218,7 +218,7 @@ def _waiting(
     again_at: dt.datetime | None = None,
 ) -> Decision:
     """Return the decision while some nodes are not running. After a failure the state is Restarting, with a message."""
-    # Agents start with a last call once; they do not wait for the replacement of a lost pod.
+    # Agents wait for late nodes (the last call) only at the start, and not for the replacement of a lost pod.
     last_call = 0 if view.facts.restarts_in_place and status.replacements else LAST_CALL_SECONDS
     last_call_at = after(status.attempt_time, last_call) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)

@@ -299,8 +299,8 @@ def _unreachable(
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
-    """Return when a running sidecar proves that the pod is not being stopped; None without one. An eviction signals all
-    containers at once, so a trainer that saves and ends with 0 looks completed until its sidecar ends."""
+    """Return when a running sidecar proves that the pod is not being stopped; None without a sidecar. An eviction
+    signals all containers at once, so a trainer that saves and ends with 0 looks completed until its sidecar ends."""
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
         return None
