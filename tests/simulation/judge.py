@@ -131,7 +131,7 @@ class Judge:
         self._check_budget(raw, status)
 
     def _check_budget(self, raw: Raw, status: Raw) -> None:
-        """Check that an agent may spend no more than is left. Otherwise a script that always fails never ends."""
+        """Check that a pod's agent gets no more restarts than the job has left. A script that always fails must end."""
         env = {e["name"]: e.get("value", "") for e in raw["spec"]["containers"][0].get("env", ())}
         job = next((j for j in self._jobs() if j["metadata"]["uid"] == owner_uid(raw)), None)
         if job is None or "DDPJOB_RESTARTS_LEFT" not in env or status.get("attempt", 0) != _attempt(raw):

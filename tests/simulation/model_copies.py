@@ -147,7 +147,7 @@ class Copying:
             self.count()
 
     def count(self) -> None:
-        """Make the written copy count."""
+        """Make the written copy the newest state of its area."""
         assert self._held is not None, "it was written"
         self._is_written = False
         self._place.held, self._place.writer = self._held, self.life

@@ -237,7 +237,7 @@ class Rescues:
         return [one for one in agent.kepts if one is not kept and self._may_write(agent, one)]
 
     def stamp(self, agent: Agent, kept: Kept, step: int = -1, every: int = 0) -> Held:
-        """Return the cells for this step, or for the rank's last boundary."""
+        """Return the description (`Held`) of the state of this step, or of the rank's last boundary."""
         step = memory.step_of(kept.clock) if step < 0 else step
         state = state_at(kept.life, step)
         size = BYTES_MORE if self.script.names_more and not kept.assumed else BYTES

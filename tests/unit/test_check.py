@@ -1465,7 +1465,7 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
 
 @pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
 def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
-    """Otherwise the messages for utils.py are about a job that never starts it."""
+    """Messages about utils.py must not be about a job that never starts utils.py."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     path = job_file("", "torchrun", command, nodes=2, container=gpu)
     (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
@@ -1487,7 +1487,7 @@ def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file
 def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
     job_file, tmp_path: Path, command: list[str], shebang: str
 ) -> None:
-    """Most jobs start with one. A branch of it may not run, so nothing that is found by it refuses a run."""
+    """Most jobs start with a shell script. A branch of the script may not run, so its findings refuse no run."""
     (tmp_path / "train.sh").write_text(f'{shebang}torchrun --standalone train.py "$@" | tee log.txt\n')
     path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *command, nodes=2)
     result = ran(path)
@@ -1536,7 +1536,7 @@ def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
     ],
 )
 def test_a_command_that_only_imports_the_script_trains_nothing(job_file, code: str, end: str, found: bool) -> None:
-    """The job succeeds at once."""
+    """Such a job succeeds at once, without a training."""
     result = ran(job_file(f"def main():\n    loss.backward()\n{end}\n", "python", "-c", code, nodes=2))
     assert ("train.py:3: warning[nothing-runs]: the command only imports this file" in result.stdout) is found
 

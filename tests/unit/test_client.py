@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If both were done at once, nothing would change."""
+    """If suspend and resume were sent at once, the old pods would simply go on."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0

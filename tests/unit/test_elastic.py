@@ -87,7 +87,7 @@ DDPRUN = {"command": ["ddprun", "train.py"]}
 
 
 def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
-    """Its nodes keep their places; only the ranks are numbered anew."""
+    """ddprun's nodes keep their places; only its ranks get new numbers."""
     second = variables(job(nodes=3, minNodes=2, container=DDPRUN), 1)
     assert (second["PET_NNODES"], second["PET_NODE_RANK"]) == ("2:3", "1")
     assert not second.keys() & {"PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_MAX_RESTARTS", "RANK"}

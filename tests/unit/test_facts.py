@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
-    """A peer that we stopped must not seem ended by somebody else, or a failing script restarts for free."""
+    """A peer that we stopped must not seem ended by somebody else, or a failing script's restarts are not charged."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first

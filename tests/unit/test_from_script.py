@@ -160,7 +160,7 @@ def test_findings_are_written_as_comments() -> None:
     ],
 )
 def test_an_optional_argument_is_not_called_needed(nargs: str, said: str) -> None:
-    """The folder of PyTorch's imagenet example has a default."""
+    """PyTorch's imagenet example runs without a folder, so users must not be asked for one."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
     assert f"# {said}\n" in from_script.job_yaml(Source("train.py"), script)
 

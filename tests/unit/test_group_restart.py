@@ -177,7 +177,7 @@ def test_a_job_suspended_during_a_restart_stops_and_later_continues() -> None:
 
 @pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
 def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> None:
-    """Users who suspend and resume a script that always fails must not get free restarts."""
+    """Suspending and resuming a script that always fails must not give it more restarts than backoffLimit."""
     world = digits(backoffLimit=3).running().exits(1, code=1).settle().change(suspend=True).settle()
     if resumed == "before":
         world.change(suspend=False).settle().stops_all().settle()
@@ -336,7 +336,7 @@ def test_one_node_that_cannot_start_fails_a_new_job_only_after_other_nodes_were_
 
 
 def test_a_module_that_is_missing_in_the_middle_of_training_is_charged_to_the_script() -> None:
-    """If `import wandb` fails at the first checkpoint, free restarts would never fix it."""
+    """If `import wandb` fails at the first checkpoint, uncharged restarts would repeat the failure for ever."""
     world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
     assert charges(world) == (1, 0, 0)
 
@@ -885,8 +885,8 @@ def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_the_reason_that_a_container_runtime_gives_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not restart for free a hundred
-    times."""
+    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must be charged, or it
+    restarts a hundred times."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
@@ -962,7 +962,7 @@ def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
-    """A script that fails in its first second must not restart again and again for free."""
+    """A script that fails in its first second must be charged, or it restarts for ever."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said

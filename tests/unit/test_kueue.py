@@ -99,7 +99,7 @@ def test_spec_gang_kueue_is_valid_and_means_the_queue_default() -> None:
 
 
 def test_a_job_that_another_cluster_runs_is_left_alone() -> None:
-    """MultiKueue copies the job to a worker cluster and writes its status back. Otherwise both clusters train it."""
+    """MultiKueue runs the job in a worker cluster and writes its status back. Here it must not be trained again."""
     world = queued(managedBy="kueue.x-k8s.io/multikueue")
     assert world.plan().actions == ()
     assert world.plan().status is None

@@ -296,7 +296,7 @@ def test_a_job_that_another_controller_manages_is_not_touched() -> None:
 
 
 def test_a_deadline_counts_from_the_start_also_when_it_was_moved_on() -> None:
-    """`ddpjob dev --cluster` moves it on while its client lives."""
+    """`ddpjob dev --cluster` postpones the deadline as long as its client is running."""
     world = digits(activeDeadlineSeconds=60).running().after(50).change(active_deadline_seconds=110).settle()
     assert world.after(59).settle().status.state == "Running"
     assert world.after(1).settle().status.reason == "DeadlineExceeded"

@@ -243,7 +243,7 @@ def test_the_cause_stays_the_same_after_its_pods_are_gone(case: Case) -> None:
 def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(
     reason: str, found: rules.Class, evidence: api.Evidence | None
 ) -> None:
-    """The status may come from an older operator. If an unknown reason were free, each restart would be."""
+    """The status may come from an older operator. A job whose reasons are unknown must not restart for ever."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
     assert root_cause.from_outside(failure) == (found == "infrastructure")
