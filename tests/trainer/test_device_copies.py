@@ -81,7 +81,7 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
 def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next boundary may come an hour later. If the copy counted only then, a failure would cost the saved state."""
+    """The next save() may come an hour later. If the copy counted only then, a failure would lose the saved state."""
     monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
 
     def only_saves(until: int) -> Any:

@@ -547,8 +547,8 @@ def test_without_a_folder_the_last_saved_state_is_in_memory(
 def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """The rank may die in a long evaluation after the save. If it writes the copies, another rank writes its state,
-    once it is proved that nothing changes it between a save and the next step."""
+    """The rank may die in a long evaluation after the save. If this rank writes the copies, another rank writes its
+    own state, once it is proved that nothing changes that state between a save and the next step."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:

@@ -10,7 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """With less the agent would wait for a state that nobody writes, or a job would resume from an unproved state."""
+    """If one were missing, the agent would wait for a state that nobody writes, or load one that is not proved."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:

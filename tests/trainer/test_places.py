@@ -105,7 +105,7 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
 
 
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
-    """Nobody knows which rank of another number would go on with whose reader."""
+    """With another number of ranks it is unknown which rank should continue with which reader."""
 
     def left(reader: str) -> Left:
         found = {

@@ -1,4 +1,4 @@
-"""The small state that a rank writes at each step is always correct, although parts of the last step's are reused."""
+"""The small state that a rank writes at each step is always correct, although parts of its predecessor are reused."""
 
 from __future__ import annotations
 

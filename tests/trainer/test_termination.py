@@ -120,7 +120,7 @@ def test_a_child_of_multiprocessing_reports_its_exception_although_it_runs_no_ho
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_child_that_imports_the_library_itself_tells_before_it_leaves_its_peers(log, start_script, method):
-    """Leaving may take longer than a rank that has failed is given."""
+    """Leaving the group may take longer than the time that a failed rank gets."""
     script = (
         "import multiprocessing, os\n"
         "def rank():\n"
