@@ -100,7 +100,7 @@ def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: s
 
 @pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
 def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
-    """join() raises nothing, so the job would succeed. If the rank reports another step, it has handled the failure."""
+    """join() raises nothing, but the job must not succeed. A rank that reports another step has handled the failure."""
     script = launcher.script(
         "import multiprocessing, ddpjob\n"
         "def train():\n"

@@ -78,7 +78,7 @@ def read_or_refused(raw: Any) -> object:
 @example({"metadata": None, "spec": {"containers": None}, "status": {}})
 @example({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": 1}, None]}})
 def test_a_partly_decoded_pod_equals_the_fully_decoded_pod(raw: Any) -> None:
-    """The rank of such a pod would seem lost."""
+    """If a pod were read differently, its rank could seem lost."""
     if not isinstance(raw, dict):
         return
     try:

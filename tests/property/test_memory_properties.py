@@ -36,7 +36,7 @@ def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_gener
 
 @given(NODES, PRESENT)
 def test_no_state_of_this_or_a_later_generation_is_loaded(nodes: list[Held | None], present: Version) -> None:
-    """Such a state comes from processes that should have ended: two jobs in one memory, or two leaders."""
+    """A state of a later generation comes from processes that should have ended: of another job or another leader."""
     late = [None if held is None or held.version < present else held for held in nodes]
     assert newest(late, present) == ""
 

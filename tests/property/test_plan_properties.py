@@ -176,7 +176,7 @@ def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
 def test_no_pod_is_created_next_to_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """Two live pods of one rank would write the same checkpoint."""
+    """Two live pods of one rank must never exist, because both write the same checkpoint."""
     todo = plan(what, seen, now)
     given_up = {a.uid for a in todo.actions if isinstance(a, DeletePod) and a.grace_seconds == 0}
     live = {p.place for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}

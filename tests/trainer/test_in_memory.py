@@ -682,7 +682,7 @@ def test_a_state_saved_right_before_the_model_grows_is_kept(node: Node) -> None:
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])
 def test_a_script_that_marks_each_step_is_not_copied_at_its_saves(node: Node, marks: str) -> None:
-    """Such a script repeats no step even without copies, which would take memory, and time at each save."""
+    """A script that calls should_stop() or keep() at each step needs no copies, which cost memory and time."""
     for generation, until in enumerate((10, 15)):
         node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
         assert node.step == (until if marks == "each step" else until // 4 * 4)

@@ -115,7 +115,7 @@ def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank
 
 
 def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
-    """These objects need more memory at each step, and the kernel provides it."""
+    """Schedulers and values that grow need more memory at each step, which the kernel provides."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)

@@ -520,7 +520,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
 
 
 def test_two_processes_cannot_claim_the_same_number(tmp_path, monkeypatch):
-    """This also holds on a file system without hard links."""
+    """Of two processes only one may get a number, also on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
 
     def refuse(*_: object) -> None:
@@ -600,7 +600,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_is_running(tmp_path
 
 
 def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
-    """Such a process may be a notebook, or a script that reads the step before it spawns the ranks."""
+    """A notebook, or a script that reads the step before it spawns the ranks, only loads and must not block a run."""
 
     def training(folder: Path, step: int) -> None:
         ddpjob.process.current.writers.clear()  # the list was inherited from the parent process

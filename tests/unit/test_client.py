@@ -692,7 +692,7 @@ def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob:
 def test_the_command_line_is_named_as_the_manager_of_the_fields_that_it_writes(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Nobody would recognize python-urllib3 in `kubectl get --show-managed-fields`."""
+    """`kubectl get --show-managed-fields` must show ddpjob, and not python-urllib3, which no user recognizes."""
     cluster.add("ddpjobs", stored())
     assert ddpjob("suspend", "digits").code == 0
     assert cluster.agents == {"ddpjob"}
@@ -742,7 +742,7 @@ def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpj
 def test_lines_that_carry_the_result_of_a_function_are_not_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
 ) -> None:
-    """Results of functions are printed as base64: 1 MB would be 450 lines between the ranks' own output."""
+    """Results of functions are printed as base64. The 450 lines of 1 MB must not appear between ranks' own lines."""
     answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
     shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
     runs(

@@ -147,7 +147,7 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> None:
-    """With 0 the API server removes the pod object before the process has ended: two attempts would run at once."""
+    """With 0 the API server would remove the pod object before the process has ended, and two attempts would run."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
@@ -487,8 +487,8 @@ def test_a_rank_that_exits_early_with_0_is_named_even_without_reports(nodes: int
     [(["torchrun", "train.py"], "EndedEarly"), (["sh", "-c", "torchrun train.py; date"], "PeerLost")],
 )
 def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_got_the_sigterm(command: list[str], reason: str) -> None:
-    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but a shell does not either. Charging both would
-    cost a restart for each network failure."""
+    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell. If both were charged, each
+    network failure would cost a restart."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
     world.after(30).exits(0, code=137).settle()
     assert cause(world).reason == reason

@@ -208,7 +208,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
 
 
 def test_only_some_of_many_disappeared_pods_are_queried() -> None:
-    """Thousands of requests would delay the restart."""
+    """If thousands of pods were queried, their requests would delay the restart."""
     nodes = 3 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     for place in range(nodes):

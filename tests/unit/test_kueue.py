@@ -741,7 +741,7 @@ def admitted_in_part() -> World:
 
 
 def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() -> None:
-    """More pods would use others' quota, and fewer leave paid nodes idle. This holds after a failure, too."""
+    """With more pods a job uses others' quota; with fewer, nodes are idle. The same holds after a failure."""
     world = admitted_in_part()
     assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
     assert (world.status.state, world.status.attempt) == ("Running", 1)
@@ -862,7 +862,7 @@ def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -
 
 
 def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
-    """Nobody can ask for an admission if the queue is switched off, so the job would wait for ever."""
+    """If the queue is switched off, nobody can request an admission, so the job must not wait for one."""
     world = admitted()
     world.gang_apis.clear()
     world.groups.clear()

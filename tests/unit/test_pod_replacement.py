@@ -68,7 +68,7 @@ def test_losing_the_last_of_the_original_pods_starts_a_new_attempt() -> None:
 
 
 def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> None:
-    """Both agents would begin with generation 0, in a folder that ranks of later generations have used."""
+    """If pods were replaced, both agents would begin with generation 0 in a folder of later generations."""
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
     world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
@@ -166,7 +166,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_node_clock_that_is_ahead_counts_no_step_twice() -> None:
-    """By this clock the failure comes after the first step of the next ranks, whose lost steps would count twice."""
+    """By the node's clock the failure is later than the next ranks' first step, but its lost steps must count once."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
@@ -516,7 +516,7 @@ def test_avoidance_by_the_pre_flight_is_lifted_too_and_the_pre_flight_does_not_r
 
 
 def test_a_single_pod_is_recreated_without_avoidance_while_the_other_agents_wait() -> None:
-    """The waiting agents' nodes have the state in memory. A new attempt would resume from the last save."""
+    """The waiting agents have the state in memory. In a new attempt the job would resume from its last save."""
     world = trained()
     for _ in range(2):
         world.node_lost(1).after(30).settle().settle()

@@ -254,7 +254,7 @@ def test_a_rank_that_waited_too_long_has_not_lost_its_peer(exception: str, timed
     ],
 )
 def test_a_full_disk_is_no_mistake_of_the_script(exception: str) -> None:
-    """This is all that torch.save reports (2.13, writing to /dev/full). A job that has trained for less than a minute
+    """torch.save does not mention the disk (2.13, writing to /dev/full). A job that has trained for less than a minute
     must not fail for good."""
     assert not rules.is_mistake(exception, 1)
 

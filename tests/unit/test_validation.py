@@ -540,7 +540,7 @@ def test_a_template_with_more_items_than_any_pod_has_is_refused_before_its_pods_
 
 
 def test_only_the_first_of_thousands_of_wrong_values_are_named() -> None:
-    """Naming 5,000 mistakes would block the operator for 90 ms, and users read only the first page."""
+    """If all 5,000 mistakes were named, the operator would be blocked for 90 ms, and users read only the first page."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
     found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]
     assert len(found) == validation.PROBLEMS_MAX

@@ -309,7 +309,7 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
 
 
 def _template() -> Schema:
-    """Return the template's schema: it keeps all fields, and refuses what would later prevent pods."""
+    """Return the template's schema: it keeps all fields, and refuses values with which no pod could be created."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {

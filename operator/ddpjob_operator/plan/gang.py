@@ -46,8 +46,8 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """Return the gang and why. A restart neither leaves nor enters an available queue: leaving would lose the quota,
-    and entering would lose the nodes."""
+    """Return the gang and the reason. A restart neither leaves nor enters an available queue, because a job that
+    leaves loses its quota, and a job that enters loses its nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:

@@ -30,7 +30,7 @@ CANNOT_START = frozenset(
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
-    """Start no attempt while a process of the previous one may be running: both would write into one checkpoint."""
+    """Start no attempt while a process of the previous attempt may be running, because both write one checkpoint."""
     if not view.older:
         return None
     over = [p for p in view.older if is_over(p, view.recorded)]

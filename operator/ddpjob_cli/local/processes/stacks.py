@@ -61,7 +61,7 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Signal a run's agents, and ranks that handle the signal. It would end any other process."""
+    """Signal a run's agents, and the ranks that handle the signal, because it ends any other process."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
