@@ -79,7 +79,7 @@ termination.install()
 
 
 def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher: Launcher) -> None:
-    """A lost pod must not be charged to the user's script, or three preempted nodes end the job."""
+    """backoffLimit must not count a lost pod, or three preempted nodes end the job."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
     pair.agents[1].communicate()

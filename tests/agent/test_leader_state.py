@@ -464,7 +464,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """If only some ranks call a collective, every start ends like this; without a charge it would restart forever."""
+    """If only some ranks call a collective, every start ends like this, so backoffLimit must count it."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -482,7 +482,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
 
 
 def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
-    """If the machine cannot create another process, the script is not at fault and must not be charged."""
+    """If the machine cannot create another process, the script is not at fault, and backoffLimit must not count it."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
         fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
@@ -493,7 +493,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """Ranks with different amounts of data are the most common mistake, so each restart for it must be charged."""
+    """Ranks with different amounts of data are the most common mistake, so backoffLimit must count each restart."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -564,7 +564,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
-    """If a new pod replaces the node, the operator has already charged the restart."""
+    """If a new pod replaces the node, the operator has already counted the restart."""
     found = with_operator(3)
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"

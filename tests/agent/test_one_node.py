@@ -150,7 +150,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
     launcher: Launcher, line: str
 ) -> None:
-    """The rank that only complained about a peer must not be charged for an error of its own."""
+    """The rank that only reported a lost peer must not count as failed by an error of its own."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr

@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """If saves were charged, each save would wait for a back-off, and the fourth save would end the job."""
+    """If backoffLimit counted saves, each save would wait for a back-off, and the fourth save would end the job."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")

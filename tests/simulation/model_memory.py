@@ -164,8 +164,8 @@ class Memories:
         return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
-        """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only claim the
-        folder."""
+        """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only reserve
+        their writer number."""
         first = life.ranks[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step
         if self.script.folder and not self._training.saves(first, 0.0 if is_begin else float(step), life.generation):

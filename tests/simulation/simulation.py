@@ -536,7 +536,7 @@ class Simulation:
             self.loop.call_later(5, self._disturb, seconds - 5)
 
     def _aim(self, deed: Deed) -> str:
-        """Return the job to which a deed applies."""
+        """Return the job to which an action of a user, a machine or a clock applies."""
         return list(self.jobs)[deed.number % len(self.jobs)]
 
     def _user(self, deed: Deed) -> None:

@@ -612,7 +612,7 @@ def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, fold
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(node: Node, script: str) -> None:
-    """One script makes a step between two saves, so each step seems to have a boundary. The other changes parameters
+    """One script makes a step between two saves, so each step seems to end with a save. The other changes parameters
     between a save and the next step, so survivors have no usable state."""
 
     def train(until: int) -> int:

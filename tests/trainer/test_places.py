@@ -88,7 +88,7 @@ def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None
 
 
 def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> None:
-    """An evaluation after the mark drew random numbers on all ranks. The lost rank would continue with older ones."""
+    """An evaluation after should_stop() drew random numbers on all ranks. The lost rank would have older ones."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
@@ -98,7 +98,7 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
     assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
     assert mixed_up([evaluated, before], 20).startswith(said)
-    alone = Left(False, {19: left(later=draws)})  # only this rank evaluates, after each fifth mark
+    alone = Left(False, {19: left(later=draws)})  # only this rank evaluates, after each fifth should_stop()
     assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
     assert mixed_up([evaluated, of_another_node], 20) == ""

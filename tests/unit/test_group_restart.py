@@ -408,7 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_first_peer_that_noticed()
 
 
 def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
-    """A network failure that nobody saw may explain the first time. The second time the script is charged."""
+    """A network failure that nobody saw may explain the first time. The second time counts against backoffLimit."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -501,7 +501,7 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
 
 
 def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node. A second such loss must not be charged to the application."""
+    """The cluster takes a minute to notice a lost node. A second such loss must not count against backoffLimit."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -863,7 +863,7 @@ def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_complete
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. That must not be charged."""
+    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. No limit may count that."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -873,7 +873,7 @@ def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ende
 
 
 def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
-    """The pod was deleted because another rank ended early: that rank must still be named and charged."""
+    """The pod was deleted because another rank ended early: that rank must still be named as the cause."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -885,8 +885,8 @@ def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_the_reason_that_a_container_runtime_gives_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must be charged, or it
-    restarts a hundred times."""
+    """CRI-O reports `seccomp killed`. backoffLimit must count a script that makes a forbidden call,
+    or the script restarts a hundred times."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
@@ -962,7 +962,7 @@ def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
-    """A script that fails in its first second must be charged, or it restarts for ever."""
+    """backoffLimit must count a script that fails in its first second, or the script restarts for ever."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said

@@ -275,8 +275,8 @@ def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
 def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
-    """Node 1's pod may end half a second before node 0's, which the operator then stops. The restart must still be
-    charged."""
+    """Node 1's pod may end half a second before node 0's, which the operator then stops. backoffLimit must still
+    count the restart."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
@@ -399,7 +399,7 @@ def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early
     ],
 )
 def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str) -> None:
-    """The peers had only lost each other: the user must not be charged, nor search for uneven data."""
+    """The peers had only lost each other: backoffLimit must not count that, nor users search for uneven data."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
     failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)

@@ -410,7 +410,7 @@ def test_the_error_about_an_address_in_use_names_the_port(exception: str, port: 
 
 
 def test_pure_complaints_about_peers_are_free_once_until_the_next_new_step() -> None:
-    """Uneven data always ends like this, so the job would restart for ever without a charge."""
+    """Uneven data always ends like this, so the job would restart for ever if backoffLimit never counted it."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"

@@ -25,7 +25,7 @@ Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
 CUT = "cut"  # this field, with the size of the whole job, marks a job that is kept only in part; it is never sent
-# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less than this in total.
+# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
 # 1.1 times the real size, and up to three times the real size for empty lists.
@@ -83,7 +83,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return the few fields that are kept of a cut job. whole: size of the complete job."""
+    """Return the few fields that are kept of a job if it is cut. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -94,7 +94,7 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
-    """Return the time until which a cut job needs no reconcile unless it changes; None if it must be read now.
+    """Return until when a job that is kept only in part needs no reconcile unless it changes; None: read it now.
 
     has_objects: pods or other objects of the job exist."""
     forever = bounds.TIME_LAST
@@ -121,7 +121,7 @@ def rests(raw: Raw) -> bool:
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """True if a cut job waits for room according to its status, and its spec has not changed after that."""
+    """True if a job that is kept only in part waits for room by its status, and its spec has not changed since."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True

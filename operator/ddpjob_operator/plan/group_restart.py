@@ -34,7 +34,7 @@ from ddpjob_operator.plan.view import View, name_pods
 AGENT_FIRST = dt.timedelta(seconds=60)
 # A failed node is marked not ready, or its object deleted, within this time.
 UNHEARD = dt.timedelta(seconds=60)
-# Seconds; earlier connection errors count as failures, so that a script that fails at once is charged.
+# Seconds; earlier connection errors count as failures, so that backoffLimit counts a script that fails at once.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),

@@ -89,7 +89,7 @@ class View:
 
     @cached_property
     def known_pods(self) -> dict[int, Pod]:
-        """The pods of the current attempt by place, including those that are gone."""
+        """The pods of the current attempt by place (number in the name), including those that are gone."""
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places: all, or an elastic job's minimum including node 0's store."""
+        """True if these pods are enough to train: all, or an elastic job's minimum with node 0, which has the store."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -133,7 +133,7 @@ class View:
         return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
-        """The places that training needs: all, or for an elastic job those that have started."""
+        """Numbers of the pods that training needs: all, or for an elastic job those that have started."""
         return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:

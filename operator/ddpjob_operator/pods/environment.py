@@ -16,11 +16,11 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
+    """Return the variables of a pod; the user's own outrank them. place: its number. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     facts = launcher.facts(job.spec)
     least = facts.min_nodes
-    # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its place.
+    # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
     # Set for scripts without a launcher, and only if a node has one process. With several processes, WORLD_SIZE would
     # mislead scripts that start them: the imagenet example multiplies WORLD_SIZE by its GPUs.
