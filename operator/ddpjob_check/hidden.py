@@ -170,7 +170,7 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
             )
 
 
-# Methods of pools that keep an exception of their function → names with which a script asks for it.
+# Methods of pools that keep an exception of their function → names with which a script reads the exception.
 _KEEPS_EXCEPTION = {
     "submit": ("result", "exception", "add_done_callback"), "map": (), "apply_async": ("get", "error_callback"),
 }  # fmt: skip

@@ -34,7 +34,7 @@ _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs
 _EXPANDS_PATTERNS = ("glob", "braceexpand", "load_dataset", "WebDataset")
 _REDIRECTION = re.compile(r"(?:[12]|&)>{1,2}(?:&[12]|[\w./-]+)|>{1,2}[\w.-]*/[\w./-]+")
 _OPTIONS_SHOWN = 3
-# Options of a launcher that must not be empty. Other options, such as --rdzv_id and --log_dir, only name something.
+# Options of a launcher that must not be empty. Others, such as --rdzv_id and --log_dir, may be empty.
 _NEEDED = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "max_restarts"}
 _NO_SHELL = "no shell reads the command, so the program gets this text"
 _BY_SHELL = "start it with a shell: [sh, -c, …]"

@@ -30,7 +30,7 @@ _CONTROL = re.compile(
     r"\U000e0000-\U000e007f]"
 )
 
-# A name with one of these endings is not that of a secret: secretName, token_file, token_count.
+# Names with these endings do not belong to a secret: secretName, token_file, token_count.
 _NOT = (
     r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size"
     r"|embeddings?|classification)"

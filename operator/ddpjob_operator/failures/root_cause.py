@@ -316,7 +316,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # this holds for SIGKILL too, which would otherwise look like the kubelet's
+        precedence = Precedence.LATE  # also after a SIGKILL, which would else count as the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -432,7 +432,7 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # agents agree on this only before the deletion, and do not write it after a SIGTERM
+        return True  # agents agree on the cause only before the deletion, and do not write it after a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
@@ -462,7 +462,7 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
     if now is None:
         return [PodEnd(first)]
     if not _ended_from_outside(first):
-        # A pod that the operator has deleted may show less: a container that was never created "exits" with 137.
+        # A pod that the operator has deleted may show less than the record: without a container it "exits" with 137.
         return [PodEnd(first)] if now.precedence > precedence_of(first) else []
     merged = msgspec.structs.replace(
         first,

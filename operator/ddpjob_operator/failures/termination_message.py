@@ -49,7 +49,7 @@ _ENDS_A_PART = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*(?:Exception in thread .*|
 _ANY_TRACEBACK = re.compile(r"(?:\A|^(?!Exception ignored |--- Logging ).*\n)(?=Traceback \()", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
-# A program that was asked to stop ends with these exceptions.
+# Exceptions with which a program ends after SIGTERM or Ctrl-C.
 _NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
 # Text before an exception that ends no program: in a `__del__` (such as a DataLoader's at exit), or in a log line.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")

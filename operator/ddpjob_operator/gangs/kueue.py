@@ -46,7 +46,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         podset["minCount"] = least
     if topology := _topology_request(job):
         podset["topologyRequest"] = topology
-    # Kueue's visibility API (0.14.8) fails on a Workload without priority; its own kinds without a class have 0, too.
+    # Kueue's visibility API (0.14.8) fails on a Workload without priority. Kueue's own kinds have 0 by default, too.
     spec: Body = {"queueName": _queue(job), "podSets": [podset], "priority": 0}
     group, kind, name = _priority(job)
     if name and api_version.endswith("/v1beta1"):

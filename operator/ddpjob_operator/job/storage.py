@@ -24,7 +24,7 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # this field, with the size of the whole job, marks a job that is kept only in part; it is never sent
+CUT = "cut"  # field of a job that is kept only in part: the size of the complete job; it is never sent
 # Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
@@ -44,7 +44,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Kept because the operator needs them to decide if a job must be reconciled, and the metrics show them.
+# Fields of a cut job: the operator needs them to decide if the job must be reconciled, and the metrics show them.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),

@@ -161,7 +161,7 @@ class LocalCluster:
                 except OSError as error:
                     what = f"{error.filename}: " if error.filename else ""
                     raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
-            elif isinstance(action, (DeletePod, EndPod)):  # EndPod keeps the log, which is a file here anyway
+            elif isinstance(action, (DeletePod, EndPod)):  # EndPod keeps the log; here logs are files and stay
                 self._delete(job, action)
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:

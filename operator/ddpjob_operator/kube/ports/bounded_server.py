@@ -97,7 +97,7 @@ class BoundedServer(abc.ABC):
             response.content_length = len(body)
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            # Write views of one body. Otherwise each peer that does not read would hold a copy of the body.
+            # Write views of one body, so that a peer that does not read holds no copy of the body.
             for start in range(0, len(body) if request.method != "HEAD" else 0, PIECE_BYTES):
                 await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()

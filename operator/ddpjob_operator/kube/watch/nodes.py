@@ -100,7 +100,7 @@ class NodeCache:
         if name in self._gone:
             return None
         known = self._not_ready.get(name)
-        # While most nodes are silent, none counts as lost, so the time until now does not count for this node.
+        # While most nodes are silent, no node counts as lost. So this node's silence until now does not count.
         since = self._now() if known is None or known.with_most else known.since
         self._gone[name] = False
         while len(self._gone) > GONE_MAX:

@@ -142,7 +142,7 @@ class Store(Generic[T]):
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
         """In this context a list arrives: all of its objects get one observation number, others their own."""
         scope = namespace if key is None else key
-        # Each job is listed after a restart. Check only this job's objects, because there may be thousands of jobs.
+        # An operator lists each job after its restart. Check only one job's objects: there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
         places |= {place for place, one in self._unreadable.items() if key in (None, one.key)}
         places = {place for place in places if not namespace or place[0] == namespace}

@@ -214,7 +214,7 @@ class Executor:
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
         is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
         if is_pod:
-            # Store it even if it is gone now. It may show how the pod ended, and later watch events of it are ignored.
+            # Store even an object that is gone now: it may show how the pod ended, and its later events are ignored.
             self.caches.pods.put(answer)
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self.caches.pods.remove(namespace, action.name, action.uid)

@@ -53,7 +53,7 @@ from ddpjob_operator.pods import naming
 # Most changes take two rounds: write the status, then act on it. The limit stops a job that always finds more to do.
 ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
-# A job with more nodes or pods than this is planned in a thread, so that it does not block the event loop.
+# Nodes or pods; a larger job is planned in a thread, so that it does not block the event loop.
 PLANNED_AT_ONCE = 256
 # Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
