@@ -218,7 +218,7 @@ def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generati
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
     lost.greets()
     lost.hears("welcome")
-    leader.send_signal(signal.SIGSTOP)  # node 0 then receives both connections' news at once, as on a busy machine
+    leader.send_signal(signal.SIGSTOP)  # node 0 reads both connections at once later
     os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
     if closes == "at the same moment":
         lost.close()

@@ -293,7 +293,7 @@ def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operato
     for name in places:
         unwatched.submit(name, gpus=4)
         unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)
-    # The operator may have requested the positions when only one job was waiting; it repeats this after a minute.
+    # The operator may have requested the positions when only one job was waiting; it asks again after a minute.
     for name, place in places.items():
         until(lambda: place in unwatched.namespace.status(name)["message"], f"the place of {name}", 100)  # noqa: B023
     assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]

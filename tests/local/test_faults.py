@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# The same, but no rank is more than one step ahead of the other, as under DDP. A waiting rank continues to report.
+# Like COUNTS, but no rank is more than one step ahead of the other, as under DDP. A waiting rank continues to report.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))

@@ -220,7 +220,7 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # The operator may spend from the same budget before it receives an agent's charges.
+        # The operator may use up the same restarts before it learns which restarts an agent has made.
         if _own_charges(old, new)["application"] > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
         if application > limit + self._spent_twice[uid]:

@@ -424,7 +424,7 @@ class Cluster:
         if reason:
             status["reason"] = reason
         if reason and reason != "DeadlineExceeded":
-            # The kubelet sets this condition only together with the phase (mergePodStatus in pkg/kubelet/status).
+            # The kubelet sets DisruptionTarget only together with the phase (mergePodStatus in pkg/kubelet/status).
             target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
             status["conditions"] = [*status["conditions"], target]
         if status != raw["status"]:

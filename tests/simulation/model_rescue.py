@@ -51,7 +51,7 @@ class Kept:
     """Number of written parts; -1 before it begins."""
     answer: int = memory.NONE
     copying: Copying | None = None  # set if it makes periodic copies
-    place: Place | None = None  # the area into which it writes after a failure
+    place: Place | None = None  # where it writes its state after a failure
 
     @property
     def copies_instead(self) -> bool:
