@@ -151,7 +151,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: Launcher, nodes: int) -> None:
-    """If the agent counts the rank as failed while node 0 does not, it waits forever and ignores SIGTERM."""
+    """If an agent counted the rank as failed while node 0 does not, it would wait forever and ignore SIGTERM."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes

@@ -211,7 +211,7 @@ def connected(port: int) -> socket.socket | None:
 def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generation(
     launcher: Launcher, closes: str
 ) -> None:
-    """The ranks of that pod must not start in a generation that no other node runs."""
+    """The ranks of a pod that joins late must not start in a generation that no other node runs."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
     first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
     leader = launcher.ddprun(*first, NODE="0")

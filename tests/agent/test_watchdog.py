@@ -106,7 +106,7 @@ def test_a_declared_pause_has_its_own_limit(launcher: Launcher) -> None:
 
 
 def test_a_rank_that_hangs_during_its_exit_still_reports_its_position(launcher: Launcher) -> None:
-    """On its way out a rank saves and waits for the others to leave the group, so it must still be able to answer."""
+    """During its exit a rank saves and waits until the others leave the group, so it must still be able to answer."""
     script = launcher.script(
         """
         import atexit, os, time

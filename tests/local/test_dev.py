@@ -204,7 +204,7 @@ def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
 
 
 def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
-    """If it were not reloaded, the ranks would run the old module, whatever is saved."""
+    """If a preloaded module were not loaded again, the ranks would run the old module, whatever is saved."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))

@@ -304,7 +304,7 @@ def test_an_unreadable_pod_ends_no_watch_and_is_reported_once(caplog: pytest.Log
 
 
 def test_a_job_with_an_unreadable_pod_reports_it_and_its_other_pods_are_left_alone() -> None:
-    """Without the unreadable pod its rank would seem lost, and a second pod would be created next to it."""
+    """If the unreadable pod were ignored, its rank would seem lost, and a second pod would be created next to it."""
     operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
     body["metadata"]["resourceVersion"] = "5"

@@ -99,7 +99,7 @@ HOSTILE_WORDS = ("'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec 
 
 @pytest.mark.parametrize("word", HOSTILE_WORDS)
 def test_a_script_of_250_kb_takes_linear_time(word: str) -> None:
-    """With quadratic time, one job of one tenant blocks both operators' event loops for half a minute."""
+    """In quadratic time one job of one tenant would block the event loops of both operators for half a minute."""
     began = time.process_time()
     read, _ = validation.parse(manifest(container={"command": ["bash", "-c", word * (240_000 // len(word))]}))
     launcher.warnings(read.spec)

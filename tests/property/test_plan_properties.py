@@ -249,7 +249,7 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
 def test_after_a_write_of_progress_alone_nothing_is_left_to_do(
     world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
 ) -> None:
-    """The operator does not reconcile after such a write, so any action left would wait for the next change."""
+    """The operator does not reconcile after a write of progress, so any action left would wait for the next change."""
     what, seen = world
     for _ in range(4):  # until the status is that of a job that has run for a while
         before = plan(what, seen, now)

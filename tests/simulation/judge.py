@@ -351,7 +351,7 @@ class Judge:
 
 
 def _own_charges(old: Raw, new: Raw) -> dict[str, int]:
-    """Return the restarts that a change of the status charges, without those of an agent."""
+    """Return the restarts that a change of the status adds, without the restarts that an agent reported."""
     before, after = old.get("restarts") or {}, new.get("restarts") or {}
     known, told = old.get("inPlace") or {}, new.get("inPlace") or {}
     same = old.get("attempt", 0) == new.get("attempt", 0) and known.get("replacement", 0) == told.get("replacement", 0)

@@ -300,7 +300,7 @@ def test_a_resume_that_leaves_a_rank_without_samples_is_refused_if_a_data_loader
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
 def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(name, value):
-    """Training would continue as if it had seen all samples, or repeat some."""
+    """With a damaged state training would continue as if it had seen all samples, or repeat some."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
         sampler.load_state_dict({**sampler.state_dict(), name: value})

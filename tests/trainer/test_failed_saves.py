@@ -75,7 +75,7 @@ def test_the_end_writes_the_state_that_the_last_save_could_not(tmp_path, disk):
 @pytest.mark.parametrize("way", ["returns", "exits", "stops", "closes"])
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, disk, way, has_group):
-    """If it ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is an old one."""
+    """If the script ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is old."""
 
     def body(_rank: int) -> None:
         world = ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1) if has_group else None

@@ -377,7 +377,7 @@ def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) ->
 def test_a_script_that_loads_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At the first start nothing shows that the script has values. A default in their place would change the result."""
+    """At the first start nothing shows that the script has values. With defaults instead the result would change."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -665,7 +665,7 @@ def test_the_first_of_two_states_with_the_same_number_is_kept_completely(node: N
 
 
 def test_a_state_saved_right_before_the_model_grows_is_kept(node: Node) -> None:
-    """At the end of an epoch a script saves and then adds layers: that save must count."""
+    """If a script saves at the end of an epoch and then adds layers, the save must count."""
 
     def train() -> None:
         objects, snapshot, _ = begin(None)
@@ -725,7 +725,7 @@ def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_lo
 def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With memory for only one of them, one state would be that of the last step, the other that of the last save."""
+    """If only one Snapshot used memory, one state would be that of the last step, the other that of the last save."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -1050,7 +1050,7 @@ def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_a_step(node: Node) -> None:
-    """In the middle of such a backward some parameters already belong to the next step."""
+    """If the optimizer steps within backward, some parameters already belong to the next step in the middle of it."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1101,7 +1101,7 @@ def test_a_grad_scaler_is_restored_with_the_step(node: Node) -> None:
 
 
 def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) -> None:
-    """The folder has nothing newer, so memory matters most after this failure."""
+    """A full folder has no newer state, so the step must stay in memory."""
 
     def train_full(until: int) -> int:
         objects, snapshot, step = begin()
@@ -1380,7 +1380,7 @@ def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_b
 
 
 def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batches(node: Node) -> None:
-    """BatchNorm's averages come from rank 0. They must not lack all micro-batches after the first one."""
+    """BatchNorm's averages come from rank 0, and must include all micro-batches of the step."""
 
     def train() -> Any:
         world = ddpjob.init()

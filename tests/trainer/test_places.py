@@ -42,7 +42,7 @@ def test_values_are_compared_by_their_bits() -> None:
 
 
 def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
-    """A restart sets the rate again, so such a script can use memory before its first save."""
+    """A restart sets a rate again that the script sets at each step, so memory can be used before the first save."""
     places = Places()
     for step in range(3):
         places.boundary({"optimizer": step}, named=False)

@@ -38,7 +38,7 @@ class Rank:
         self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
 
     def writes_the_truth(self) -> bool:
-        """Make a step, and write the state before it and at its boundary. True if what was written is correct."""
+        """Make a step, and write the small state during it and at its end. True if what was written is correct."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
             small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())

@@ -233,7 +233,7 @@ def test_a_learning_rate_on_a_gpu_is_restored_onto_it() -> None:
 
 
 def test_nested_settings_on_a_gpu_are_restored_onto_it() -> None:
-    """Examples are betas that are tensors, and initial values of nested schedulers."""
+    """Betas may be tensors on a GPU, and so may initial values of nested schedulers."""
     of_torch = torch.optim.lr_scheduler
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
     on_device, on_host = [
@@ -455,7 +455,7 @@ def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_unchanged() -> 
 
 
 def test_a_model_that_can_convert_another_state_gets_it() -> None:
-    """The model's own load_state_dict() accepts that state, so a check of sizes must not refuse it."""
+    """A model's own load_state_dict() may accept a state of other sizes, so a check of sizes must not refuse it."""
     model, other = (Growing(*[torch.nn.Linear(2, 2) for _ in range(count)]) for count in (1, 3))
     assert state_dicts.misfit({"model": model}, {"model": other.state_dict()}) == ""
     assert len(model) == 1, "it was tried in a copy"

@@ -222,7 +222,7 @@ def test_the_first_failure_is_kept_and_replaces_an_error_about_a_lost_peer(log, 
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_no_message(log, error):
-    """The kubelet uses the log's end only if this file is empty. The peer may have crashed without a message."""
+    """The kubelet uses the log's end only if the message file is empty. The peer may have crashed without a message."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 

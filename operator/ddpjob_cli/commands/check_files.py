@@ -256,7 +256,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 
 def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
-    """Return which of these scripts a job's command means, if it names one that is not here: /app/train.py."""
+    """Return the scripts that a job's command probably means if its path, such as /app/train.py, is not here."""
     names = {os.path.basename(file) for file in launcher.facts(job.spec).started.files}
     return [script for script in scripts if os.path.basename(script) in names] or scripts
 

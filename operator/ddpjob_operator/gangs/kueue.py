@@ -192,7 +192,7 @@ def pending_path(api_version: str, namespace: str, queue: str) -> str:
 
 
 def read_places(raw: Raw) -> dict[str, int]:
-    """Return positions in the ClusterQueue by job. Several LocalQueues share it, and it decides the order."""
+    """Return positions in the ClusterQueue by job. It decides the order for all of its LocalQueues."""
     found = {}
     for item in raw.get("items") or ():
         before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)

@@ -151,7 +151,7 @@ DEFAULT = StoredLimits.of(512 << 20)
 
 
 class Room:
-    """A share of the memory: the bytes reserved for each job (its place), and the queue of jobs that wait for some."""
+    """A share of the memory: the bytes reserved for each job (its place), and the queue of waiting jobs."""
 
     def __init__(self, total: int, of_namespace: int) -> None:
         self._total, self._of_namespace = total, of_namespace

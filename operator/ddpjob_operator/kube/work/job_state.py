@@ -193,7 +193,7 @@ class JobStates:
         self._parsed.pop(key, None)
 
     def pod_deleted(self, key: Key, pod: Pod) -> None:
-        """Keep a deleted pod as it was last seen."""
+        """Keep what was last seen of a deleted pod."""
         state = self._states.get(key)
         if state is not None and state.uid == pod.owner_uid:
             state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}
