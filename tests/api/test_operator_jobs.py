@@ -111,7 +111,7 @@ def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namesp
 def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """Until then old ranks with another world size are still running, and hold the volume."""
+    """Until the last pod has ended, old ranks with another world size are running and hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")

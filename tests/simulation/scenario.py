@@ -109,7 +109,7 @@ HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
-# More failures than any budget allows restarts.
+# More attempts than any budget allows.
 ATTEMPTS_MAX = 300
 # Edits that leave the operator with a status or spec that it cannot read or must not start from.
 EDITS = ("status edited", "spec made invalid")

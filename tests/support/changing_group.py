@@ -56,7 +56,7 @@ class Node:
 
 
 class Walk:
-    """One job."""
+    """A job whose nodes come, go and fail at random."""
 
     def __init__(self, seed: int, module: Any = leader_state) -> None:
         """module: that of LeaderState, which may have a bug made on purpose."""

@@ -145,7 +145,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
-    """At the start nothing is lost yet; hours later the training is. A failed claim must also leave no file behind."""
+    """A bad folder must be named at the start, before any training is lost. A failed claim must leave no file."""
 
     def refuse(path: Path, _: bytes) -> None:
         path.touch()

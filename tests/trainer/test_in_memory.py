@@ -280,8 +280,8 @@ def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
 def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The other ranks may have completed that step, so nobody has the step before. If a script passes values only now
-    and then, they come too late, and the rank writes nothing."""
+    """The other ranks may have completed this rank's step, so nobody has the state before it. Values that the script
+    passes only now and then come too late, and then the rank writes nothing."""
 
     def train() -> None:
         objects, snapshot, _ = begin()

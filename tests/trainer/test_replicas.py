@@ -144,7 +144,7 @@ def test_a_training_of_two_ranks_stays_equal_and_one_that_bypasses_ddp_is_caught
                 ddpjob.check_replicas(model)
             except ddpjob.ReplicasDifferError as error:
                 said += [error.tensor, error.ranks, str(error)]
-            with pytest.raises(TypeError, match="not int"):  # the same on all ranks, so all of them raise
+            with pytest.raises(TypeError, match="not int"):  # raised on all ranks, because all pass an int
                 ddpjob.check_replicas(3)
             return said
 

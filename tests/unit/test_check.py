@@ -1180,7 +1180,7 @@ def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> 
 
 
 def test_a_script_with_an_impossible_file_name_is_not_on_this_machine(job_file) -> None:
-    """Users must not see a traceback."""
+    """A name that no file can have must not cause a traceback."""
     result = ran(job_file("", "python", "x" * 5000 + ".py"))
     assert "is not on this machine" in result.stderr
 
@@ -1518,7 +1518,7 @@ def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, 
 
 
 def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
-    """`torchrun train.py $ARGS` may contain --launcher pytorch."""
+    """`torchrun train.py $ARGS` may contain --launcher pytorch, so the option must not be called missing."""
     launcher = (FIXTURES / "mistakes/group-needs-option.py").read_text()
     for arguments, expected in (("", True), ("$ARGS", False), ('"${ARGS[@]}"', False), ("--data $DATA", True)):
         result = ran(job_file(launcher, "bash", "-c", f"exec torchrun train.py {arguments}", nodes=2))

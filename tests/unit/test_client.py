@@ -193,7 +193,7 @@ def test_the_error_without_an_installed_operator_tells_how_to_install_it(cluster
 
 
 def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The user sends this line to an administrator."""
+    """The user sends the line about a missing right to an administrator."""
     cluster.forbidden = {"list ddpjobs.training.ddpjob.io"}
     ddpjob(
         "get",

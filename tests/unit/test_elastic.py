@@ -261,7 +261,7 @@ def test_a_node_that_started_with_the_others_must_complete_too(message: str) -> 
 
 
 def test_a_node_that_failed_before_the_others_completed_is_not_ignored() -> None:
-    """The others may have stopped because of this failure, which is recorded as the cause."""
+    """The failure of one node may have stopped the others, so it is recorded as the cause."""
     world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(2, 1, message=CLOSED).step()
     world.exits(0).exits(1).settle()

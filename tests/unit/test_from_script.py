@@ -245,7 +245,7 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
 def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
-    """Users must not see a traceback."""
+    """For bytes that are not UTF-8 users must not see a traceback."""
     with pytest.raises(InputError, match="not UTF-8"):
         sources.load(Source(str(mine), **words))
 

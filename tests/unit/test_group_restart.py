@@ -518,7 +518,7 @@ def test_a_node_lost_while_a_failed_group_stops_is_not_the_cause() -> None:
 
 
 def test_a_port_in_use_that_the_script_chose_is_charged_to_the_script_and_named() -> None:
-    """Another pod can take a port that the operator chose, but not cause a failure for a port that the script chose."""
+    """Another pod may have taken a port that the operator chose. A port that the script chose is the script's fault."""
     sentence = (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
     )

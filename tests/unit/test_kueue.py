@@ -615,7 +615,7 @@ def test_an_eviction_before_the_first_pod_releases_the_quota_at_once() -> None:
 
 
 def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
-    """If the answer to their creation was lost, these pods would use quota that other jobs have by now."""
+    """If the answer to a pod's creation was lost, the pod would use quota that other jobs have by now."""
     world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
     late = replace(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
     world.stops_all().settle()

@@ -151,7 +151,7 @@ def test_a_suspension_is_recorded_before_the_pods_are_stopped_with_their_full_gr
 
 
 def test_the_suspended_condition_waits_for_the_last_pod() -> None:
-    """A user who waits for this condition then uses the GPUs or the volume, to which a rank may still be writing."""
+    """A user who waits for Suspended then uses the GPUs or the volume, to which no rank may be writing any more."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     shown = find_condition(world.status, "Suspended")

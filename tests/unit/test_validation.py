@@ -410,7 +410,7 @@ def test_a_launcher_that_gets_the_nodes_from_a_variable_is_not_reported_as_train
 
 @pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
 def test_the_default_hostfile_of_deepspeed_may_be_in_a_volume(path: str) -> None:
-    """DeepSpeed reads /job/hostfile without an option. It may be in the image, which is not known here."""
+    """DeepSpeed reads /job/hostfile without an option. The file may be in the image, which no check can see."""
     said = {}
     for program in ("deepspeed", "mpirun"):
         trainer = {"name": "trainer", "image": "i", "command": [program, "x.py"]}

@@ -505,7 +505,7 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in (*self._node_faults, *self._resizes)]
-        # A kill that is due waits until ranks are training, so check again soon if they are.
+        # A kill that is due waits until ranks are training, so check soon again if they are.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 

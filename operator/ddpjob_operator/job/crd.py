@@ -344,7 +344,7 @@ def _containers(known: Schema) -> Schema:
         "name": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "image": {"type": "string", "minLength": 1},
         **{name: _list_of({"type": "string"}) for name in ("command", "args")},
-        # Closed, so that `kubectl apply` refuses `valeu`; no Kubernetes version has had other fields than these three.
+        # No unknown fields, so that `kubectl apply` refuses `valeu`; every Kubernetes has only these three fields.
         "env": _list_of({"type": "object", "required": ["name"], "properties": variable}),
         "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
         "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},

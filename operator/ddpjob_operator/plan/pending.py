@@ -135,7 +135,7 @@ def _unreachable(alike: Sequence[Unreachable]) -> str:
 
 
 def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:
-    """Return the seconds that the message shows for a wait since `since` (0: none yet), and when it shows more."""
+    """Return how many seconds of a wait since `since` the message shows (0: none yet), and when it will show more."""
     times = [(seconds, since + dt.timedelta(seconds=seconds)) for seconds in NAMED_AT_SECONDS]
     reached = max((seconds for seconds, at in times if now >= at), default=0.0)
     return reached, next((at for _, at in times if at > now), None)

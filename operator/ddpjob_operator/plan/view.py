@@ -184,7 +184,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """Return the same facts for the attempt that begins with `status`, in which all existing pods are old."""
+    """Return the view for the attempt that begins with `status`: all existing pods then belong to older attempts."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 

@@ -56,7 +56,7 @@ class NodeCache:
         """Return the nodes that are not ready or deleted; None before the first list."""
         if not self._listed:
             return None
-        if by := self._clock.set_back(self._now()):  # otherwise lost nodes would be detected later
+        if by := self._clock.set_back(self._now()):  # move our times with the clock
             self._not_ready = {
                 n: dataclasses.replace(node, since=node.since and node.since + by)
                 for n, node in self._not_ready.items()

@@ -188,7 +188,7 @@ class Reflector:
 
     def _handle(self, error: ApiError) -> None:
         if error.needs_list:
-            self._version = ""  # without a version, a list comes first
+            self._version = ""  # causes a list before the next watch
         if error.status == 410:  # the version is too old to continue from
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)

@@ -434,7 +434,7 @@ class Executor:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """True if the server refuses the create until the user changes something, or waits. Quota, PodSecurity and
+    """True if a create can succeed only after a user has changed something, or has waited. Quota, PodSecurity and
     admission answer 403, a bad field 400 or 422, a webhook that is down 500.
     """
     return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)
