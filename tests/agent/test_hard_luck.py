@@ -1,5 +1,5 @@
 """Failures of the machine under an agent: no free process, a full disk, a rank that SIGKILL cannot end. The job
-continues or ends with the real reason, and the script is not charged."""
+continues or ends with the real reason, and the script is not blamed."""
 
 from __future__ import annotations
 

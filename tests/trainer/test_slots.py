@@ -172,7 +172,7 @@ def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_
 
 
 def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_states() -> None:
-    """load() is given the model alone, and ten steps later save() gets an average, too."""
+    """A script may give load() only the model, and ten steps later give save() an average, too."""
     rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()

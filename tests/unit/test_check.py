@@ -556,8 +556,8 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """Scripts like those of apex, timm and maskrcnn-benchmark fail in NCCL here, but only after all nodes have pulled
-    the image."""
+    """If all ranks use the first GPU, like scripts of apex, timm and maskrcnn-benchmark, NCCL fails, but only after all
+    nodes have pulled the image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))

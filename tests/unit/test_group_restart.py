@@ -1,4 +1,4 @@
-"""A failure leads to one clean restart of the group, charged to its cause, or to a failed job with a reason."""
+"""A failure leads to one clean restart of the group, counted by its cause, or to a failed job with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cause(world: World) -> api.JobFailure:
 
 
 def charges(world: World) -> tuple[int, int, int]:
-    """Return restarts charged to application, infrastructure and stall."""
+    """Return the restarts for application, infrastructure and stall."""
     r = world.status.restarts
     assert r.total == r.application + r.infrastructure + r.stall
     return r.application, r.infrastructure, r.stall
@@ -487,7 +487,7 @@ def test_a_rank_that_exits_early_with_0_is_named_even_without_reports(nodes: int
     [(["torchrun", "train.py"], "EndedEarly"), (["sh", "-c", "torchrun train.py; date"], "PeerLost")],
 )
 def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_got_the_sigterm(command: list[str], reason: str) -> None:
-    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell. If both were charged, each
+    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell. If both counted, each
     network failure would cost a restart."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
     world.after(30).exits(0, code=137).settle()
@@ -837,7 +837,7 @@ def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:
 
 
 def test_a_disappeared_rank_is_not_recreated_after_its_peers_have_completed() -> None:
-    """The rank completed unobserved. A new pod would find no peers, and its rank would be charged as "ended early"."""
+    """The rank completed unobserved. A new pod would find no peers, and its rank would be blamed as "ended early"."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()

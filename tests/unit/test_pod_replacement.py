@@ -258,7 +258,7 @@ def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: s
 
 
 def test_a_restart_in_place_with_only_complaints_blames_no_rank_and_shows_that_it_was_free() -> None:
-    """Users must not debug the rank that lost its peer, nor count a restart that was not charged."""
+    """Users must not debug the rank that lost its peer, nor see a restart counted that costs nothing."""
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
@@ -337,7 +337,7 @@ def test_the_agent_that_replaces_node_0_counts_from_zero() -> None:
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
 def test_a_pod_whose_ranks_have_restarted_is_not_recreated_under_its_name(place: int) -> None:
     """A new agent would begin with generation 0, in a folder that later generations have written to. That costs a
-    needless, charged restart."""
+    needless restart."""
     world = digits(container=DDPRUN, nodes=3).started()
     world.agent = charged(1)  # the watch has not shown the pods as running yet
     world.settle().vanishes(place).settle().after(2).settle()
@@ -548,7 +548,7 @@ def test_after_two_infrastructure_failures_new_pods_run_the_pre_flight_first() -
 
 
 def test_after_an_out_of_memory_kill_pods_keep_no_state_in_memory_until_the_job_is_resumed() -> None:
-    """The state counts against the pod's limit: a training that just fits would be killed until it fails."""
+    """The state counts against the pod's memory limit: a training that just fits would be killed until it fails."""
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
     world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()

@@ -1,4 +1,4 @@
-"""The cause is the failure that explains the others. It is named in one sentence, and charged to the party at fault."""
+"""The cause is the failure that explains the others. One sentence names it, and it counts against the right budget."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ MISTAKE = (
 
 
 def test_a_mistake_on_every_node_before_the_first_step_is_permanent() -> None:
-    """`loss.backwrd()` must not cost four attempts and half a minute."""
+    """A mistake like `loss.backwrd()` must not cost four attempts and half a minute."""
     pods = [pod(rank, said=MISTAKE) for rank in range(2)]
     assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
     assert settled(*pods, nodes=2, untried=False)[1] == "application", (
@@ -408,7 +408,7 @@ def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str)
 
 def test_a_pod_that_exited_with_0_is_not_blamed_before_its_kubelet_gives_the_reason() -> None:
     """An evicted trainer ends with 0 at its SIGTERM, and the pod's phase follows later. A verdict before that would
-    charge the script ("the ranks make different numbers of steps") for its node's full disk."""
+    blame the script ("the ranks make different numbers of steps") for its node's full disk."""
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
     waits = msgspec.structs.replace(ended, phase="Running")
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}

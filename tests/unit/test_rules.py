@@ -1,4 +1,4 @@
-"""A failure's class, its charge, and when a restart is useless: the same rules in the operator and in the agents."""
+"""A failure's class and budget, and when a restart is useless: the same rules in the operator and in the agents."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ UNWRITTEN = (
         (f"{FRAME}{PEER}\n{FRAME}{CALLED}", PEER, True),
         (f"loading\n{FRAME}{CALLED}", CALLED, False),
         (f"{FRAME}{SHARD}\n{FRAME}{GIT}", GIT, False),
-        # multiprocessing and data loaders
+        # from multiprocessing and from data loaders
         (
             FRAME + "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal " + FRAME + SHARD + "\n",
             SHARD,

@@ -24,7 +24,7 @@ from ddpjob_operator.observed.cluster import Pod
 
 EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Clocks of nodes differ by up to ten seconds. This is used if observations do not show the order of failures.
+# Clocks of nodes differ by up to ten seconds. Used if observations do not show the order of failures.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # A rank may fail this long before its container ends: torchrun waits for other ranks, or a debugger is attached.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)

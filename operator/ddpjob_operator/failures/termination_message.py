@@ -115,7 +115,7 @@ def read_message(text: str) -> Message | None:
 
 
 def read(text: str) -> ContainerReport:
-    """Return the contents of a termination message or the end of a log. The library's exception outranks the log."""
+    """Return the contents of a termination message or the end of a log. The library's exception goes before the log."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:

@@ -25,7 +25,7 @@ Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
 CUT = "cut"  # field of a job that is kept only in part: the size of the complete job; it is never sent
-# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less in total.
+# Bytes per job in addition to metadata and spec: its status and its JobState. A job kept in part needs less in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
 # 1.1 times the real size, and up to three times the real size for empty lists.
@@ -44,7 +44,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Fields of a cut job: the operator needs them to decide if the job must be reconciled, and the metrics show them.
+# Kept of every job: the operator needs these fields to decide if it must reconcile the job, and the metrics show them.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),
@@ -139,7 +139,7 @@ class StoredLimits:
     """Bytes for all jobs that have not begun and are kept whole, so that they need not be read again."""
     resting_in_namespace: int
     cut: int = 1 << 25
-    """Bytes for cut jobs without work to do; as many again for cut jobs with work to do."""
+    """Bytes for jobs kept only in part without work to do; as many again for those with work to do."""
     cut_in_namespace: int = 1 << 24
 
     @staticmethod

@@ -16,7 +16,7 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return the variables of a pod; the user's own outrank them. place: its number. rendezvous: address of rank 0."""
+    """Return the variables of a pod; the user's own have priority. place: its number. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     facts = launcher.facts(job.spec)
     least = facts.min_nodes

@@ -80,7 +80,7 @@ class Reconciler:
     observed: Callable[[Key], None] = lambda _key: None
     """Called before the state of a job is read: this reconcile covers the requests made until then."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
-    """Limits how many cut jobs are held whole in memory at the same time, each of up to 4 MiB."""
+    """Limits how many jobs that are kept only in part are completely in memory at the same time, each up to 4 MiB."""
 
     async def reconcile(self, key: Key) -> Requeue:
         """Reconcile the job. Return the seconds until the next reconcile. Raise RetryError."""
