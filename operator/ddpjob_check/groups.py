@@ -65,7 +65,7 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[Severity, str] | None:
     """Return severity and consequence of this value of a variable in all processes; None if it is correct."""
-    # This variable is used if the call passes no rank, or a rank that was read from RANK or a similar variable.
+    # The variables are used if the call passes no rank, or a rank that was read from RANK or a similar variable.
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
     world, is_used = job.world_size, any(read) and _meets_by_environment(script)

@@ -170,15 +170,15 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
             )
 
 
-# Methods of pools that keep an exception of their function → names with which a script asks for it.
+# Methods of pools that keep an exception of their function → names with which a script reads the exception.
 _KEEPS_EXCEPTION = {
     "submit": ("result", "exception", "add_done_callback"), "map": (), "apply_async": ("get", "error_callback"),
 }  # fmt: skip
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:
-    """True for a submit or apply_async, and for a map of an executor whose results are not read; that of a
-    multiprocessing.Pool raises."""
+    """True for a submit or apply_async, and for the map of an executor if its results are not read. The map of a
+    multiprocessing.Pool raises the exception itself."""
     pools = script.origins(call.func.value) if isinstance(call.func, ast.Attribute) else []
     is_lazy = all(script.called(pool).endswith("Executor") for pool in pools)
     return name_of(call.func) != "map" or (is_lazy and _is_statement(script, call))
@@ -271,7 +271,7 @@ def _is_of_trainer(call: ast.Call) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _all_training(script: Script) -> frozenset[ast.Call]:
-    """Return those, and calls that train in another file or process."""
+    """Return the calls of `_training`, and calls that train in another file or process."""
     elsewhere = (call for call, _ in _started(script))
     return frozenset((*_training(script), *elsewhere, *filter(_is_of_trainer, script.calls)))
 

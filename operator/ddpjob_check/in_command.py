@@ -34,7 +34,7 @@ _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs
 _EXPANDS_PATTERNS = ("glob", "braceexpand", "load_dataset", "WebDataset")
 _REDIRECTION = re.compile(r"(?:[12]|&)>{1,2}(?:&[12]|[\w./-]+)|>{1,2}[\w.-]*/[\w./-]+")
 _OPTIONS_SHOWN = 3
-# Options of a launcher that must not be empty. Other options, such as --rdzv_id and --log_dir, only name something.
+# Options of a launcher that must not be empty. Others, such as --rdzv_id and --log_dir, may be empty.
 _NEEDED = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "max_restarts"}
 _NO_SHELL = "no shell reads the command, so the program gets this text"
 _BY_SHELL = "start it with a shell: [sh, -c, …]"
@@ -135,7 +135,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
         if "expandvars" not in script and (said := _variable(word, env)):
             yield ("command",), f"{word}: {_NO_SHELL}; {said}"
         elif _TILDE.search(word) and "expanduser" not in script:
-            text = f"{word}: {_NO_SHELL}, and unless it expands ~ there is no such path; write the whole path"
+            text = f"{word}: {_NO_SHELL}, and most programs do not expand ~ themselves; write the whole path"
             yield ("command",), text
         elif i and _is_glob(word, before) and not any(name in script for name in _EXPANDS_PATTERNS):
             text = f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
@@ -145,7 +145,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the same for values in env: PATH: /opt/bin:$PATH. Only known names count, as a password may contain $."""
+    """Check env as `unexpanded` does: PATH: /opt/bin:$PATH. Only known names count, as a password may contain $."""
     entries = mappings(launcher.facts(job.spec).trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):

@@ -166,7 +166,7 @@ class Guard:
     """False if perhaps all ranks reach the line, as after `if rank == 0 and not found: return`."""
 
     def to_text(self, script: Script) -> str:
-        """Return `only if `rank == 0`` or `only if not `rank != 0``, for a message."""
+        """Return the text "only if `rank == 0`" or "only if not `rank != 0`" for a message."""
         return f"only if {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
 
 

@@ -214,7 +214,7 @@ def goes_on(handler: ast.ExceptHandler) -> bool:
     return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
-# Code that depends on these is for runs without a launcher or as a single process, so a job never runs it.
+# Code under conditions on these is for runs without a launcher or with a single process, so a job never runs it.
 _SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _WINDOWS = ("win32", "nt", "Windows")
 
@@ -235,7 +235,7 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.If) or child is parent.test:
         return False
     holds = child in parent.body
-    is_the_only_one = len(script.inits) < 2  # of two calls, the second is for runs that skip the first
+    is_the_only_one = len(script.inits) < 2  # of two init calls, the second is for runs that skip the first
     one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
     return one_process or means_otherwise(script, parent.test, holds)
 

@@ -98,7 +98,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
 
 
 def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
-    """Remove variables that the job sets from `variables` and from the words before the program. Return these."""
+    """Remove variables that the job sets from `variables` and from the words before the program. Return the words."""
     dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
     own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
     _say_dropped(iter([*dropped, *own]), result)

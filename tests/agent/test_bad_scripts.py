@@ -370,6 +370,6 @@ def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(
     monkeypatch.setattr(termination, "EXIT_SECONDS", 0.5)
     script = launcher.script(f"import multiprocessing, sys, threading, time\n{held}.start()\n{end}\n")
     agent = launcher.warm("--max-restarts", 0, script)
-    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # with the stack of what holds it
+    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # the stack shows what holds it
     assert agent.returncode == 1
     assert "RuntimeError: boom" in json.loads((launcher.folder / "termination.json").read_text())["exception"]

@@ -24,7 +24,7 @@ WALKS = 300
 
 
 def group(least: int, most: int, *here: int, restarts: int = 3, **more: Any) -> LeaderState:
-    """Return a group of least to most nodes, of which these are here."""
+    """Return a group of `least` to `most` nodes; the nodes `here` are connected."""
     budget = Budget(restarts, restarts, restarts, restarts)
     waits = {"last_call_seconds": LAST_CALL, "snooze_seconds": SNOOZE, **more}
     found = LeaderState(Members(range(most)), budget, JOIN_SECONDS, T0, least=least, **waits)
@@ -52,7 +52,7 @@ def stops(found: LeaderState, at: float, *, patient: bool) -> None:
 
 
 def test_it_starts_at_once_with_all_nodes_and_after_a_last_call_with_enough() -> None:
-    """Otherwise the first generation has the least number of nodes each time, and is stopped again for the others."""
+    """A group that starts with the least number at once is stopped again for each node that comes a moment later."""
     assert taken(all_here := group(2, 3, 0, 1, 2)) == [start(all_here, 0)]
     found = group(2, 4, 0, 1)
     assert taken(found) == []
@@ -159,7 +159,7 @@ def test_a_node_that_comes_joins_after_a_snooze_at_a_step_on_which_all_agree() -
 
 
 def test_a_node_that_still_imports_torch_stops_nobody() -> None:
-    """All others would wait for it, for ten seconds on a busy machine."""
+    """If the group stopped for this node, all others would wait for its import: ten seconds on a busy machine."""
     found = running(1, 3, 0, 1)
     found.joined(2, T0 + 100, is_ready=False)
     assert (found.joins_in(2, T0 + 105), found.deadline) == (SNOOZE, None)

@@ -148,7 +148,7 @@ def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launc
 
 
 def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(launcher: Launcher) -> None:
-    """Ranks are numbered anew in each generation: the rank that failed had the number of one that ran here before."""
+    """Each generation numbers its ranks again: the failed rank may have the number of an earlier rank of this node."""
     job = Job(launcher, "2:3", "--max-restarts", 0, snooze=500)
     job.start(0, 1, 2)
     job.up(0)

@@ -45,7 +45,7 @@ class Training:
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def trains_with(self, *sizes: int) -> None:
-        """Wait until 20 steps are made after the last of these changes."""
+        """Wait until the group has had these sizes, one after the other, and has made 20 steps with the last."""
         eventually(lambda: self.noted("sizes") == list(sizes), 60)
         until = len(self.noted("made")) + 20
         eventually(lambda: len(self.noted("made")) >= until, 60)

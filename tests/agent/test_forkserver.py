@@ -238,8 +238,8 @@ os.write(1, f"left: {left}\\n".encode())  # a whole line: others write at the sa
 
 
 def test_no_process_between_the_fork_server_and_the_ranks_remains(launcher: Launcher) -> None:
-    """Waiting for these processes would take as long as forking a rank, but zombies would fill a pod's process limit
-    over many restarts."""
+    """The processes between server and ranks must not stay as zombies, which fill a pod's process limit over many
+    restarts. Waiting for them would take as long as forking a rank."""
     script = launcher.script(LEFT)
     done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
     assert done.stdout.count("left: []") == 3, done.stdout

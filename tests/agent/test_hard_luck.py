@@ -1,5 +1,5 @@
 """Failures of the machine under an agent: no free process, a full disk, a rank that SIGKILL cannot end. The job
-continues or ends with the real reason, and the script is not charged."""
+continues or ends with the real reason, and the script is not blamed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ termination.install()
 
 
 def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher: Launcher) -> None:
-    """A lost pod must not be charged to the user's script, or three preempted nodes end the job."""
+    """backoffLimit must not count a lost pod, or three preempted nodes end the job."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
     pair.agents[1].communicate()
@@ -151,7 +151,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: Launcher, nodes: int) -> None:
-    """If the agent counts the rank as failed while node 0 does not, it waits forever and ignores SIGTERM."""
+    """If an agent counted the rank as failed while node 0 does not, it would wait forever and ignore SIGTERM."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes

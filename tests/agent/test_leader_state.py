@@ -95,7 +95,7 @@ def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank
 
 
 def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
-    """The group has a fixed size, so the other ranks cannot meet without those of this node."""
+    """The group has a fixed size, so the other ranks cannot meet without the ranks of this node."""
     found = running(2)
     found.finished(0, T0)
     found.failed(1, [failure(rank=1)], T0)
@@ -139,7 +139,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
 )
 def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
-    """Otherwise a job whose pods sometimes run out of memory restarts more often than its backoffLimit allows."""
+    """A job whose pods sometimes run out of memory must not restart more often than backoffLimit allows."""
     found = running(2, restarts=3, has_operator=True)
     fail(found, [failure()])
     assert taken(found) == [start(found, 1)]
@@ -249,7 +249,7 @@ def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
 
 
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
-    """Otherwise ranks of other nodes are killed before they raise the same error, and the failure counts against
+    """If ranks of other nodes were killed before they raise the same error, the failure would count against
     backoffLimit."""
     found = running(3)
     for node in range(3):
@@ -382,7 +382,7 @@ def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
 
 
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
-    """Otherwise a job that trains for days between failures is failed as if it made no progress."""
+    """A job that trains for days between failures must not fail as if it made no progress."""
     found = running(2, restarts=9, has_operator=True)
     found.reached(5)
     fails(found, T0 + 1000, start(found, 1))
@@ -464,7 +464,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """If only some ranks call a collective, every start ends like this; without a charge it would restart forever."""
+    """If only some ranks call a collective, every start ends with complaints alone, so backoffLimit must count them."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -482,7 +482,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
 
 
 def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
-    """It is not the script's fault if the machine cannot create another process."""
+    """If the machine cannot create another process, the script is not at fault, and backoffLimit must not count it."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
         fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
@@ -493,7 +493,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """Ranks with different amounts of data are the most common mistake, so each restart for it must be charged."""
+    """Ranks with different amounts of data are the most common mistake, so backoffLimit must count each restart."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -520,7 +520,7 @@ def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> Non
 
 
 def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() -> None:
-    """Otherwise an old and the new generation have the same number, and write to the same log files."""
+    """If an old and the new generation had the same number, they would write to the same log files."""
     found = lead(3)
     found.joined(0, T0)
     found.joined(1, T0, 4)
@@ -564,7 +564,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
-    """If a new pod replaces the node, the operator has already charged the restart."""
+    """If a new pod replaces the node, the operator has already counted the restart."""
     found = with_operator(3)
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
@@ -639,7 +639,7 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
 
 @pytest.mark.parametrize("has_operator", [True, False])
 def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
-    """Otherwise node 0 stays until SIGKILL. The others notice only then, and have no time left to save."""
+    """If node 0 stayed until SIGKILL, the others would notice its end only then, and have no time left to save."""
     found = running(2, has_operator=has_operator)
     found.finished(0, T0)
     found.termination_requested(0, T0)
@@ -811,7 +811,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
-    """Otherwise each new pod begins without back-off."""
+    """If an agent counted from zero, each new pod would begin without back-off."""
     found = LeaderState(
         Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
     )
@@ -827,7 +827,7 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     found, at = running(1, restarts=9), T0
     for code in range(1, 8):
         fail(found, [failure(code=code)], at)
-        at += 700  # after this time a failure no longer counts as one in a row
+        at += 700  # seconds; a failure so much later does not count as in a row
         found.tick(at)
         taken(found)
     assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]

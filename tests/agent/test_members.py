@@ -1,4 +1,4 @@
-"""An agent takes the numbers of its ranks from the members of a generation. Here some places have no member."""
+"""An agent takes the numbers of its ranks from the members of a generation. Here some pods are no members."""
 
 from __future__ import annotations
 

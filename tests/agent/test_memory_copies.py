@@ -76,7 +76,7 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
 
 
 def test_weights_changed_by_the_script_itself_are_restored_bitwise_from_a_copy(tmp_path: Path) -> None:
-    """Here a survivor's state between two steps may belong to neither step. Kills hit first the last rank, then the
+    """If a script changes weights, a survivor's state may belong to no step. First the last rank is killed, then the
     rank that writes, in the middle of a copy, then all ranks at once."""
     how: dict[str, Any] = {"nodes": 2, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))

@@ -108,7 +108,7 @@ with ddpjob.init() as world:
 
 
 def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(launcher: Launcher) -> None:
-    """With one GPU per node, only the late survivor can finish this step, whose loss is already printed."""
+    """With one GPU per node, only the late survivor can finish the dead rank's step, whose loss is already printed."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -164,7 +164,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
 def test_a_rank_does_not_begin_a_step_that_needs_the_dead_rank(launcher: Launcher, nodes: int, ranks: int) -> None:
-    """A survivor that begins such a step can never leave it, and its state is lost."""
+    """A survivor that begins a step for which it needs the dead rank can never leave it, and its state is lost."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

@@ -35,7 +35,7 @@ def test_an_existing_or_uncheckable_path_explains_nothing(
 
 
 def test_an_unreadable_folder_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent cannot suggest a similar name then, but this must not be an error."""
+    """If the folder cannot be read, the agent cannot suggest a similar name, but must not fail."""
 
     def refused(_: str) -> list[str]:
         raise PermissionError(13, "Permission denied")

@@ -211,14 +211,14 @@ def connected(port: int) -> socket.socket | None:
 def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generation(
     launcher: Launcher, closes: str
 ) -> None:
-    """The ranks of that pod must not start in a generation that no other node runs."""
+    """The ranks of a pod that joins late must not start in a generation that no other node runs."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
     first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
     leader = launcher.ddprun(*first, NODE="0")
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
     lost.greets()
     lost.hears("welcome")
-    leader.send_signal(signal.SIGSTOP)  # node 0 then receives both connections' news at once, as on a busy machine
+    leader.send_signal(signal.SIGSTOP)  # node 0 reads both connections at once later
     os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
     if closes == "at the same moment":
         lost.close()

@@ -100,7 +100,7 @@ def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: s
 
 @pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
 def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
-    """join() raises nothing, so the job would succeed. If the rank reports another step, it has handled the failure."""
+    """join() raises nothing, but the job must not succeed. A rank that reports another step has handled the failure."""
     script = launcher.script(
         "import multiprocessing, ddpjob\n"
         "def train():\n"
@@ -150,7 +150,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
     launcher: Launcher, line: str
 ) -> None:
-    """The rank that only complained about a peer must not be charged for an error of its own."""
+    """The rank that only reported a lost peer must not count as failed by an error of its own."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr

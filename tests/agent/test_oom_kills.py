@@ -98,7 +98,7 @@ def test_an_out_of_memory_kill_is_named_in_the_log_and_in_the_message(
 
 
 def test_a_rank_killed_by_a_person_is_not_called_out_of_memory(launcher: Launcher) -> None:
-    """The same holds if a rank of the previous generation was out of memory."""
+    """A rank killed by a person is not out of memory, even if a rank of the previous generation was."""
     said, message = ended(launcher, "(0,)")
     assert KILLED_BY_KERNEL in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", "")

@@ -34,7 +34,7 @@ class Beside:
             cwd=self.launcher.folder,
             env=self.launcher.env,
             stdin=subprocess.DEVNULL,
-            stdout=(self.launcher.folder / "out").open("w"),  # no pipes: siblings hold them open beyond the end
+            stdout=(self.launcher.folder / "out").open("w"),  # no pipe, which siblings would hold open
             stderr=(self.launcher.folder / "err").open("w"),
             text=True,
         )

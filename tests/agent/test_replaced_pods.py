@@ -95,7 +95,7 @@ def forget_killed(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_new_pod_for_a_lost_one_is_enough(job: Job, lost: int) -> None:
-    """Agents and fork servers of the other pods stay. The agents charge nothing, because the operator does."""
+    """Agents and fork servers of the other pods stay. The agents count no restart, because the operator does."""
     running = {node: job.processes(node) for node in range(3)}
     job.agents[lost].kill()
     job.agents[lost].communicate()

@@ -77,7 +77,7 @@ class Waiting:
 
 
 def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(launcher: Launcher) -> None:
-    r"""Without this signal users see nothing of a hang until a limit is reached, and Ctrl-\ ends the training."""
+    r"""Without SIGQUIT users see nothing of a hang until a limit is reached, and Ctrl-\ would end the training."""
     run = Waiting(launcher, TRAIN, ranks=4)
     printed = run.asked(times=3)
     assert printed.startswith("ranks 0-3, innermost call first:"), printed
@@ -92,7 +92,7 @@ def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(laun
 
 
 def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(launcher: Launcher) -> None:
-    """Such ranks cannot answer; without the reason users would not know where to look next."""
+    """A stopped rank, or one in C code, cannot answer. The reason shows users where to look next."""
     held = TRAIN.replace("load_batch() if", "re.match('(a+)+b', 'a' * 40) if rank == 2 else load_batch() if")
     run = Waiting(launcher, held, ranks=3)
     os.kill(run.pid(0), signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, 
 def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(
     launcher: Launcher,
 ) -> None:
-    """Here SIGQUIT ends the job. `ddpjob stacks` uses another signal, so this command never ends a job."""
+    """If SIGQUIT is set to end the job, `ddpjob stacks` uses another signal, because it must never end a job."""
     run = Waiting(launcher, TRAIN, "--signals-to-handle=SIGTERM,SIGQUIT", ranks=1)
     assert "rank 0: step 3" in run.asked(45)
     run.process.send_signal(signal.SIGQUIT)

@@ -98,7 +98,7 @@ def test_a_rank_that_makes_progress_after_all_ends_the_stall() -> None:
 
 
 def test_all_nodes_learn_that_the_ranks_of_one_have_succeeded() -> None:
-    """Nobody waits for a rank that hangs after its last collective. Only this message makes its node check."""
+    """No rank waits for one that hangs after its last collective. Only node 0's message makes its node check it."""
     found = running(3)
     taken(found)
     found.finished(1, T0)

@@ -23,7 +23,7 @@ def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
 
 
 def test_a_rank_gets_the_environment_that_torchrun_gives_it(launcher: Launcher) -> None:
-    """Lightning, Accelerate and others choose by these variables how they start."""
+    """Lightning, Accelerate and others choose by torchrun's variables how they start."""
     del launcher.env["DDPJOB_TERMINATION_LOG"]
     words = ["--nproc-per-node", 2, launcher.script(PRINT_ENVIRON)]
     assert finish(launcher.ddprun("--no-preload", *words)).returncode == 0

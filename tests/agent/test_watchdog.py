@@ -106,7 +106,7 @@ def test_a_declared_pause_has_its_own_limit(launcher: Launcher) -> None:
 
 
 def test_a_rank_that_hangs_during_its_exit_still_reports_its_position(launcher: Launcher) -> None:
-    """On its way out a rank saves and waits for the others to leave the group, so it must still be able to answer."""
+    """During its exit a rank saves and waits until the others leave the group, so it must still be able to answer."""
     script = launcher.script(
         """
         import atexit, os, time
@@ -291,7 +291,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
     launcher: Launcher, nodes: int, leave: str
 ) -> None:
-    """The other ranks have ended and nobody waits for this one, so the job would run forever."""
+    """The other ranks have ended and wait for nobody, so without a limit for the last rank the job would never end."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
     done = [finish(agent, 150) for agent in started]

@@ -508,7 +508,7 @@ def test_get_shows_a_job_before_its_first_reconcile(cluster: Cluster) -> None:
 
 
 def test_jobs_can_be_listed_by_state_and_reason(cluster: Cluster) -> None:
-    """Without these fields the API server answers `field label not supported`, and nobody can list the failed jobs."""
+    """Without selectable fields the API server answers `field label not supported`, and nobody can list failed jobs."""
     server = json.loads(cluster("version", "-o", "json"))["serverVersion"]
     if int(server["minor"].rstrip("+")) < 31:
         pytest.skip("the API server selects by fields of a CRD from Kubernetes 1.31 on")

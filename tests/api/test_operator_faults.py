@@ -102,7 +102,7 @@ def test_a_job_that_others_change_all_the_time_still_reaches_its_end(namespace: 
             kubectl("patch", "ddp", "digits", "-n", namespace.name, "--type=merge", f"-p={label}".replace("'", '"'))
         return False
 
-    # The proxy calls `change` between the operator's read and its write; the write itself passes.
+    # The proxy calls `change` between the operator's read and write, and passes the write on unchanged.
     namespace.api.break_("update ddpjobs/status", 500, where=change)
     namespace.apply(job())
     runs_to_its_end(namespace)

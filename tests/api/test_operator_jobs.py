@@ -111,7 +111,7 @@ def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namesp
 def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """Until then old ranks with another world size are still running, and hold the volume."""
+    """Until the last pod has ended, old ranks with another world size are running and hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")
@@ -209,7 +209,7 @@ def test_a_deleted_and_reapplied_job_waits_for_its_old_pods(namespace: Namespace
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     namespace.apply(job())
     namespace.reaches("Pending", "WaitingForDeletedJob")
-    why = "pod digits-1-0 of the deleted job of this name"  # the message also names the other objects that are left
+    why = "pod digits-1-0 of the deleted job of this name"  # then the message names other objects
     until(lambda: why in namespace.status().get("message", ""), "it names the pod that stays")
     namespace.release("digits-1-0")
     namespace.has_pods("digits-1-0", "digits-1-1")

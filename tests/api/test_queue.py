@@ -213,7 +213,7 @@ def test_if_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_queued_jo
 
 
 def test_a_job_without_the_label_gets_a_message_with_the_fix_if_kueue_queues_each_pod(queue: Queue) -> None:
-    """Without this message half of the job's pods hold GPUs forever, and kubectl only reports gates."""
+    """Without the message half of the job's pods hold GPUs forever, and kubectl only reports scheduling gates."""
     if os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is set: this Kueue leaves the pods of a DDPJob alone")
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
@@ -293,7 +293,7 @@ def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operato
     for name in places:
         unwatched.submit(name, gpus=4)
         unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)
-    # The operator may have requested the positions when only one job was waiting; it repeats this after a minute.
+    # The operator may have requested the positions when only one job was waiting; it asks again after a minute.
     for name, place in places.items():
         until(lambda: place in unwatched.namespace.status(name)["message"], f"the place of {name}", 100)  # noqa: B023
     assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]

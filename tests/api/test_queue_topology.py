@@ -121,7 +121,7 @@ def test_a_replaced_pod_is_in_the_rack_of_its_peers(racks: Racks) -> None:
 
 
 def test_consecutive_ranks_share_a_rack_if_no_rack_has_room_for_all(racks: Racks) -> None:
-    """In this order a ring of all ranks crosses between the racks only twice."""
+    """If consecutive ranks share a rack, a ring of all ranks crosses between the racks only twice."""
     racks.submit(2 * racks.of_one, {"kueue.x-k8s.io/podset-preferred-topology": RACK})
     used = racks.used(racks.runs_on())
     assert sorted(used) in (used, used[::-1])

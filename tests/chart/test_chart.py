@@ -769,7 +769,7 @@ def test_the_objects_of_a_release_match_the_golden_file(golden: Golden) -> None:
 
 
 def test_settings_that_a_cluster_requires_of_every_pod_can_be_made() -> None:
-    """Clusters with their own registry, tainted nodes or billing labels accept no pod without these settings."""
+    """Clusters with their own registry, tainted nodes or billing labels accept only pods with such settings."""
     found = pod(
         *("priorityClassName=system-cluster-critical", "podLabels.team=infra", "podAnnotations.note=x"),
         *("nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"),

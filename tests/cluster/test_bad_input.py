@@ -38,7 +38,7 @@ def test_a_missing_command_fails_the_job_and_is_named(space: Space) -> None:
 
 
 def test_a_rank_that_fails_after_much_output_is_still_reported_with_its_exception(space: Space) -> None:
-    """The script prints 20,000 lines at once, a line of 10 MB, and bytes that are not UTF-8."""
+    """20,000 lines at once, a line of 10 MB and bytes that are not UTF-8 must not hide the exception."""
     space.kubectl("apply", "-f", "-", stdin=job("noisy", NOISE, backoffLimit=0))
     status = space.reaches("noisy", "Failed")
     assert "rank 1 (pod noisy-1-1" in status["message"]

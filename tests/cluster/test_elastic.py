@@ -60,7 +60,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
     assert trains(space, name, "2/2")["attempt"] == 1
 
     attempt = 1
-    if deletes_a_pod:  # all ranks restart, and no restart is charged
+    if deletes_a_pod:  # all ranks restart, and no restart is counted
         space.kubectl("delete", "pod", f"{name}-1-1", "--wait=false")
         attempt = 2
         assert trains(space, name, "2/2", attempt)["attempt"] == 2

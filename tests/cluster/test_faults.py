@@ -336,7 +336,7 @@ def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """The job prefers this node, like a job whose image or data is on the node."""
+    """The node must be avoided although the job prefers it, for example because its data is there."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]

@@ -39,7 +39,7 @@ def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> Local
 
 
 def test_an_empty_dir_is_removed_with_its_pod(world: LocalCluster) -> None:
-    """If it stayed, a cache of 20 GB in an emptyDir would exist once per attempt, until the disk is full."""
+    """If an emptyDir stayed, its cache of 20 GB would exist once per attempt, until the disk is full."""
     trainer = {
         "name": "trainer",
         "image": "i",

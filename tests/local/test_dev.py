@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """If saves were charged, each save would wait for a back-off, and the fourth save would end the job."""
+    """If backoffLimit counted saves, each save would wait for a back-off, and the fourth save would end the job."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")
@@ -204,7 +204,7 @@ def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
 
 
 def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
-    """If it were not reloaded, the ranks would run the old module, whatever is saved."""
+    """If a preloaded module were not loaded again, the ranks would run the old module, whatever is saved."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))

@@ -55,7 +55,7 @@ while not (os.environ["WORLD_SIZE"] == "2" and os.path.exists("size-1") and time
 
 
 def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli) -> None:
-    """With room for one node less the others waited for it before."""
+    """When there is room for one node less, the other nodes must not wait for the missing one."""
     (cli.folder / "train.py").write_text(CHANGES)
     words = ["--nodes", "1:2", "--fail", "node=1,at=3s", "--resize", "1,at=15s", "--resize", "2,at=20s"]
     words += ["--status", "status.json", "--no-check", "train.py", str(time.time() + 21)]

@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# The same, but no rank is more than one step ahead of the other, as under DDP. A waiting rank continues to report.
+# Like COUNTS, but no rank is more than one step ahead of the other, as under DDP. A waiting rank continues to report.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))
@@ -44,7 +44,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        # The message has the last step that the group has reported. Rank 0 waits for nobody, so any number matches.
+        # The message has the group's last reported step, which may be any: rank 0 does not wait for rank 1.
         ("signal=KILL", r"was killed by SIGKILL at step \d+", 137),
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
@@ -187,7 +187,7 @@ time.sleep(1000)
 
 
 def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job_as_well(cli: Cli) -> None:
-    """It restarts the ranks in place, so that the job's attempts do not show the repetition."""
+    """ddprun restarts the ranks in place, so the job's attempts do not show the repetition."""
     script = ONE_RANK.replace("DDPJOB_ATTEMPT", "DDPJOB_GENERATION")
     script = script.format(exception="OSError(f'no such shard in attempt {attempt}')")
     done, status, told = run(cli, script=script, container={"command": ["ddprun", "--preload=json", "train.py"]})

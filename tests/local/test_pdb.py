@@ -80,7 +80,7 @@ def test_a_debugger_for_a_missing_rank_or_on_a_pipe_is_refused_at_once(cli: Cli,
 
 
 def test_a_command_that_starts_its_ranks_in_another_way_is_refused(cli: Cli) -> None:
-    """With such a command no rank gets the terminal, so the debugger has no input."""
+    """If a command starts its ranks without $PYTHON_EXEC, no rank gets the terminal, so the debugger has no input."""
     job = cli.file("pass", nprocPerNode=2)
     code, shown = on_a_terminal(cli, job, "--pdb", 1)
     assert code == 2

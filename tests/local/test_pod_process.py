@@ -217,7 +217,7 @@ def test_each_node_has_its_own_folder_if_the_path_contains_a_variable(slot: pod_
 def test_a_volume_path_that_leaves_the_folders_of_the_job_is_refused(
     slot: pod_process.Slot, mount: dict, name: str, part: str
 ) -> None:
-    """The API server refuses such a pod. Here its files would be written into the user's own folders."""
+    """An API server refuses a path with `..`. A local run must not write files into the user's own folders."""
     mounts = [{"name": name, "mountPath": "/d", **mount}]
     container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
     (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), slot)

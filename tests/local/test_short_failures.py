@@ -46,7 +46,7 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
 
 
 def test_messages_of_torch_at_the_end_of_a_success_are_not_mentioned(cli: Cli) -> None:
-    """A line like `… 23 lines of torchrun in …` above ✔ makes users search for a fault. It came in one run of ten."""
+    """A line like `… 23 lines of torchrun in …` above ✔ makes users search for a fault."""
     noise = "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\\nframe #0: c10::Error\\n"
     done = cli.run("run", cli.file(f'print("{noise}<omitting python frames>\\nlast")'), code=0)
     assert done.stdout == "[0:0] last\n[1:1] last\n" or done.stdout == "[1:1] last\n[0:0] last\n"

@@ -55,7 +55,7 @@ SECONDS_MAX = 240  # two attempts of four processes that import torch, possibly 
     ids=["python, torch", "ddprun"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(cli: Cli, command: list[str], script: str) -> None:
-    """Uneven data or a `break` can cause this. With backoffLimit 0 the job must not restart without a charge."""
+    """Uneven data or a `break` makes a rank end early. With backoffLimit 0 the job must fail and not restart."""
     job = cli.file(script, container={"command": command}, nodes=2, nprocPerNode=1, backoffLimit=0)
     with cli.start("run", job, "--no-check", "--status", "status.json") as process:
         out, said = process.communicate(timeout=SECONDS_MAX)

@@ -129,7 +129,7 @@ class Ledger(RuleBasedStateMachine):
         joins=st.booleans(),
     )
     def a_pod_is_replaced(self, to: Any, node: int, leaves_a_message: bool, joins: bool) -> None:
-        """Replace a pod, and charge it. A pod of node 0 that ends in order reports all that its agent has spent; a pod
+        """Replace a pod, and charge it. A pod of node 0 that ends in order reports all restarts of its agent; a pod
         that is lost does not."""
         if node == 0 and leaves_a_message:
             self.the_last_report_arrives()

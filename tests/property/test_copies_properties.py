@@ -47,7 +47,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
             own_next = CopyPlan(first, data.draw(st.sampled_from([1, 2, 8, 32])))
             told.append((step, own_next))
         due.append(present is not None and copies.is_due(present, step, step - gap))
-    delay = data.draw(st.booleans())  # True if ranks see each plan one boundary late
+    delay = data.draw(st.booleans())  # True if ranks see each plan one step late
     plan, waiting, seen, others = None, None, 0, []
     for step in steps:
         if waiting is None and copies.looks(step, step - gap, 1 if plan is None else plan.every):

@@ -189,7 +189,7 @@ ALL = ("all_reduce", "barrier", "all_gather")
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, seed: int) -> None:
-    """A job must not be restarted although nothing is wrong with it."""
+    """A job in which nothing is wrong must not be restarted."""
     if not completes(world):
         return
     chance = random.Random(seed)

@@ -312,7 +312,7 @@ seeds = st.integers(0, 2**32)
 def test_blame_and_charge_depend_on_no_clock_no_order_and_no_restart(
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:
-    """A script that always fails must not restart forever without a charge because a peer that we stopped is blamed. A
+    """A script that always fails must not restart forever uncounted because a peer that we stopped is blamed. A
     drained node must not cost the user a restart."""
     skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))
     rank = data.draw(st.integers(0, nodes - 1))
@@ -362,7 +362,7 @@ def told(story: list[Pod]) -> Pod:
 
 @given(st.lists(pods, min_size=1, max_size=6), st.lists(pods, max_size=4))
 def test_observed_facts_of_a_pod_are_never_forgotten(before: list[Pod], after: list[Pod]) -> None:
-    """A later report of the kubelet with less information would hide why a pod ended, and the charge would be wrong."""
+    """A later report of the kubelet with less information would hide why a pod ended, and blame the wrong party."""
     known, more = told(before), told([*before, *after])
     assert known.deletion_requested_at is None or (more.deletion_requested_at or START) <= known.deletion_requested_at
     assert more.ended or not known.ended

@@ -78,7 +78,7 @@ def read_or_refused(raw: Any) -> object:
 @example({"metadata": None, "spec": {"containers": None}, "status": {}})
 @example({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": 1}, None]}})
 def test_a_partly_decoded_pod_equals_the_fully_decoded_pod(raw: Any) -> None:
-    """The rank of such a pod would seem lost."""
+    """If a pod were read differently, its rank could seem lost."""
     if not isinstance(raw, dict):
         return
     try:
@@ -304,7 +304,7 @@ def test_an_unreadable_pod_ends_no_watch_and_is_reported_once(caplog: pytest.Log
 
 
 def test_a_job_with_an_unreadable_pod_reports_it_and_its_other_pods_are_left_alone() -> None:
-    """Without the unreadable pod its rank would seem lost, and a second pod would be created next to it."""
+    """If the unreadable pod were ignored, its rank would seem lost, and a second pod would be created next to it."""
     operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
     body["metadata"]["resourceVersion"] = "5"

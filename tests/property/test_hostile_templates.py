@@ -73,8 +73,8 @@ PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
 
 @pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
 def test_any_value_in_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
-    """If it were neither, the job would get no pod, sometimes only after days of training, and would not say why. The
-    operator's log would have a traceback at each reconcile."""
+    """Otherwise a job could get no pod, even after days of training, and not say why. The operator's log would have a
+    traceback at each reconcile."""
     for value in VALUES:
         job, problems = validation.parse(with_value(path, value))
         if problems:
@@ -99,7 +99,7 @@ HOSTILE_WORDS = ("'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec 
 
 @pytest.mark.parametrize("word", HOSTILE_WORDS)
 def test_a_script_of_250_kb_takes_linear_time(word: str) -> None:
-    """With quadratic time, one job of one tenant blocks both operators' event loops for half a minute."""
+    """In quadratic time one job of one tenant would block the event loops of both operators for half a minute."""
     began = time.process_time()
     read, _ = validation.parse(manifest(container={"command": ["bash", "-c", word * (240_000 // len(word))]}))
     launcher.warnings(read.spec)

@@ -108,7 +108,7 @@ def test_an_escape_sequence_decoded_from_json_is_removed() -> None:
 
 
 def test_a_shown_status_is_stable() -> None:
-    """If it were not stable, the operator would write the status again at each reconcile."""
+    """If showing a shown status changed it, the operator would write the status again at each reconcile."""
     world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
     world.settle()
     assert world.plan().status is None

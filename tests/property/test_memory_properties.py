@@ -36,7 +36,7 @@ def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_gener
 
 @given(NODES, PRESENT)
 def test_no_state_of_this_or_a_later_generation_is_loaded(nodes: list[Held | None], present: Version) -> None:
-    """Such a state comes from processes that should have ended: two jobs in one memory, or two leaders."""
+    """A state of a later generation comes from processes that should have ended: of another job or another leader."""
     late = [None if held is None or held.version < present else held for held in nodes]
     assert newest(late, present) == ""
 
@@ -86,7 +86,7 @@ def test_ranks_that_count_steps_differently_resume_from_the_folder(marks: list[M
 
 @given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([-1, 0, 1]))
 def test_ranks_one_boundary_apart_count_as_being_at_the_same_step(every: int, boundary: int, behind: int) -> None:
-    """A boundary is a call such as should_stop(). A rank may die before a boundary that the others have reached."""
+    """A rank may die before a boundary (a call such as should_stop()) that the others have reached."""
     step, own = every * (boundary + 1), every * (boundary + 1 + behind)
     mark = Mark(0, own, own - every)
     assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), FoundState)
@@ -116,7 +116,7 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """If all ranks are lost at once after such steps, the state is not the cause of the failure."""
+    """If all ranks are lost at once after steps with a state, that state is not the cause of the failure."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
@@ -141,7 +141,7 @@ def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version,
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
 def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
-    """If it waited too, two ranks would wait for each other until the time-out, and write nothing."""
+    """If the furthest rank waited too, two ranks would wait for each other until the time-out, and write nothing."""
     clocks = [own, *others]
     waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
     assert waiting[clocks.index(max(clocks))] == "write"

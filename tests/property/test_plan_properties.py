@@ -176,7 +176,7 @@ def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
 def test_no_pod_is_created_next_to_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """Two live pods of one rank would write the same checkpoint."""
+    """Two live pods of one rank must never exist, because both write the same checkpoint."""
     todo = plan(what, seen, now)
     given_up = {a.uid for a in todo.actions if isinstance(a, DeletePod) and a.grace_seconds == 0}
     live = {p.place for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}
@@ -249,7 +249,7 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
 def test_after_a_write_of_progress_alone_nothing_is_left_to_do(
     world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
 ) -> None:
-    """The operator does not reconcile after such a write, so any action left would wait for the next change."""
+    """The operator does not reconcile after a write of progress, so any action left would wait for the next change."""
     what, seen = world
     for _ in range(4):  # until the status is that of a job that has run for a while
         before = plan(what, seen, now)

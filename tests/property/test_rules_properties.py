@@ -1,4 +1,4 @@
-"""No sequence of failures exceeds a budget, and no failure is charged to the wrong party."""
+"""No sequence of failures exceeds a budget, and no failure counts against the wrong one."""
 
 from __future__ import annotations
 

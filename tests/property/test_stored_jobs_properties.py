@@ -91,7 +91,7 @@ def lives(chance: random.Random) -> World:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 200))
 def test_a_job_that_is_not_read_again_has_nothing_to_do(seed: int, seconds: int) -> None:
-    """If it had something to do, a job that was resumed or must be deleted would be ignored forever."""
+    """If a job with work to do were not read again, a resume or a deletion would be ignored forever."""
     world = lives(random.Random(seed))
     metadata = msgspec.to_builtins(world.job.metadata)
     raw: dict[str, Any] = {"metadata": metadata, "spec": msgspec.to_builtins(world.job.spec)}

@@ -130,7 +130,7 @@ class Crowd(Simulation):
     # ---------------------------------------------------------------- quota
 
     def _users(self) -> dict[str, Raw]:
-        """Return the jobs with running processes, by uid, without excused processes."""
+        """Return the jobs with running processes, by uid, except processes that no operator can end (`excused`)."""
         uids = {p.job_uid for p in self.cluster.processes() if not p.excused and self.cluster.nodes[p.node].powered}
         return {uid: job for uid, job in self._jobs().items() if uid in uids}
 

@@ -42,7 +42,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 
 class Faults:
-    """The faults of one run. `only`: no faults but these, in the form of another run's `taken`."""
+    """The faults of one run. only: the faults that may happen, such as `taken` of another run."""
 
     def __init__(self, seed: int, rates: Rates, only: Mapping[str, str] | None = None) -> None:
         self.seed = seed

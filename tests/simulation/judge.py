@@ -131,7 +131,7 @@ class Judge:
         self._check_budget(raw, status)
 
     def _check_budget(self, raw: Raw, status: Raw) -> None:
-        """Check that an agent may spend no more than is left. Otherwise a script that always fails never ends."""
+        """Check that a pod's agent gets no more restarts than the job has left. A script that always fails must end."""
         env = {e["name"]: e.get("value", "") for e in raw["spec"]["containers"][0].get("env", ())}
         job = next((j for j in self._jobs() if j["metadata"]["uid"] == owner_uid(raw)), None)
         if job is None or "DDPJOB_RESTARTS_LEFT" not in env or status.get("attempt", 0) != _attempt(raw):
@@ -220,7 +220,7 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # The operator may spend from the same budget before it receives an agent's charges.
+        # The operator may use up the same restarts before it learns which restarts an agent has made.
         if _own_charges(old, new)["application"] > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
         if application > limit + self._spent_twice[uid]:
@@ -351,7 +351,7 @@ class Judge:
 
 
 def _own_charges(old: Raw, new: Raw) -> dict[str, int]:
-    """Return the restarts that a change of the status charges, without those of an agent."""
+    """Return the restarts that a change of the status adds, without the restarts that an agent reported."""
     before, after = old.get("restarts") or {}, new.get("restarts") or {}
     known, told = old.get("inPlace") or {}, new.get("inPlace") or {}
     same = old.get("attempt", 0) == new.get("attempt", 0) and known.get("replacement", 0) == told.get("replacement", 0)

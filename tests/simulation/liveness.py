@@ -55,7 +55,7 @@ class Doomed(Simulation):
     def _fail(self, process: Process, failure: Failure) -> None:
         if failure.code != EARLY:
             self._fails(process, failure)
-            self.training.culprits.clear()  # failures without a charge need no culprit here
+            self.training.culprits.clear()  # failures here need not be charged to a rank
             return
         group = self.training.groups[process.run]
         if process.alive:

@@ -349,7 +349,7 @@ class Agents:
     # ---------------------------------------------------------------- posts
 
     def _post(self, leader: Agent, *, last: bool = False) -> None:
-        """Post all charges until they are confirmed, and repeat this every minute."""
+        """Post all restarts that the leader has counted until they are confirmed, and post them again every minute."""
         lead = leader.lead
         assert lead is not None, "only node 0 leads"
         if not lead.charged or (leader.over and not last):

@@ -84,7 +84,7 @@ class Area:
 
     @property
     def marks(self) -> list[Mark]:
-        """`Shared.mark` of each rank."""
+        """The last two steps that each rank has recorded, as `Shared.mark` returns them."""
         marks = (self._mark(local) for local in sorted({*self.slots, *self.written_marks}))
         return [mark for mark in marks if mark is not None]
 

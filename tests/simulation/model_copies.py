@@ -37,7 +37,7 @@ class Store:
 
 
 class At(NamedTuple):
-    """A boundary of a rank, where the rank may copy its state."""
+    """A boundary: a call of `should_stop`, `save` or `keep`, at which the rank may copy its state."""
 
     step: int
     named: bool
@@ -124,7 +124,7 @@ class Copying:
     # ---- without a failure ---------------------------------------------------------------------------------
 
     def comes_to(self, at: At) -> None:
-        """Make an optimizer step, and reach the boundary after it."""
+        """Make an optimizer step, and call `should_stop`, `save` or `keep` after it."""
         if at.step == self.step:
             return self._again(at)
         self.begins_a_step()
@@ -141,13 +141,13 @@ class Copying:
         return None
 
     def begins_a_step(self) -> None:
-        """Begin the next step. By now all ranks have reached the last boundary, so copies made there count."""
+        """Begin the next step. By now all ranks have completed the last one, so copies made after it count."""
         self.work()
         if self._is_written:
             self.count()
 
     def count(self) -> None:
-        """Make the written copy count."""
+        """Make the written copy the newest state of its area."""
         assert self._held is not None, "it was written"
         self._is_written = False
         self._place.held, self._place.writer = self._held, self.life

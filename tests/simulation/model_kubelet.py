@@ -211,7 +211,7 @@ class Cluster:
             self._later(0.02, 0.5, self._sync, node, uid)
 
     def _excuse(self, node: Node, change: Change) -> None:
-        """Excuse a living process whose pod is gone or failed because its node was lost or a user forced it."""
+        """Excuse a process, because no operator can end it: its node was lost, or a user has force-deleted its pod."""
         process = node.processes.get(change.object["metadata"]["uid"])
         if process is None or not process.alive:
             return
@@ -424,7 +424,7 @@ class Cluster:
         if reason:
             status["reason"] = reason
         if reason and reason != "DeadlineExceeded":
-            # The kubelet sets this condition only together with the phase (mergePodStatus in pkg/kubelet/status).
+            # The kubelet sets DisruptionTarget only together with the phase (mergePodStatus in pkg/kubelet/status).
             target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
             status["conditions"] = [*status["conditions"], target]
         if status != raw["status"]:

@@ -1,7 +1,7 @@
-"""A model of the memory in which a state outlives its ranks: what each agent holds, and with what a generation begins.
-model_rescue.py models what survivors write. The real rules (`ddpjob_core.memory`) decide which state counts. The model
-has ranks at a boundary or inside the optimizer's step, areas that are written in parts, and lost agents. It knows which
-generation really wrote each part, which ranks do not."""
+"""A model of the memory in which a state outlives its ranks: what each agent holds, and which state a generation loads.
+model_rescue.py models what survivors write. The real rules (`ddpjob_core.memory`) decide which state counts. Ranks are
+at a boundary (a call of `should_stop`, `save` or `keep`) or inside an optimizer step, areas are written in parts, and
+agents are lost. Unlike the ranks, the model knows which generation wrote each part."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ class Memories:
         return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
-        """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only claim the
-        folder."""
+        """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only reserve
+        their writer number."""
         first = life.ranks[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step
         if self.script.folder and not self._training.saves(first, 0.0 if is_begin else float(step), life.generation):
@@ -186,7 +186,7 @@ class Memories:
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
-            if kept.is_on:  # what is recorded and proved so far is about fewer objects
+            if kept.is_on:  # earlier records and proofs are about fewer objects, so drop them
                 generation = kept.life.generation
                 agent.area.forget(generation)
                 agent.area.proven = False

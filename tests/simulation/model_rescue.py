@@ -51,7 +51,7 @@ class Kept:
     """Number of written parts; -1 before it begins."""
     answer: int = memory.NONE
     copying: Copying | None = None  # set if it makes periodic copies
-    place: Place | None = None  # the area into which it writes after a failure
+    place: Place | None = None  # where it writes its state after a failure
 
     @property
     def copies_instead(self) -> bool:
@@ -67,7 +67,7 @@ class Rescues:
         self._loop, self._faults = training.loop, training.faults
 
     def note(self, agent: Agent, kept: Kept) -> None:
-        """Record a rank's last boundaries."""
+        """Record the steps of a rank's last two calls of `should_stop`, `save` or `keep`."""
         last = kept.clock // 2
         for step in range(max(kept.first, last - 1), last + 1):
             agent.area.note(Version(agent.process.attempt, kept.life.generation, step), kept.local)
@@ -237,7 +237,7 @@ class Rescues:
         return [one for one in agent.kepts if one is not kept and self._may_write(agent, one)]
 
     def stamp(self, agent: Agent, kept: Kept, step: int = -1, every: int = 0) -> Held:
-        """Return the cells for this step, or for the rank's last boundary."""
+        """Return the description (`Held`) of the state of this step, or of the last one that the rank completed."""
         step = memory.step_of(kept.clock) if step < 0 else step
         state = state_at(kept.life, step)
         size = BYTES_MORE if self.script.names_more and not kept.assumed else BYTES

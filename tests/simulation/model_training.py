@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
-# Reasons to excuse a process. For example a sent request cannot be taken back; its rank finds no group.
+# Reasons why no operator can end a process: a request that was sent cannot be taken back, or a user forced a deletion.
 LATE = "the request for it has outlived its sender"
 FORCED = "the user has forced it"
 # The message with which torch 2.13 ends a rank that waits too long, from a separate thread.

@@ -109,13 +109,13 @@ HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
-# More failures than any budget allows restarts.
+# More attempts than any budget allows.
 ATTEMPTS_MAX = 300
 # Edits that leave the operator with a status or spec that it cannot read or must not start from.
 EDITS = ("status edited", "spec made invalid")
 EDITS_SHARE = 0.15
 
-# Faults that happen in this order or in any order.
+# Kinds of faults that may be needed together, in this order or in any order.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
     # Answers are lost while the watch is late too.
     ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
@@ -184,7 +184,7 @@ def memory_scenario(seed: int) -> Scenario:
     failures = {life: _soon(rng, _failure(rng, nodes, hangs)) for life in range(1, 30) if rng.random() < 0.6}
     shares = {"memory": 0.95, "folder": 0.8, "all_save": 0.6, "names_more": 0.3}
     script = Script(**{name: rng.random() < share for name, share in shares.items()})
-    if rng.random() < 0.7:  # otherwise the budget is spent too early
+    if rng.random() < 0.7:  # with more failures no restart would be left
         found = replace(found, spec={**found.spec, "backoffLimit": 20})
     found = replace(
         found,
@@ -320,7 +320,7 @@ def _maybe(rng: random.Random, spec: dict[str, Any], name: str, values: tuple[An
 
 
 def _failures(rng: random.Random, nodes: int, hangs: bool) -> dict[int, Failure]:
-    # The script is wrong, not unlucky: it ends like this in every attempt.
+    # The script is wrong, so it fails in the same way in every attempt.
     if nodes > 1 and rng.random() < 0.08:
         always = Failure(rng.randrange(nodes), rng.uniform(1, 3), rng.choice((ENDS_EARLY, COMPLAINS)))
         return dict.fromkeys(range(1, ATTEMPTS_MAX), replace(always, reason="Completed", message=""))

@@ -507,7 +507,7 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
-        if deed.what != "suspend":  # a suspension gets its line when it is written
+        if deed.what != "suspend":  # a suspension is told when it is written
             self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
@@ -536,7 +536,7 @@ class Simulation:
             self.loop.call_later(5, self._disturb, seconds - 5)
 
     def _aim(self, deed: Deed) -> str:
-        """Return the job to which a deed applies."""
+        """Return the job to which an action of a user, a machine or a clock applies."""
         return list(self.jobs)[deed.number % len(self.jobs)]
 
     def _user(self, deed: Deed) -> None:

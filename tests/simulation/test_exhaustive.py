@@ -48,7 +48,7 @@ STUBBORN = {"sigterm#0": "ignored", "sigterm#1": "ignored"}
 
 
 def planned(outcome: Outcome) -> dict[str, str]:
-    """Return the deeds and failures that belong to the run itself."""
+    """Return the actions and failures that belong to the run itself, because they are no injected faults."""
     return dict(outcome.taken)
 
 

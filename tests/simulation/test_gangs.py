@@ -92,7 +92,7 @@ def test_seeds_that_failed_once_stay_fixed() -> None:
 def test_a_gang_api_that_disappears_costs_a_running_job_nothing_and_its_restart_only_the_gang(
     wants: str, second: str
 ) -> None:
-    """For example when an upgrade of the cluster removes v1alpha2. Jobs with `auto` continue without a gang; others
+    """An upgrade of the cluster may remove v1alpha2. Then jobs with `auto` continue without a gang; others
     wait until the API is back."""
     fails = {1: Failure(rank=1, after_seconds=1500, code=1)}
     life = Simulation(Scenario(spec={"nodes": 2, "gang": wants}, gang=True, training_seconds=2500, failures=fails))

@@ -24,7 +24,7 @@ def check(run: Doomed) -> Doomed:
     ("nodes", "seed"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2), (4, 1), (4, 2)))]
 )
 def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, object], nodes: int, seed: int) -> None:
-    """A job that restarts forever without a charge holds GPUs that other jobs need."""
+    """A job that restarts forever, because no limit counts its restarts, holds GPUs that other jobs need."""
     run = check(live(scenario(nodes, seed=seed, failures=failures)))
     assert run.state == "Failed", run.status["message"]
     free = run.status["restarts"]["infrastructure"]

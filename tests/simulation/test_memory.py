@@ -40,11 +40,11 @@ def test_each_generation_begins_with_the_newest_complete_state() -> None:
 
 # Seeds that have once broken a rule. Each comment says how, or why this matters to users.
 ONCE_WRONG = {
-    # The state may contain the cause of the failure. Loaded again, it would fail the job three more times.
+    # The state may contain the cause of the failure, and would fail the job three more times if loaded again.
     "after three loads of a state the folder counts and not a state a step before": 701221,
     # The judge counted a forgotten report as lost, but the agent repeats its report unless the agent is killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
-    # The agents of such pods would get the complete restart budget again.
+    # The agent of a pod of an attempt that is over would get the complete restart budget again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,
     # The operator confirmed the report, and the agent was killed before it could repeat the report.
     "what an agent says before an operator has reconciled its job is counted": 411378,

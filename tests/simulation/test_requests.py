@@ -69,7 +69,7 @@ def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_secon
 
 
 def test_a_job_that_just_trains_costs_no_read() -> None:
-    """The operator lists only the collections that it watches. Their number does not depend on the jobs."""
+    """The operator lists only the collections that it watches, whose number does not depend on the number of jobs."""
     simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
     request = simulation.api.request
 

@@ -122,7 +122,7 @@ def test_the_end_of_any_task_ends_the_operator_with_a_reason(world: World, start
 
 @pytest.mark.long  # takes 90 s; the test above ends only one task of each kind
 def test_whichever_task_ends_the_operator_continues_or_ends_with_a_reason(world: World) -> None:
-    """The rule also holds for tasks that OURS and KOPFS do not name."""
+    """The end of a task that OURS and KOPFS do not name also ends the operator, or changes nothing."""
     chance = random.Random(35)
     world.running()
     left = task_ender.tasks(world.socket)

@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Jump to the next timer. BaseEventLoop calls this when no callback is ready."""
         if timeout is None:
             raise NothingToWaitForError
-        # Each round takes a moment, so that a sleep that is too short for the precision of a float also ends.
+        # Advance the clock in each round. Otherwise a sleep below the precision of a float would never end.
         self._seconds += max(ROUND_SECONDS, timeout)
         return []
 

@@ -22,7 +22,7 @@ STABLE_SECONDS = 600.0
 
 
 class Wrong(AssertionError):  # noqa: N818 - what a walk has found
-    """What must never happen has happened."""
+    """A rule of the group was broken."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Node:
         return self.linked_at is not None
 
     def may_join_at(self, snooze: float) -> float:
-        """Return when it may interrupt the others: the snooze doubles for each departure that followed soon."""
+        """Return when this node may interrupt the others. Its snooze doubles each time it left soon after it came."""
         assert self.linked_at is not None
         since, count = self.linked_at, 0
         for at in reversed(self.departures):
@@ -56,7 +56,7 @@ class Node:
 
 
 class Walk:
-    """One job."""
+    """A job whose nodes come, go and fail at random."""
 
     def __init__(self, seed: int, module: Any = leader_state) -> None:
         """module: that of LeaderState, which may have a bug made on purpose."""
@@ -123,7 +123,7 @@ class Walk:
             self._do(self._wait, 0)
         if self.over:
             return
-        ends = any(node.finished for node in self.nodes)  # then nobody joins any more
+        ends = any(node.finished for node in self.nodes)  # once a node has finished, no other node joins
         if self.lead.state != "running" or not (ends or len(self.lead.members) == len(self.nodes)):
             raise Wrong(f"all {len(self.nodes)} nodes stay, and {self.lead.state} with {self.lead.members}")
         for place in self.lead.members:
@@ -304,7 +304,7 @@ class Walk:
             raise Wrong(f"it ends without a reason: {order.why}")
 
     def _check_that_it_goes_on(self) -> None:
-        """Enough nodes that have nothing to end must train after a while."""
+        """Check that the group trains after a while if enough nodes are here and none has to end its ranks."""
         ready = sum(node.is_here and not node.told for node in self.nodes)
         if self.over or self.lead.state == "running" or ready < self.least or any(node.stopping for node in self.nodes):
             self._idle_since = self.now

@@ -99,7 +99,7 @@ def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complet
 
 
 def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shared]) -> None:
-    """With two different states of that step it is unclear which of them a restart uses."""
+    """With a saved and an assumed state of one step, it would be unclear which of them a restart uses."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
@@ -107,7 +107,7 @@ def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shar
 
 
 def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared]) -> None:
-    """A mix of two states is a state that no training had."""
+    """A half overwritten copy mixes two states, and no training had such a state."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, pieces=1)
@@ -118,7 +118,7 @@ def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared])
 
 
 def test_a_rank_that_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
-    """The two must not write at the same time into the area that does not hold the newest state."""
+    """A copying rank and a survivor must not write into the older area at the same time."""
     began, done = threading.Event(), threading.Event()
 
     def copies() -> None:

@@ -92,7 +92,7 @@ def test_two_processes_with_the_same_rank_both_fail_and_name_themselves(end_rank
 
 
 def test_a_port_in_use_by_another_program_is_named_at_once(end_ranks):
-    """Rank 0 must end, and with it the job, or the other ranks wait for an answer of that program."""
+    """Rank 0 must end, and with it the job, or the other ranks wait for an answer of the program on its port."""
     with socket.create_server(("", 0)) as other_program:
         port = other_program.getsockname()[1]
 

@@ -99,7 +99,7 @@ def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -
 def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without such copies memory could not keep the state of this script at all."""
+    """Without copies memory could keep no state of a script that changes its weights before each forward."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -111,7 +111,7 @@ def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwis
 
 
 def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_them(node: Node) -> None:
-    """A step begins with the clipped weights, so a restart with those at should_stop() would change the result."""
+    """A step begins with clipped weights, so a restart with the weights at should_stop() would change the result."""
     _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -127,7 +127,7 @@ def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd
 
 
 def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(node: Node) -> None:
-    """Without a save it is unknown if a step begins with the weights before or after the change."""
+    """Before the first save it is unknown if a step begins with the weights before or after the script's change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 
@@ -226,7 +226,7 @@ def test_copies_that_do_not_fit_are_reported_with_the_reason(
 def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the log shows it, readers of the job's status believe that no step can be lost."""
+    """If only the log shows that there is no room, readers of the job's status believe that no step can be lost."""
     from ddpjob.checkpoint.in_memory import room
 
     with_copies: list[bool] = []

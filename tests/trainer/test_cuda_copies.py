@@ -325,7 +325,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_copy(told: Told) -> None:
-    """An earlier copy, or an earlier next step, would mix two steps. Waiting on the host would cost time."""
+    """If the copy or the next step began earlier, the copy would mix two steps. The host must not wait for either."""
     streams = Streams(torch.device("cuda", 1))
     target, source = torch.zeros(4), torch.ones(4)
     ticket = streams.begin_copy([(target, source)])

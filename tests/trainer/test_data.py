@@ -217,8 +217,8 @@ def test_a_warning_says_that_random_numbers_of_loader_workers_do_not_continue(wo
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["none", "persistent"])
 def test_a_resume_draws_no_additional_seed_for_a_loader(tmp_path, workers):
-    """iter(DataLoader) draws a seed: each time, or once if workers are persistent. An additional draw would change all
-    later dropout masks."""
+    """iter(DataLoader) draws a seed: each time, or once if workers are persistent. With an additional draw all later
+    dropout masks differ."""
 
     def train(until: int, folder: str) -> torch.Tensor:
         weights = torch.nn.Linear(1, 1)
@@ -300,7 +300,7 @@ def test_a_resume_that_leaves_a_rank_without_samples_is_refused_if_a_data_loader
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
 def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(name, value):
-    """Training would continue as if it had seen all samples, or repeat some."""
+    """With a damaged state training would continue as if it had seen all samples, or repeat some."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
         sampler.load_state_dict({**sampler.state_dict(), name: value})
@@ -582,7 +582,7 @@ def test_the_error_about_a_loss_function_without_a_scalar_tensor_says_what_to_re
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """Here gradients would be eight times too large, and users would only see a model that learns badly."""
+    """With such a batch gradients are eight times too large, and users only see a model that learns badly."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

@@ -81,7 +81,7 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
 def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next boundary may come an hour later. If the copy counted only then, a failure would cost the saved state."""
+    """The next save() may come an hour later. If the copy counted only then, a failure would lose the saved state."""
     monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
 
     def only_saves(until: int) -> Any:
@@ -177,7 +177,7 @@ def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
 def test_nothing_is_kept_if_a_gpu_continues_after_an_abort(
     backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
 ) -> None:
-    """After an abort the GPU trains with invalid data from the collective's buffers. A copy would not show that."""
+    """After an aborted collective the GPU trains with invalid data, and a copy of its state would not show that."""
     assert bool(would_go_on(backend, world_size, environ)) is goes_on
 
 
@@ -216,7 +216,7 @@ def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
 
 
 def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this state dropout on the GPU draws other numbers after a restart."""
+    """Without the GPU's random state dropout draws other numbers after a restart."""
     from ddpjob.checkpoint.state import random_states
 
     state = torch.arange(16, dtype=torch.uint8)

@@ -75,7 +75,7 @@ def test_the_end_writes_the_state_that_the_last_save_could_not(tmp_path, disk):
 @pytest.mark.parametrize("way", ["returns", "exits", "stops", "closes"])
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, disk, way, has_group):
-    """If it ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is an old one."""
+    """If the script ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is old."""
 
     def body(_rank: int) -> None:
         world = ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1) if has_group else None
@@ -145,7 +145,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
-    """At the start nothing is lost yet; hours later the training is. A failed claim must also leave no file behind."""
+    """A bad folder must be named at the start, before any training is lost. A failed claim must leave no file."""
 
     def refuse(path: Path, _: bytes) -> None:
         path.touch()

@@ -20,7 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """After such a save each restart silently loses two of four micro-batches."""
+    """After a save in the middle of a step each restart silently loses two of four micro-batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -105,7 +105,7 @@ def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
 
 
 def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """ZeroRedundancyOptimizer returns its last consolidated state: moments of step 1 would be saved at step 2."""
+    """ZeroRedundancyOptimizer returns its last consolidated state. Step 2 must not be saved with moments of step 1."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -134,8 +134,8 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
 def test_a_save_at_an_epoch_end_after_the_scheduler_step_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
-    """The resumed epoch has no batch left, but its scheduler steps again: all later steps would have another learning
-    rate."""
+    """The resumed epoch has no batch left, but its scheduler steps again. Users must know that all later learning rates
+    differ."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +177,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
 def test_a_loader_that_draws_a_seed_gets_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
 ) -> None:
-    """After a restart within the epoch the loader draws its seed again, so all dropout masks would change."""
+    """After a restart within the epoch the loader draws its seed again. Users must know that dropout masks change."""
     if "batch_sampler" not in loader:
         loader = loader | {"batch_size": 2}
     loading = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), **loader)

@@ -280,8 +280,8 @@ def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
 def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The other ranks may have completed that step, so nobody has the step before. If a script passes values only now
-    and then, they come too late, and the rank writes nothing."""
+    """The other ranks may have completed this rank's step, so nobody has the state before it. Values that the script
+    passes only now and then come too late, and then the rank writes nothing."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -377,7 +377,7 @@ def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) ->
 def test_a_script_that_loads_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At the first start nothing shows that the script has values. A default in their place would change the result."""
+    """At the first start nothing shows that the script has values. With defaults instead the result would change."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -547,8 +547,8 @@ def test_without_a_folder_the_last_saved_state_is_in_memory(
 def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """The rank may die in a long evaluation after the save. If it writes the copies, another rank writes its state,
-    once it is proved that nothing changes it between a save and the next step."""
+    """The rank may die in a long evaluation after the save. If this rank writes the copies, another rank writes its
+    own state, once it is proved that nothing changes that state between a save and the next step."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
@@ -612,7 +612,7 @@ def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, fold
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(node: Node, script: str) -> None:
-    """One script makes a step between two saves, so each step seems to have a boundary. The other changes parameters
+    """One script makes a step between two saves, so each step seems to end with a save. The other changes parameters
     between a save and the next step, so survivors have no usable state."""
 
     def train(until: int) -> int:
@@ -665,7 +665,7 @@ def test_the_first_of_two_states_with_the_same_number_is_kept_completely(node: N
 
 
 def test_a_state_saved_right_before_the_model_grows_is_kept(node: Node) -> None:
-    """At the end of an epoch a script saves and then adds layers: that save must count."""
+    """If a script saves at the end of an epoch and then adds layers, the save must count."""
 
     def train() -> None:
         objects, snapshot, _ = begin(None)
@@ -682,7 +682,7 @@ def test_a_state_saved_right_before_the_model_grows_is_kept(node: Node) -> None:
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])
 def test_a_script_that_marks_each_step_is_not_copied_at_its_saves(node: Node, marks: str) -> None:
-    """Such a script repeats no step even without copies, which would take memory, and time at each save."""
+    """A script that calls should_stop() or keep() at each step needs no copies, which cost memory and time."""
     for generation, until in enumerate((10, 15)):
         node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
         assert node.step == (until if marks == "each step" else until // 4 * 4)
@@ -725,7 +725,7 @@ def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_lo
 def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With memory for only one of them, one state would be that of the last step, the other that of the last save."""
+    """If only one Snapshot used memory, one state would be that of the last step, the other that of the last save."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -1050,7 +1050,7 @@ def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_a_step(node: Node) -> None:
-    """In the middle of such a backward some parameters already belong to the next step."""
+    """If the optimizer steps within backward, some parameters already belong to the next step in the middle of it."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1101,7 +1101,7 @@ def test_a_grad_scaler_is_restored_with_the_step(node: Node) -> None:
 
 
 def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) -> None:
-    """The folder has nothing newer, so memory matters most after this failure."""
+    """A full folder has no newer state, so the step must stay in memory."""
 
     def train_full(until: int) -> int:
         objects, snapshot, step = begin()
@@ -1380,7 +1380,7 @@ def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_b
 
 
 def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batches(node: Node) -> None:
-    """BatchNorm's averages come from rank 0. They must not lack all micro-batches after the first one."""
+    """BatchNorm's averages come from rank 0, and must include all micro-batches of the step."""
 
     def train() -> Any:
         world = ddpjob.init()

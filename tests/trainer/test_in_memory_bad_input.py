@@ -146,7 +146,7 @@ class Averages:
 def test_a_script_with_too_much_data_per_step_trains_and_the_log_says_why_it_is_not_kept(
     node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Keeping all this data would make each step as slow as a save."""
+    """If 64 MiB and more were copied at each step, each step would be as slow as a save."""
 
     def train() -> None:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -212,7 +212,7 @@ def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says
 
 
 def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tmp_path: Path) -> None:
-    """If random numbers and running means were those of the middle, the first half would be trained twice."""
+    """If random numbers and running means were those of the middle of a step, its first half would be trained twice."""
     _, undisturbed = node.run(0, lambda: accumulated(9, fails_within=False, saves_within=False))
     node.lose(0)
     assert node.run(1, lambda: accumulated(9, fails_within=True)) == (0, [])

@@ -10,7 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """With less the agent would wait for a state that nobody writes, or a job would resume from an unproved state."""
+    """Without names, proof or room the agent would wait for a state that nobody writes, or load an unproved one."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:
@@ -23,7 +23,7 @@ def test_the_agent_waits_only_after_names_proof_and_room() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.EMPTY, Mode.PROVING, Mode.COPYING, Mode.OFF])
 def test_room_that_was_reserved_late_promises_nothing(mode: Mode) -> None:
-    """A thread reserves the memory. It does not know that the script has passed other objects meanwhile."""
+    """The thread that reserves memory does not know that the script has passed other objects meanwhile."""
     assert after(mode, "reserved") is mode
 
 

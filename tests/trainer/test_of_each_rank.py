@@ -175,7 +175,7 @@ def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
 def test_replicas_that_differ_are_named_at_a_save(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
 ) -> None:
-    """Clipping by each rank's own norm lets the ranks diverge. After a restart all would have rank 0's parameters."""
+    """If each rank clips by its own norm, the ranks diverge, and after a restart all have rank 0's parameters."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         model = world.wrap(torch.nn.Linear(2, 2))

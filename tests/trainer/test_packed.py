@@ -102,7 +102,7 @@ def test_a_small_state_is_packed_by_one_thread(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("at", [0, 100, 4000])
 def test_a_changed_bit_changes_the_checksum(at: int) -> None:
-    """Ranks compare their states by this sum."""
+    """Ranks compare their states by the checksum, so it must show every changed bit."""
     state = [torch.randn(40, 100), torch.randn(200_000)]
     before = packed.total(state)
     state[int(at == 4000)].view(-1).view(torch.int32)[at % 4000] ^= 1
@@ -126,7 +126,7 @@ def test_data_that_are_no_state_are_refused_without_running_anything() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(1)])])
 def test_a_tensor_without_plain_bytes_is_refused(wrong: torch.Tensor) -> None:
-    """A state with such a tensor stays out of memory: training resumes from its folder, and the log says why."""
+    """A state with a tensor without plain bytes is not kept in memory: training resumes from its folder."""
     for packs in (packed.pack, packed.dumps):
         with pytest.raises(StateError, match="kept in memory"):
             packs({"x": wrong})

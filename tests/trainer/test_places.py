@@ -42,7 +42,7 @@ def test_values_are_compared_by_their_bits() -> None:
 
 
 def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
-    """A restart sets the rate again, so such a script can use memory before its first save."""
+    """A restart sets a rate again that the script sets at each step, so memory can be used before the first save."""
     places = Places()
     for step in range(3):
         places.boundary({"optimizer": step}, named=False)
@@ -88,7 +88,7 @@ def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None
 
 
 def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> None:
-    """An evaluation after the mark drew random numbers on all ranks. The lost rank would continue with older ones."""
+    """An evaluation after should_stop() drew random numbers on all ranks. The lost rank would have older ones."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
@@ -98,14 +98,14 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
     assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
     assert mixed_up([evaluated, before], 20).startswith(said)
-    alone = Left(False, {19: left(later=draws)})  # only this rank evaluates, after each fifth mark
+    alone = Left(False, {19: left(later=draws)})  # only this rank evaluates, after each fifth should_stop()
     assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
     assert mixed_up([evaluated, of_another_node], 20) == ""
 
 
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
-    """Nobody knows which rank of another number would go on with whose reader."""
+    """With another number of ranks it is unknown which rank should continue with which reader."""
 
     def left(reader: str) -> Left:
         found = {

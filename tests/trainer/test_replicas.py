@@ -144,7 +144,7 @@ def test_a_training_of_two_ranks_stays_equal_and_one_that_bypasses_ddp_is_caught
                 ddpjob.check_replicas(model)
             except ddpjob.ReplicasDifferError as error:
                 said += [error.tensor, error.ranks, str(error)]
-            with pytest.raises(TypeError, match="not int"):  # the same on all ranks, so all of them raise
+            with pytest.raises(TypeError, match="not int"):  # raised on all ranks, because all pass an int
                 ddpjob.check_replicas(3)
             return said
 
@@ -285,7 +285,7 @@ def test_a_change_of_any_bit_of_any_element_is_noticed():
     ],
 )
 def test_checksums_are_sent_on_the_device_of_the_backend(monkeypatch, backends, wanted, device):
-    """All ranks must decide alike, even if one has its model on the CPU."""
+    """All ranks must choose the same device, even if one rank has its model on the CPU."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert replicas.gather.device_for(None, torch.device(wanted)) == torch.device(device)

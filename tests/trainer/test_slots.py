@@ -1,4 +1,4 @@
-"""The small state that a rank writes at each step is always correct, although parts of the last step's are reused."""
+"""The small state that a rank writes at each step is always correct, although parts of its predecessor are reused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rank:
         self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
 
     def writes_the_truth(self) -> bool:
-        """Make a step, and write the state before it and at its boundary. True if what was written is correct."""
+        """Make a step, and write the small state during it and at its end. True if what was written is correct."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
             small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())
@@ -115,7 +115,7 @@ def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank
 
 
 def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
-    """These objects need more memory at each step, and the kernel provides it."""
+    """Schedulers and values that grow need more memory at each step, which the kernel provides."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
@@ -172,7 +172,7 @@ def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_
 
 
 def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_states() -> None:
-    """load() is given the model alone, and ten steps later save() gets an average, too."""
+    """A script may give load() only the model, and ten steps later give save() an average, too."""
     rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()

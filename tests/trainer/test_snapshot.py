@@ -520,7 +520,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
 
 
 def test_two_processes_cannot_claim_the_same_number(tmp_path, monkeypatch):
-    """This also holds on a file system without hard links."""
+    """Of two processes only one may get a number, also on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
 
     def refuse(*_: object) -> None:
@@ -600,7 +600,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_is_running(tmp_path
 
 
 def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
-    """Such a process may be a notebook, or a script that reads the step before it spawns the ranks."""
+    """A notebook, or a script that reads the step before it spawns the ranks, only loads and must not block a run."""
 
     def training(folder: Path, step: int) -> None:
         ddpjob.process.current.writers.clear()  # the list was inherited from the parent process
@@ -728,7 +728,7 @@ def test_a_new_claim_without_a_heartbeat_is_waited_for(attempt, tmp_path, monkey
 
 
 def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt, tmp_path):
-    """The first save of that process may come late, and must not make the process the newest writer."""
+    """The first save of a process of a deleted job may come late, and must not make it the newest writer."""
     newer = attempt(1, job="uid-new")
     saved(newer, 1)
 
@@ -822,7 +822,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """Without them each later resume silently differs, and states that nobody reads fill rank 0's store."""
+    """Without its random states each later resume silently differs, and unread states fill rank 0's store."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -1009,7 +1009,7 @@ def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
 
 
 def test_an_optimizer_sharded_over_ranks_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
-    """After a load, the state_dict() of such an optimizer raises on all ranks, so load() must not call it."""
+    """After a load, the state_dict() of a sharded optimizer raises on all ranks, so load() must not call it."""
 
     def body(rank: int) -> Any:
         world = ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)

@@ -233,7 +233,7 @@ def test_a_learning_rate_on_a_gpu_is_restored_onto_it() -> None:
 
 
 def test_nested_settings_on_a_gpu_are_restored_onto_it() -> None:
-    """Examples are betas that are tensors, and initial values of nested schedulers."""
+    """Betas may be tensors on a GPU, and so may initial values of nested schedulers."""
     of_torch = torch.optim.lr_scheduler
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
     on_device, on_host = [
@@ -260,7 +260,7 @@ class Lookahead(torch.optim.SGD):
 
 
 def test_an_optimizer_with_its_own_state_dict_format_is_restored() -> None:
-    """Such an optimizer loads its own format, so the library must not expect param_groups in it."""
+    """An optimizer may load a format of its own, so the library must not expect param_groups in its state."""
     one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
     state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
     assert one.param_groups[0]["lr"] == 0.2
@@ -365,7 +365,7 @@ def test_every_scheduler_of_torch_continues_from_a_snapshot(tmp_path, name):
     ],
 )
 def test_a_value_of_another_shape_or_type_is_named_and_nothing_is_changed(tmp_path, value, target, said):
-    """copy_ would silently repeat a single row, and truncate values for a smaller type."""
+    """A plain copy_ silently repeats a single row, and truncates values for a smaller type."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
     saved(snapshot, 1, first=torch.ones(2), second=value)
     with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
@@ -455,7 +455,7 @@ def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_unchanged() -> 
 
 
 def test_a_model_that_can_convert_another_state_gets_it() -> None:
-    """The model's own load_state_dict() accepts that state, so a check of sizes must not refuse it."""
+    """A model's own load_state_dict() may accept a state of other sizes, so a check of sizes must not refuse it."""
     model, other = (Growing(*[torch.nn.Linear(2, 2) for _ in range(count)]) for count in (1, 3))
     assert state_dicts.misfit({"model": model}, {"model": other.state_dict()}) == ""
     assert len(model) == 1, "it was tried in a copy"

@@ -120,7 +120,7 @@ def test_a_child_of_multiprocessing_reports_its_exception_although_it_runs_no_ho
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_child_that_imports_the_library_itself_tells_before_it_leaves_its_peers(log, start_script, method):
-    """Leaving may take longer than a rank that has failed is given."""
+    """Leaving the group may take longer than the time that a failed rank gets."""
     script = (
         "import multiprocessing, os\n"
         "def rank():\n"
@@ -222,7 +222,7 @@ def test_the_first_failure_is_kept_and_replaces_an_error_about_a_lost_peer(log, 
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_no_message(log, error):
-    """The kubelet uses the log's end only if this file is empty. The peer may have crashed without a message."""
+    """The kubelet uses the log's end only if the message file is empty. The peer may have crashed without a message."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 

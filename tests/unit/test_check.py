@@ -274,7 +274,7 @@ def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, ru
 def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_in_a_job(
     lines: str, rules: set[str]
 ) -> None:
-    """Such a job exits with 0 although nothing was trained. A file checked without a job may be a module for others."""
+    """Without the finding a job exits with 0, and trains nothing. A file without a job may be a module for others."""
     head = f"{HEAD}from concurrent.futures import ProcessPoolExecutor, wait\n"
     text = f"{head}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
     ours = {"nothing-runs", "process-failure-ignored"}
@@ -556,8 +556,8 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """Scripts like those of apex, timm and maskrcnn-benchmark fail in NCCL here, but only after all nodes have pulled
-    the image."""
+    """If all ranks use the first GPU, like scripts of apex, timm and maskrcnn-benchmark, NCCL fails, but only after all
+    nodes have pulled the image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -660,14 +660,14 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
 def test_launcher_options_from_variables_that_the_launcher_itself_sets_are_an_error(
     job_file, script: str, nproc: int, said: int
 ) -> None:
-    """These variables are empty when the shell expands them, so torchrun gets `--nnodes=` and exits."""
+    """Variables that the launcher sets are empty when the shell expands them: torchrun gets `--nnodes=` and exits."""
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
 
 
 def test_the_advice_names_the_checked_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed `python train.py` would be wrong for most scripts."""
+    """The advice must have the script's name, because a fixed `python train.py` is wrong for most scripts."""
     monkeypatch.chdir(tmp_path)
     Path("main_pretrain.py").write_text("import torch.distributed as dist\n" + P + OLD + "dist.init_process_group()\n")
     assert "exec python main_pretrain.py --local_rank=$LOCAL_RANK" in ran("main_pretrain.py").stdout
@@ -783,7 +783,7 @@ def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], m
 
 
 def test_the_error_about_a_missing_launcher_quotes_the_script_with_its_arguments(job_file, tmp_path: Path) -> None:
-    """A fixed `command: [torchrun, train.py]` would be wrong for most scripts."""
+    """The advice must have the script and its arguments, because a fixed command is wrong for most scripts."""
     (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
     assert 'start it with torchrun: command: [torchrun, bert.py, --lr, "1", "a: b"]' in said
@@ -1023,7 +1023,7 @@ def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_program_that_starts_the_launcher_must_look_at_its_exit_code(lines: str, rules: str) -> None:
-    """Otherwise a failed training counts as done, and the log says nothing if the output was captured."""
+    """If nobody reads the launcher's exit code, a failed training counts as done, and captured output is lost."""
     job = CheckedJob(nodes=2, nproc=2, known=True, launcher="python")
     assert [f.rule for f in check.check("run.py", f"import os, subprocess, sys\n{lines}", job)] == rules.split()
 
@@ -1180,7 +1180,7 @@ def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> 
 
 
 def test_a_script_with_an_impossible_file_name_is_not_on_this_machine(job_file) -> None:
-    """Users must not see a traceback."""
+    """A name that no file can have must not cause a traceback."""
     result = ran(job_file("", "python", "x" * 5000 + ".py"))
     assert "is not on this machine" in result.stderr
 
@@ -1465,7 +1465,7 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
 
 @pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
 def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
-    """Otherwise the messages for utils.py are about a job that never starts it."""
+    """Messages about utils.py must not be about a job that never starts utils.py."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     path = job_file("", "torchrun", command, nodes=2, container=gpu)
     (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
@@ -1487,7 +1487,7 @@ def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file
 def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
     job_file, tmp_path: Path, command: list[str], shebang: str
 ) -> None:
-    """Most jobs start with one. A branch of it may not run, so nothing that is found by it refuses a run."""
+    """Most jobs start with a shell script. A branch of the script may not run, so its findings refuse no run."""
     (tmp_path / "train.sh").write_text(f'{shebang}torchrun --standalone train.py "$@" | tee log.txt\n')
     path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *command, nodes=2)
     result = ran(path)
@@ -1518,7 +1518,7 @@ def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, 
 
 
 def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
-    """`torchrun train.py $ARGS` may contain --launcher pytorch."""
+    """`torchrun train.py $ARGS` may contain --launcher pytorch, so the option must not be called missing."""
     launcher = (FIXTURES / "mistakes/group-needs-option.py").read_text()
     for arguments, expected in (("", True), ("$ARGS", False), ('"${ARGS[@]}"', False), ("--data $DATA", True)):
         result = ran(job_file(launcher, "bash", "-c", f"exec torchrun train.py {arguments}", nodes=2))
@@ -1536,7 +1536,7 @@ def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
     ],
 )
 def test_a_command_that_only_imports_the_script_trains_nothing(job_file, code: str, end: str, found: bool) -> None:
-    """The job succeeds at once."""
+    """A job that only imports its script succeeds at once, without a training."""
     result = ran(job_file(f"def main():\n    loss.backward()\n{end}\n", "python", "-c", code, nodes=2))
     assert ("train.py:3: warning[nothing-runs]: the command only imports this file" in result.stdout) is found
 
@@ -1738,7 +1738,7 @@ def test_a_missing_script_is_reported_with_the_line_of_the_command(job_file) -> 
 
 
 def test_two_jobs_with_one_name_in_a_file_get_no_advice_to_choose_by_name(job_file) -> None:
-    """Both jobs have the same name, so the advice "choose one by its name" would not help."""
+    """If two jobs in a file have one name, the advice "choose one by its name" does not help."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)

@@ -110,7 +110,7 @@ def test_an_address_of_one_machine_is_no_error_before_a_local_run() -> None:
     ],
 )
 def test_a_shell_that_reads_the_rank_before_ranks_exist_is_named(text: str) -> None:
-    """Such a shell expands $RANK to nothing, and all nodes log into one file of the shared volume."""
+    """A shell around the launcher expands $RANK to nothing, so all nodes log into one file of the shared volume."""
     ((rule, sentence),) = said(shell(text))
     assert rule == "variable-of-ranks-unset"
     assert sentence.endswith("not set before the launcher has started the ranks; NODE_RANK is the node's")

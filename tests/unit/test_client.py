@@ -193,7 +193,7 @@ def test_the_error_without_an_installed_operator_tells_how_to_install_it(cluster
 
 
 def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The user sends this line to an administrator."""
+    """The user sends the line about a missing right to an administrator."""
     cluster.forbidden = {"list ddpjobs.training.ddpjob.io"}
     ddpjob(
         "get",
@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If both were done at once, nothing would change."""
+    """If suspend and resume were sent at once, the old pods would simply go on."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0
@@ -692,7 +692,7 @@ def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob:
 def test_the_command_line_is_named_as_the_manager_of_the_fields_that_it_writes(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Nobody would recognize python-urllib3 in `kubectl get --show-managed-fields`."""
+    """`kubectl get --show-managed-fields` must show ddpjob, and not python-urllib3, which no user recognizes."""
     cluster.add("ddpjobs", stored())
     assert ddpjob("suspend", "digits").code == 0
     assert cluster.agents == {"ddpjob"}
@@ -742,7 +742,7 @@ def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpj
 def test_lines_that_carry_the_result_of_a_function_are_not_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
 ) -> None:
-    """Results of functions are printed as base64: 1 MB would be 450 lines between the ranks' own output."""
+    """Results of functions are printed as base64. The 450 lines of 1 MB must not appear between ranks' own lines."""
     answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
     shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
     runs(

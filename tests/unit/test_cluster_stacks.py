@@ -65,7 +65,7 @@ def answered_by(
 def test_all_agents_are_signalled_and_only_their_new_texts_are_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text of an earlier request would show old positions of the ranks."""
+    """Texts of an earlier request must not be shown, because they have old positions of the ranks."""
     add(cluster)
     called = answered_by(cluster, monkeypatch)
     code, out, _ = ddpjob("stacks", "digits", "-n", "default")

@@ -43,7 +43,7 @@ def test_the_list_of_commands_truncates_no_summary() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
 def test_help_imports_only_click_and_the_command_line(arguments: list[str]) -> None:
-    """YAML, msgspec and the job's types would double the time of each help page and each Tab."""
+    """If YAML, msgspec and the job's types were imported, each help page and each Tab would take twice as long."""
     code = (
         "import sys; before = set(sys.modules); from ddpjob_cli.commands.main import main\n"
         "try: main()\n"

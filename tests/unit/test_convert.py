@@ -705,7 +705,7 @@ def test_a_package_folder_or_environment_named_like_a_launcher_is_not_a_launcher
     "line", ["torchrun", "torchrun --nnodes 2", "torchrun --help", "python -m torch.distributed.run --nnodes=2"]
 )
 def test_a_launcher_without_a_script_is_refused(line: str) -> None:
-    """Such a job would start nothing, and `ddpjob check` refuses it."""
+    """A job of a launcher without a script would start nothing, and `ddpjob check` would refuse it."""
     with pytest.raises(ConvertError, match=r"(torchrun|torch\.distributed\.run) has no script: what does it start\?"):
         of_command(line)
 
@@ -740,7 +740,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
     ],
 )
 def test_the_rendezvous_in_a_shell_script_becomes_that_of_the_job(script: str, made: str, named: str) -> None:
-    """Unchanged, these options start a job whose nodes wait for each other until the timeout."""
+    """Unchanged, a rendezvous in a shell script starts a job whose nodes wait for each other until the timeout."""
     result = command.convert(["bash", "-c", script])
     assert trainer(result)["command"] == ["bash", "-c", made]
     assert result.spec["nodes"] == 3
@@ -761,7 +761,7 @@ def test_a_shell_script_that_reads_the_variables_of_the_job_is_not_changed(scrip
 
 
 def test_variables_of_another_launcher_are_named() -> None:
-    """Such variables are empty in a pod, so rank 0 of each node would take itself for rank 0 of the job."""
+    """Another launcher's variables are empty in a pod: rank 0 of each node would take itself for the job's rank 0."""
     script = "torchrun --nnodes=3 t.py --local_id=$SLURM_LOCALID; echo $VC_TASK_INDEX"
     stderr = run("--image", "i", "--", "bash", "-c", script).stderr
     assert "SLURM_LOCALID: no Slurm and no MPI starts the job" in stderr

@@ -85,7 +85,7 @@ def pods(tmp_path: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_save_reaches_all_pods_and_then_the_ranks_start_again(pods: Pods) -> None:
-    """Ranks of two versions of a script would wait for each other for ever."""
+    """If ranks ran two versions of a script, they could wait for each other for ever."""
     (pods.source / "train.py").write_text("2")
     pods.dev.save()
     assert (pods.texts(), pods.signalled) == (["2", "2"], ["digits-1-0"])

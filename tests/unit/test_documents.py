@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_an_existing_file_and_heading(page: Path) -> None:
-    """Nobody notices a broken link except a reader who needs its target."""
+    """A broken link is noticed only by the reader who needs its target."""
     broken = []
     for link in LINK.findall(documents.prose(page)):
         if re.match(r"[a-z]+:", link):

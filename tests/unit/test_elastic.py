@@ -87,7 +87,7 @@ DDPRUN = {"command": ["ddprun", "train.py"]}
 
 
 def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
-    """Its nodes keep their places; only the ranks are numbered anew."""
+    """ddprun's nodes keep their places; only its ranks get new numbers."""
     second = variables(job(nodes=3, minNodes=2, container=DDPRUN), 1)
     assert (second["PET_NNODES"], second["PET_NODE_RANK"]) == ("2:3", "1")
     assert not second.keys() & {"PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_MAX_RESTARTS", "RANK"}
@@ -261,7 +261,7 @@ def test_a_node_that_started_with_the_others_must_complete_too(message: str) -> 
 
 
 def test_a_node_that_failed_before_the_others_completed_is_not_ignored() -> None:
-    """The others may have stopped because of this failure, which is recorded as the cause."""
+    """The failure of one node may have stopped the others, so it is recorded as the cause."""
     world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(2, 1, message=CLOSED).step()
     world.exits(0).exits(1).settle()
@@ -342,7 +342,7 @@ def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> No
 
 
 def test_scaling_during_a_start_back_off_does_not_end_the_back_off() -> None:
-    """Each `kubectl scale` of an autoscaler would recreate all pods at once, although there were no nodes."""
+    """If scaling ended a back-off, each step of an autoscaler would recreate all pods although there are no nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])

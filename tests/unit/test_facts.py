@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
-    """A peer that we stopped must not seem ended by somebody else, or a failing script restarts for free."""
+    """A peer that we stopped must not seem ended by somebody else, or backoffLimit does not count a failing script."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -132,7 +132,7 @@ def test_a_trainer_recorded_as_completed_stays_completed_if_its_pod_is_evicted_l
 
 
 def test_a_container_that_cannot_be_found_keeps_its_recorded_exit() -> None:
-    """An exit code 3 must not become a lost node, which is not charged and hides the cause."""
+    """An exit code 3 must not become a lost node, which hides the cause and which backoffLimit does not count."""
     unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located"}
     pod = seen((RUNNING, {}), (exited(3, 5, phase="Failed"), {}), ({"state": {"terminated": unknown}}, ASKED))
     assert (pod.trainer.exit_code, pod.trainer.reason) == (3, "Error")
@@ -174,7 +174,7 @@ def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwar
 
 
 def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
-    """The next pod has the same limit, so without a charge the job restarts for ever."""
+    """The next pod has the same limit, so the job would restart for ever if backoffLimit did not count this."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

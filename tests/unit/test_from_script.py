@@ -120,7 +120,7 @@ def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accep
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
     job = job_of(text)
     assert command_of(job.spec.template) == command
-    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+    assert "# Line 4 needs the local rank as an option. torchrun does not pass this option" in text
     assert [f for f in check.check("train.py", script, known(job)) if f.severity == "error"] == []
 
 
@@ -160,7 +160,7 @@ def test_findings_are_written_as_comments() -> None:
     ],
 )
 def test_an_optional_argument_is_not_called_needed(nargs: str, said: str) -> None:
-    """The folder of PyTorch's imagenet example has a default."""
+    """PyTorch's imagenet example runs without a folder, so users must not be asked for one."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
     assert f"# {said}\n" in from_script.job_yaml(Source("train.py"), script)
 
@@ -245,7 +245,7 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
 def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
-    """Users must not see a traceback."""
+    """For bytes that are not UTF-8 users must not see a traceback."""
     with pytest.raises(InputError, match="not UTF-8"):
         sources.load(Source(str(mine), **words))
 

@@ -188,7 +188,7 @@ def test_a_gang_for_one_rack_also_shows_how_many_racks_were_tried() -> None:
 
 
 def test_the_message_of_a_gang_shows_what_keeps_each_pod_from_its_node() -> None:
-    """The first pod's reason alone would hide a missing volume of another pod."""
+    """If only the first pod's reason were shown, a missing volume of another pod would stay hidden."""
     world = gang().started().unschedulable(0, "Insufficient cpu").unschedulable(1, 'claim "data-1" not found').settle()
     assert world.status.message.endswith(
         'placed together: Insufficient cpu (digits-1-0); claim "data-1" not found (digits-1-1)'

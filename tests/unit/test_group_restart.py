@@ -1,4 +1,4 @@
-"""A failure leads to one clean restart of the group, charged to its cause, or to a failed job with a reason."""
+"""A failure leads to one clean restart of the group, counted by its cause, or to a failed job with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cause(world: World) -> api.JobFailure:
 
 
 def charges(world: World) -> tuple[int, int, int]:
-    """Return restarts charged to application, infrastructure and stall."""
+    """Return the restarts for application, infrastructure and stall."""
     r = world.status.restarts
     assert r.total == r.application + r.infrastructure + r.stall
     return r.application, r.infrastructure, r.stall
@@ -147,7 +147,7 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> None:
-    """With 0 the API server removes the pod object before the process has ended: two attempts would run at once."""
+    """With 0 the API server would remove the pod object before the process has ended, and two attempts would run."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
@@ -177,7 +177,7 @@ def test_a_job_suspended_during_a_restart_stops_and_later_continues() -> None:
 
 @pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
 def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> None:
-    """Users who suspend and resume a script that always fails must not get free restarts."""
+    """Suspending and resuming a script that always fails must not give it more restarts than backoffLimit."""
     world = digits(backoffLimit=3).running().exits(1, code=1).settle().change(suspend=True).settle()
     if resumed == "before":
         world.change(suspend=False).settle().stops_all().settle()
@@ -336,7 +336,7 @@ def test_one_node_that_cannot_start_fails_a_new_job_only_after_other_nodes_were_
 
 
 def test_a_module_that_is_missing_in_the_middle_of_training_is_charged_to_the_script() -> None:
-    """If `import wandb` fails at the first checkpoint, free restarts would never fix it."""
+    """If `import wandb` fails at the first checkpoint, uncharged restarts would repeat the failure for ever."""
     world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
     assert charges(world) == (1, 0, 0)
 
@@ -408,7 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_first_peer_that_noticed()
 
 
 def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
-    """A network failure that nobody saw may explain the first time. The second time the script is charged."""
+    """A network failure that nobody saw may explain the first time. The second time counts against backoffLimit."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -487,8 +487,8 @@ def test_a_rank_that_exits_early_with_0_is_named_even_without_reports(nodes: int
     [(["torchrun", "train.py"], "EndedEarly"), (["sh", "-c", "torchrun train.py; date"], "PeerLost")],
 )
 def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_got_the_sigterm(command: list[str], reason: str) -> None:
-    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but a shell does not either. Charging both would
-    cost a restart for each network failure."""
+    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell. If both counted, each
+    network failure would cost a restart."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
     world.after(30).exits(0, code=137).settle()
     assert cause(world).reason == reason
@@ -501,7 +501,7 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
 
 
 def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node. A second such loss must not be charged to the application."""
+    """The cluster takes a minute to notice a lost node. A second such loss must not count against backoffLimit."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -518,7 +518,7 @@ def test_a_node_lost_while_a_failed_group_stops_is_not_the_cause() -> None:
 
 
 def test_a_port_in_use_that_the_script_chose_is_charged_to_the_script_and_named() -> None:
-    """Another pod can take a port that the operator chose, but not cause a failure for a port that the script chose."""
+    """Another pod may have taken a port that the operator chose. A port that the script chose is the script's fault."""
     sentence = (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
     )
@@ -837,7 +837,7 @@ def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:
 
 
 def test_a_disappeared_rank_is_not_recreated_after_its_peers_have_completed() -> None:
-    """The rank completed unobserved. A new pod would find no peers, and its rank would be charged as "ended early"."""
+    """The rank completed unobserved. A new pod would find no peers, and its rank would be blamed as "ended early"."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
@@ -863,7 +863,7 @@ def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_complete
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. That must not be charged."""
+    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. No limit may count that."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -873,7 +873,7 @@ def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ende
 
 
 def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
-    """The pod was deleted because another rank ended early: that rank must still be named and charged."""
+    """The pod was deleted because another rank ended early: that rank must still be named as the cause."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -885,8 +885,8 @@ def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_the_reason_that_a_container_runtime_gives_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. A script that makes a forbidden call must not restart for free a hundred
-    times."""
+    """CRI-O reports `seccomp killed`. backoffLimit must count a script that makes a forbidden call,
+    or the script restarts a hundred times."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
@@ -962,7 +962,7 @@ def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
-    """A script that fails in its first second must not restart again and again for free."""
+    """backoffLimit must count a script that fails in its first second, or the script restarts for ever."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said

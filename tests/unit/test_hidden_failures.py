@@ -98,7 +98,7 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
     ],
 )
 def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(message: str) -> None:
-    """A false failure would run finished work again."""
+    """If a success counted as a failure, the whole training would run again."""
     world = ended(message)
     assert (world.status.state, condition(world)) == ("Succeeded", None)
 

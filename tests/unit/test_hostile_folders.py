@@ -149,7 +149,7 @@ def plant(folder: Path) -> list[str]:
 
 
 def test_irregular_files_of_the_folder_are_skipped_and_named(folder) -> None:
-    """A pipe would block the check for ever, and a link could show the content of a user's file."""
+    """A pipe must not block the check for ever, nor a link show the content of a user's file."""
     planted = plant(folder)
     (folder / "alias.py").symlink_to("train.py")
     result = ran("check", ".")

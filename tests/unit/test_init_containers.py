@@ -35,7 +35,7 @@ def test_the_failure_names_the_init_container_its_output_and_its_log() -> None:
 
 
 def test_the_memory_limit_of_the_trainer_is_not_named_for_an_init_container() -> None:
-    """Raising the trainer's memory limit would not help."""
+    """Users must not be told to raise the trainer's memory limit, because an init container has its own."""
     world = digits(backoffLimit=0, container={"resources": {"limits": {"memory": "8Gi"}}}).started()
     world = init_fails(world, 0, 137, "fetching", "OOMKilled").restarted()
     assert world.status.message.startswith(

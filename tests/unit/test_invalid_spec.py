@@ -41,7 +41,7 @@ def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
 
 
 def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
-    """A pod that is lost at night must not cost the rest of the night."""
+    """If a pod is lost at night, training must go on before somebody repairs the spec."""
     world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
     assert world.status.restarts.application == 1

@@ -185,8 +185,8 @@ def test_metadata_paths_of_the_api_server_are_not_read_as_lists(path: str) -> No
 
 
 def test_a_release_mark_of_a_megabyte_still_counts_as_a_mark() -> None:
-    """A tenant may create a ConfigMap of 600 kB with the name of a release's mark. It must not keep operators from
-    starting."""
+    """A tenant may create a ConfigMap of 600 kB with the name of a release's mark. Operators must start
+    all the same."""
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
     small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
     script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))

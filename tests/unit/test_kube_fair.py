@@ -71,8 +71,8 @@ def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
 def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
-    """One namespace's webhook must not hold up all reconciles: after ten minutes the probe would restart the
-    operator."""
+    """A webhook of one namespace must not hold up all reconciles, nor make the probe restart the operator after ten
+    minutes."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", slow))

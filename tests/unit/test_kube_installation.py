@@ -1,4 +1,4 @@
-"""What `helm test` reports about an installation, and the advice if it does not work."""
+"""The lines that `helm test` prints about an installation, and its advice if a check fails."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_pod_bound_in_the_future_by_the_server_clock_counts_as_bound_when_we_s
 
 def test_pod_times_that_are_compared_come_from_one_clock() -> None:
     """After a jump of our clock, one pod would have our time and its peer the API server's. The peer would seem to be
-    created after its end, and the rank that left first would not be charged."""
+    created after its end, and the rank that left first would not be blamed."""
     memory = JobState("uid")
     (first,) = memory.by_own_clock([pod(scheduled_at=START + AHEAD)], START)
     later, peer = START + 2 * AHEAD, pod("b", scheduled_at=START + AHEAD)

@@ -269,7 +269,7 @@ def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeC
 
 @pytest.mark.parametrize("there", [(), (node("gpu-1", "Unknown"),)], ids=["gone", "not ready"])
 def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
-    """Nobody else deletes such a pod, and the next attempt needs its name."""
+    """Nobody else deletes a pod on a lost node, and the next attempt needs its name."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(*there)
     gives_up_its_pod(server, nodes)

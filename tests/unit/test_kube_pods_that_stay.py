@@ -148,7 +148,7 @@ class Cluster:
 
 
 def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A webhook may refuse to delete pods. From the fourth attempt on this would otherwise block the job."""
+    """A webhook may refuse to delete pods. From the fourth attempt on such a pod would block the job."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
     cluster.refuses_deletes = True
@@ -208,7 +208,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
 
 
 def test_only_some_of_many_disappeared_pods_are_queried() -> None:
-    """Thousands of requests would delay the restart."""
+    """If thousands of pods were queried, their requests would delay the restart."""
     nodes = 3 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     for place in range(nodes):
@@ -265,7 +265,7 @@ def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
 
 
 def test_a_pod_that_is_already_gone_when_deleted_is_forgotten() -> None:
-    """If it were remembered, it would count as not yet deleted, and cost a request per minute."""
+    """An operator that remembers the pod would try to delete it again, with a request per minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)
     for place in range(2):

@@ -50,7 +50,7 @@ def test_a_watch_that_is_refused_while_other_requests_succeed_waits_its_full_tim
 
 
 def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
-    """Half a minute would fill each operator's log with a dozen lines, one for each watch and error."""
+    """An outage of half a minute would fill each operator's log with a dozen lines, one for each watch and error."""
     now = [100.0]
 
     async def run() -> None:

@@ -138,7 +138,7 @@ def test_repeated_reports_of_hundreds_of_ranks_cause_no_reconcile_and_no_write()
 
 
 def test_a_report_of_an_agent_before_the_first_reconcile_of_its_job_is_kept() -> None:
-    """The agent does not repeat an acknowledged report. If it were dropped, restarts would be free."""
+    """An agent does not repeat an acknowledged report. If it were lost, backoffLimit would not count its restarts."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
     agent = AgentReport(restarts=AgentCounts(application=1))

@@ -99,7 +99,7 @@ def test_spec_gang_kueue_is_valid_and_means_the_queue_default() -> None:
 
 
 def test_a_job_that_another_cluster_runs_is_left_alone() -> None:
-    """MultiKueue copies the job to a worker cluster and writes its status back. Otherwise both clusters train it."""
+    """MultiKueue runs the job in a worker cluster and writes its status back. Here it must not be trained again."""
     world = queued(managedBy="kueue.x-k8s.io/multikueue")
     assert world.plan().actions == ()
     assert world.plan().status is None
@@ -615,7 +615,7 @@ def test_an_eviction_before_the_first_pod_releases_the_quota_at_once() -> None:
 
 
 def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
-    """If the answer to their creation was lost, these pods would use quota that other jobs have by now."""
+    """If the answer to a pod's creation was lost, the pod would use quota that other jobs have by now."""
     world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
     late = replace(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
     world.stops_all().settle()
@@ -741,7 +741,7 @@ def admitted_in_part() -> World:
 
 
 def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() -> None:
-    """More pods would use others' quota, and fewer leave paid nodes idle. This holds after a failure, too."""
+    """With more pods a job uses others' quota; with fewer, nodes are idle. The same holds after a failure."""
     world = admitted_in_part()
     assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
     assert (world.status.state, world.status.attempt) == ("Running", 1)
@@ -862,7 +862,7 @@ def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -
 
 
 def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
-    """Nobody can ask for an admission if the queue is switched off, so the job would wait for ever."""
+    """If the queue is switched off, nobody can request an admission, so the job must not wait for one."""
     world = admitted()
     world.gang_apis.clear()
     world.groups.clear()

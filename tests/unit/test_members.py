@@ -6,7 +6,7 @@ import pytest
 
 from ddpjob_core.members import Members
 
-LATER = Members((0, 2, 5))  # some places have no member
+LATER = Members((0, 2, 5))  # the pods with the numbers 1, 3 and 4 are no members
 REORDERED = Members((3, 1))
 
 

@@ -59,7 +59,7 @@ class Counted:
 
 
 def test_a_job_that_starts_trains_and_ends_is_counted_once() -> None:
-    """Its status may be written many times in between, which must not count again."""
+    """The job's status may be written many times between start and end, but each event must count once."""
     counted = Counted(digits()).runs(5).steps(1, 2).steps(40, 30)
     counted.world.exits(0, 0).exits(1, 0)
     counted.settle().settle()
@@ -148,7 +148,7 @@ def test_a_wrong_node_clock_makes_no_duration_negative_or_huge(ahead: float) -> 
 
 
 def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_but_the_next_one_is() -> None:
-    """A duration of 0 s would be wrong. The next restart must be timed, although recorded times lie ahead."""
+    """The restart must not count with 0 s. The next restart must be timed, although recorded times lie ahead."""
     counted = Counted(digits()).runs().steps(10)
     counted.world.exits(1, 3).after(2)
     counted.settle().world.after(3).stops_all()

@@ -151,7 +151,7 @@ def test_a_suspension_is_recorded_before_the_pods_are_stopped_with_their_full_gr
 
 
 def test_the_suspended_condition_waits_for_the_last_pod() -> None:
-    """A user who waits for this condition then uses the GPUs or the volume, to which a rank may still be writing."""
+    """A user who waits for Suspended then uses the GPUs or the volume, to which no rank may be writing any more."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     shown = find_condition(world.status, "Suspended")
@@ -190,7 +190,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
 
 
 def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all() -> None:
-    """Some pods may have got the request although its answer was lost: the others would wait for them."""
+    """Some pods may have got the request although its answer was lost. If only they stopped, the others would wait."""
     world = digits().running().change(suspend=True)
     world.step()
     assert world.status.state == "Suspended"
@@ -220,7 +220,7 @@ def test_a_resumed_job_waits_for_a_pod_on_a_lost_node_only_until_the_time_in_its
 
 
 def test_a_pod_on_a_lost_node_is_deleted_before_the_pods_of_a_resumed_job_are_created() -> None:
-    """Otherwise the pod may train on into the same folder, next to the new pods (seed 1003759)."""
+    """The pod on the lost node must not train on into the same folder, next to the new pods (seed 1003759)."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(31)
     todo = world.step()
@@ -296,7 +296,7 @@ def test_a_job_that_another_controller_manages_is_not_touched() -> None:
 
 
 def test_a_deadline_counts_from_the_start_also_when_it_was_moved_on() -> None:
-    """`ddpjob dev --cluster` moves it on while its client lives."""
+    """`ddpjob dev --cluster` postpones the deadline as long as its client is running."""
     world = digits(activeDeadlineSeconds=60).running().after(50).change(active_deadline_seconds=110).settle()
     assert world.after(59).settle().status.state == "Running"
     assert world.after(1).settle().status.reason == "DeadlineExceeded"
@@ -673,7 +673,7 @@ def test_goodput_counts_each_second_in_the_right_category() -> None:
 
 @pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (1, "1/2")])
 def test_the_nodes_column_of_a_finished_job_shows_the_completed_nodes(code: int, shown: str) -> None:
-    """0/2 would read like a failure of a successful job."""
+    """A successful job must not show 0/2 nodes, which reads like a failure."""
     world = digits(backoffLimit=0).running().exits(0).settle().exits(1, code=code).restarted()
     assert world.status.state in ("Succeeded", "Failed")
     assert world.status.display.nodes == shown

@@ -68,7 +68,7 @@ def test_losing_the_last_of_the_original_pods_starts_a_new_attempt() -> None:
 
 
 def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> None:
-    """Both agents would begin with generation 0, in a folder that ranks of later generations have used."""
+    """If pods were replaced, both agents would begin with generation 0 in a folder of later generations."""
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
     world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
@@ -166,7 +166,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_node_clock_that_is_ahead_counts_no_step_twice() -> None:
-    """By this clock the failure comes after the first step of the next ranks, whose lost steps would count twice."""
+    """By the node's clock the failure is later than the next ranks' first step, but its lost steps must count once."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
@@ -258,7 +258,7 @@ def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: s
 
 
 def test_a_restart_in_place_with_only_complaints_blames_no_rank_and_shows_that_it_was_free() -> None:
-    """Users must not debug the rank that lost its peer, nor count a restart that was not charged."""
+    """Users must not debug the rank that lost its peer, nor see a restart counted that costs nothing."""
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
@@ -337,7 +337,7 @@ def test_the_agent_that_replaces_node_0_counts_from_zero() -> None:
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
 def test_a_pod_whose_ranks_have_restarted_is_not_recreated_under_its_name(place: int) -> None:
     """A new agent would begin with generation 0, in a folder that later generations have written to. That costs a
-    needless, charged restart."""
+    needless restart."""
     world = digits(container=DDPRUN, nodes=3).started()
     world.agent = charged(1)  # the watch has not shown the pods as running yet
     world.settle().vanishes(place).settle().after(2).settle()
@@ -516,7 +516,7 @@ def test_avoidance_by_the_pre_flight_is_lifted_too_and_the_pre_flight_does_not_r
 
 
 def test_a_single_pod_is_recreated_without_avoidance_while_the_other_agents_wait() -> None:
-    """The waiting agents' nodes have the state in memory. A new attempt would resume from the last save."""
+    """The waiting agents have the state in memory. In a new attempt the job would resume from its last save."""
     world = trained()
     for _ in range(2):
         world.node_lost(1).after(30).settle().settle()
@@ -548,7 +548,7 @@ def test_after_two_infrastructure_failures_new_pods_run_the_pre_flight_first() -
 
 
 def test_after_an_out_of_memory_kill_pods_keep_no_state_in_memory_until_the_job_is_resumed() -> None:
-    """The state counts against the pod's limit: a training that just fits would be killed until it fails."""
+    """The state counts against the pod's memory limit: a training that just fits would be killed until it fails."""
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
     world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()

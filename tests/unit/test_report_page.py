@@ -128,7 +128,7 @@ def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_lo
 
 
 def test_the_drawings_are_well_formed_and_each_has_a_text_description(folder: Path) -> None:
-    """Without a description a screen reader only reads "image"; a strict viewer shows no malformed drawing."""
+    """A screen reader reads only "image" without a description, and strict viewers refuse a malformed drawing."""
     for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
         assert root.get("role") == "img"

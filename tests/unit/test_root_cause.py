@@ -1,4 +1,4 @@
-"""The cause is the failure that explains the others. It is named in one sentence, and charged to the party at fault."""
+"""The cause is the failure that explains the others. One sentence names it, and it counts against the right budget."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_the_cause_stays_the_same_after_its_pods_are_gone(case: Case) -> None:
 def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(
     reason: str, found: rules.Class, evidence: api.Evidence | None
 ) -> None:
-    """The status may come from an older operator. If an unknown reason were free, each restart would be."""
+    """The status may come from an older operator. A job whose reasons are unknown must not restart for ever."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
     assert root_cause.from_outside(failure) == (found == "infrastructure")
@@ -275,8 +275,8 @@ def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
 def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
-    """Node 1's pod may end half a second before node 0's, which the operator then stops. The restart must still be
-    charged."""
+    """Node 1's pod may end half a second before node 0's, which the operator then stops. backoffLimit must still
+    count the restart."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
@@ -310,7 +310,7 @@ MISTAKE = (
 
 
 def test_a_mistake_on_every_node_before_the_first_step_is_permanent() -> None:
-    """`loss.backwrd()` must not cost four attempts and half a minute."""
+    """A mistake like `loss.backwrd()` must not cost four attempts and half a minute."""
     pods = [pod(rank, said=MISTAKE) for rank in range(2)]
     assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
     assert settled(*pods, nodes=2, untried=False)[1] == "application", (
@@ -399,7 +399,7 @@ def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early
     ],
 )
 def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str) -> None:
-    """The peers had only lost each other: the user must not be charged, nor search for uneven data."""
+    """The peers had only lost each other: backoffLimit must not count that, nor users search for uneven data."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
     failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)
@@ -408,7 +408,7 @@ def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str)
 
 def test_a_pod_that_exited_with_0_is_not_blamed_before_its_kubelet_gives_the_reason() -> None:
     """An evicted trainer ends with 0 at its SIGTERM, and the pod's phase follows later. A verdict before that would
-    charge the script ("the ranks make different numbers of steps") for its node's full disk."""
+    blame the script ("the ranks make different numbers of steps") for its node's full disk."""
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
     waits = msgspec.structs.replace(ended, phase="Running")
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}

@@ -1,4 +1,4 @@
-"""A failure's class, its charge, and when a restart is useless: the same rules in the operator and in the agents."""
+"""A failure's class and budget, and when a restart is useless: the same rules in the operator and in the agents."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_rank_that_waited_too_long_has_not_lost_its_peer(exception: str, timed
     ],
 )
 def test_a_full_disk_is_no_mistake_of_the_script(exception: str) -> None:
-    """This is all that torch.save reports (2.13, writing to /dev/full). A job that has trained for less than a minute
+    """torch.save does not mention the disk (2.13, writing to /dev/full). A job that has trained for less than a minute
     must not fail for good."""
     assert not rules.is_mistake(exception, 1)
 
@@ -410,7 +410,7 @@ def test_the_error_about_an_address_in_use_names_the_port(exception: str, port: 
 
 
 def test_pure_complaints_about_peers_are_free_once_until_the_next_new_step() -> None:
-    """Uneven data always ends like this, so the job would restart for ever without a charge."""
+    """Uneven data always ends like this, so the job would restart for ever if backoffLimit never counted it."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"

@@ -64,7 +64,7 @@ def made(cli: Cli, words: str) -> dict[str, Any]:
     ],
 )
 def test_all_words_from_the_first_unknown_word_on_belong_to_the_script(cli: Cli, typed: str, command: str) -> None:
-    """`ddpjob run train.py --lr 0.1` would fail: `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
+    """`ddpjob run train.py --lr 0.1` must not fail with `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
     spec = made(cli, typed)
     assert spec["template"]["spec"]["containers"][0]["command"] == command.split()
     assert spec["nodes"] == 1, "as torchrun: one node unless more are given"

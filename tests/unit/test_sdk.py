@@ -224,7 +224,7 @@ def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 def test_what_would_train_nothing_is_refused(
     cluster: FakeCluster, code: str, options: dict[str, Any], why: str
 ) -> None:
-    """The job would have Succeeded, or failed in its pods."""
+    """Without the refusal the job would succeed without a training, or fail only in its pods."""
     for start in (ddpjob.submit, ddpjob.run):
         with pytest.raises(ddpjob.InputError, match=why):
             start(in_main(code), **options)

@@ -383,7 +383,7 @@ def test_a_rank_waited_in_its_last_collective_if_it_has_begun_nothing_later() ->
 
 
 def test_a_rank_that_may_wait_outside_the_default_group_reports_it() -> None:
-    """Such a rank looks like one that has left its last collective and does not reach the next one."""
+    """A rank that waits in another group looks like one that has left its last collective and hangs."""
     assert not waits_apart([entry(7), entry(1, group="1"), entry(8, retired=False)], 8)
     assert not waits_apart([entry(7), entry(8)], None), "the group is left"
     assert not waits_apart([], None)

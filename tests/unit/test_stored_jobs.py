@@ -310,7 +310,7 @@ def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
 
 
 def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
-    """After an hour without an operator there may be more new jobs than it has room for."""
+    """After an hour without an operator there may be more new jobs than it has memory for."""
     cluster, _ = crowded("old", 2)
     keys = [cluster.user_puts(stored(f"new{number}")) for number in range(5)]
     for _ in range(5):

@@ -431,7 +431,7 @@ def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(
 def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """train.ipynb may import the train.py next to it."""
+    """train.ipynb may import the train.py next to it, so its own script needs another name."""
     (folder / "src").mkdir()
     (folder / "src/train.ipynb").write_text(notebook("x = 1"))
     (folder / "src/train.py").write_text("y = 2\n")

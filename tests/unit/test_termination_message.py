@@ -260,7 +260,7 @@ def test_a_text_that_is_no_library_message_is_read_as_a_log(text: str) -> None:
 
 # ---------------------------------------------------------------- exceptions
 
-# Output of Python 3.11 and 3.14 for an error in `__del__`, and of logging for a record that cannot be written.
+# Printed by Python 3.11 and 3.14 for an error in `__del__`, and by logging for a record that it cannot write.
 DELETED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>\n"
 DEALLOCATED = (
     "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
@@ -312,7 +312,7 @@ UNWRITTEN = (
         (f"{FRAME}{PEER}\n{FRAME}{CALLED}", PEER, True),
         (f"loading\n{FRAME}{CALLED}", CALLED, False),
         (f"{FRAME}{SHARD}\n{FRAME}{GIT}", GIT, False),
-        # multiprocessing and data loaders
+        # from multiprocessing and from data loaders
         (
             FRAME + "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal " + FRAME + SHARD + "\n",
             SHARD,

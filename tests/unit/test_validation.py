@@ -410,7 +410,7 @@ def test_a_launcher_that_gets_the_nodes_from_a_variable_is_not_reported_as_train
 
 @pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
 def test_the_default_hostfile_of_deepspeed_may_be_in_a_volume(path: str) -> None:
-    """DeepSpeed reads /job/hostfile without an option. It may be in the image, which is not known here."""
+    """DeepSpeed reads /job/hostfile without an option. The file may be in the image, which no check can see."""
     said = {}
     for program in ("deepspeed", "mpirun"):
         trainer = {"name": "trainer", "image": "i", "command": [program, "x.py"]}
@@ -540,7 +540,7 @@ def test_a_template_with_more_items_than_any_pod_has_is_refused_before_its_pods_
 
 
 def test_only_the_first_of_thousands_of_wrong_values_are_named() -> None:
-    """Naming 5,000 mistakes would block the operator for 90 ms, and users read only the first page."""
+    """If all 5,000 mistakes were named, the operator would be blocked for 90 ms, and users read only the first page."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
     found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]
     assert len(found) == validation.PROBLEMS_MAX

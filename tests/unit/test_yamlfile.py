@@ -109,7 +109,7 @@ def test_a_file_that_is_too_large_or_no_json_is_refused_within_a_second(
 
 
 def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
-    """The one helpful line must not scroll away."""
+    """With all 3000 mistakes, the one helpful line would scroll away."""
     job = GOOD.replace("[torchrun, train.py]", "[torchrun]\n" + "      - 7\n" * 3000)
     lines = said(tmp_path / "job.yaml", job).splitlines()
     assert len(lines) <= yamlfile.PROBLEMS_MAX + 1

@@ -98,7 +98,7 @@ class Cluster:
         headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
-        # Do this before the request's time limit starts, because a credential plugin may prompt the user.
+        # Get the credentials before the request's time limit starts, because a plugin may prompt the user.
         if authorization := self._access.credentials.header():
             headers["Authorization"] = authorization
         query = f"?{urllib.parse.urlencode(params)}" if params else ""

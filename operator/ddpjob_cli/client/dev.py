@@ -24,7 +24,7 @@ from ddpjob_operator.job import api, bounds, launcher
 EXEC_SECONDS = 30.0
 TOGETHER_MAX = 16
 _PROGRAM = Path(in_pod.__file__).read_text(encoding="utf-8")
-_PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # without its docstring: exec sends the text in a URL
+_PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # drop the docstring, because exec sends the program in a URL
 
 Code = dict[str, tuple[bytes, bool] | str]  # path → data and whether it is executable, or the target of a link
 

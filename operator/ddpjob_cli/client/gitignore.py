@@ -59,7 +59,7 @@ class Ignored:
             data = own_files.read_file(path, BYTES_MAX + 1)
         except FileNotFoundError:
             return
-        except OSError as error:  # stop, because the excluded files may be secret
+        except OSError as error:  # not skipped, because the files that it excludes may be secret
             raise InputError(f"{path}: {error.strerror}") from None
         if len(data) > BYTES_MAX:
             raise InputError(f"{path}: larger than {BYTES_MAX >> 20} MiB")

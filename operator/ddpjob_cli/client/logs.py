@@ -247,7 +247,7 @@ class _Streams:
                 if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
                     return
             except CutOffError:
-                self._unread.pop(uid, None)  # read again even if the pod has ended, because its last lines show why
+                self._unread.pop(uid, None)  # read an ended pod's log again, because its last lines show why
             except NoAnswerError as error:
                 self._unread[uid] = self._unread.get(uid, 0) + 1
                 self._why[uid] = _not_shown(pod, error)

@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5
 BEFORE_SECONDS = 5
 TOGETHER_MAX = 8
 NO_AGENT = 3
-# A shell script for the pod. It signals agents that handle the signal, but not their fork servers.
+# A shell script that signals, in a pod, the agents that handle the signal, but not their fork servers.
 ASK = f"""\
 asked={NO_AGENT}
 for folder in /proc/[0-9]*; do

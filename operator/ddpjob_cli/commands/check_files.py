@@ -209,8 +209,8 @@ def _of_job(
     local: bool = False,
     left_out: Collection[str] = (),
 ) -> list[Finding]:
-    """Return the findings in a job. left_out: rules of which the job's Events tell, unless a script file is the reason,
-    which the operator cannot read."""
+    """Return the findings in a job. left_out: rules that the job's Events report. Their findings about a script file
+    stay, because the operator cannot read that file."""
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path, (read, name) = document.source, with_shell_script(document.source, job)
     script, limit = _script_text(path, read), limit or CpuLimit()
@@ -256,7 +256,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 
 def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
-    """Return which of these scripts a job's command means, if it names one that is not here: /app/train.py."""
+    """Return the scripts that a job's command probably means if its path, such as /app/train.py, is not here."""
     names = {os.path.basename(file) for file in launcher.facts(job.spec).started.files}
     return [script for script in scripts if os.path.basename(script) in names] or scripts
 

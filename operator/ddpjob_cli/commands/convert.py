@@ -85,7 +85,7 @@ def _from_files(paths: tuple[str, ...]) -> list[str]:
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]
     for document in everything:
-        if id(document.data) not in used:  # otherwise a user who pipes a folder would notice only in the cluster
+        if id(document.data) not in used:  # name each document that is not converted: a user may pipe a folder
             say(f"{document.place(())}: {left_out(document.data)}")
     return texts
 

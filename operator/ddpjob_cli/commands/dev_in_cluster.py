@@ -59,7 +59,7 @@ def run(
     held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())
     for number in (signal.SIGTERM, signal.SIGHUP):  # delete the job also if the terminal is closed
         signal.signal(number, signal.default_int_handler)
-    is_ours = limit and made.job.spec.active_deadline_seconds == limit  # --set may give the job one of its own
+    is_ours = limit and made.job.spec.active_deadline_seconds == limit  # --set may change the deadline
     deadline = MovingDeadline(cluster, made.job.metadata.name, limit) if is_ours else None
     pods = DevPods(cluster, made, root, submitted, say)
     follower = _Follower(ClusterLogs(cluster, made, say), held, pods, deadline)

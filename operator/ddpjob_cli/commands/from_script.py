@@ -143,8 +143,8 @@ def _of_launch(script: Script, spawned: list[ast.Call], passed: ast.Call | None)
         yield "No init_process_group() was found: without one each process trains alone."
     if passed is not None and not spawned:
         yield (
-            f"Line {passed.lineno} takes the rank on its node as an option, which torchrun does not pass, and this "
-            "command does."
+            f"Line {passed.lineno} needs the local rank as an option. torchrun does not pass this option, so the "
+            "command below does."
         )
 
 

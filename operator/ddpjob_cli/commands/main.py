@@ -106,7 +106,7 @@ def run(
     from ddpjob_cli.local.processes import faults, gpus
     from ddpjob_cli.local.run import RunOptions
 
-    if filename is not None or module is not None:  # in these cases the first word is one of ARGS
+    if filename is not None or module is not None:  # with -m or --filename the first word is an ARG
         file, arguments = filename, (*([] if file is None else [file]), *arguments)
     if (file is None) == (module is None):
         raise click.UsageError("name what to run: a YAML, a script, - for stdin, or -m MODULE")

@@ -44,7 +44,7 @@ class ScriptCommand(click.Command):
             keep_close(error)
             if error.possibilities:
                 raise
-            text = f"{error.message.rstrip('.')}; arguments for the script of a YAML file follow --"
+            text = f"{error.message.rstrip('.')}; put arguments for the script of a YAML file after --"
             raise click.UsageError(text, ctx) from None
 
 
@@ -259,7 +259,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
         begin = command.options_begin(list(words))
         given = {} if begin is None else command.read_options(list(words[begin:]))[0]
         ours = [word for name, own in _OF_LAUNCHERS.items() if name in given for word in (own, given[name])]
-        if is_ddprun and program.split()[-1] != "run":  # only there it is the default for every image
+        if is_ddprun and program.split()[-1] != "run":  # only `run` uses ddprun for every image
             ours += ["--launcher", "ddprun"]
         typed = shlex.join([*before, *ours, *(started.named or ("FILE",)), *started.words])
         wrapped = f"{shlex.join(words[:at])} " if at else ""  # keep wrappers such as nohup

@@ -321,7 +321,7 @@ class Runner:
             self.cluster.execute(self.job, todo.actions)
             # Leave out Events at the job's end, because the summary reports it.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run has reported this
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported the same
                 # `_begin_stop` has reported it.
                 is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)
                 # The summary reports findings.
@@ -367,7 +367,7 @@ class Runner:
         if is_new_attempt or status.in_place != self.job.status.in_place:
             self._settings = dataclasses.replace(self._settings, failed_before=status.last_failure)
         if is_new_attempt:
-            self.cluster.agent = None  # its restarts in place belong to the old attempt, and are counted already
+            self.cluster.agent = None  # the agent's restarts belong to the old attempt, and are counted
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
@@ -444,7 +444,7 @@ class Runner:
             self.screen.note(text)
         if signal.SIGTSTP in self._keys:
             self.screen.pause()
-            # Stop by SIGTSTP, not SIGSTOP, because the kernel ignores it if no shell could continue the process.
+            # Stop by SIGTSTP: unlike SIGSTOP, the kernel ignores SIGTSTP if no shell could continue the process.
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
@@ -505,7 +505,7 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in (*self._node_faults, *self._resizes)]
-        # A kill that is due waits until ranks are training, so check for that again soon.
+        # A kill that is due waits until ranks are training, so check soon again if they are.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
@@ -535,7 +535,7 @@ class Runner:
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
-        self.screen.note(self._where())  # print this before the job's end, which should be the last line
+        self.screen.note(self._where())  # before the line about the job's end, which comes last
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # a test of a fault has failed if the fault did not happen

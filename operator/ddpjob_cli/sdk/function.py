@@ -67,7 +67,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
     module = inspect.getmodule(inspect.unwrap(function))
     with contextlib.ExitStack() as stack:
         if module is not None and module.__name__ != "__main__" and not _is_installed(module):
-            _cloudpickle().register_pickle_by_value(module)  # a user's own: no image contains it
+            _cloudpickle().register_pickle_by_value(module)  # a user's own module: no image has it
             stack.callback(_cloudpickle().unregister_pickle_by_value, module)
         try:
             data = _dumped((function, tuple(arguments)))

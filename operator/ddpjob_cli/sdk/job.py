@@ -198,7 +198,7 @@ class LocalJob(Job):
             )  # fmt: skip
         _going.add(self)
         atexit.unregister(_wait_for_all)
-        atexit.register(_wait_for_all)  # registered last, so it runs first, while the folder still exists
+        atexit.register(_wait_for_all)  # runs first at exit, while the folder still exists
         try:
             while (run := self._begun()) is None:
                 if self._process.poll() is not None:

@@ -24,7 +24,7 @@ from ddpjob_operator.observed.cluster import Pod
 
 EXCEPTION_MAX, WORD_MAX = 300, 128
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Clocks of nodes differ by up to ten seconds. This is used if observations do not show the order of failures.
+# Clocks of nodes differ by up to ten seconds. Used if observations do not show the order of failures.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 # A rank may fail this long before its container ends: torchrun waits for other ranks, or a debugger is attached.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
@@ -114,7 +114,7 @@ class PodEnd:
 
     @property
     def precedence(self) -> Precedence:
-        """The rank of this failure as a cause: the lowest explains the others."""
+        """The priority of this failure as a cause: the failure with the lowest number explains the others."""
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
@@ -156,8 +156,8 @@ def settle(
 
     first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
     their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
-    earlier attempt did. untried: the script has never trained. nodes: number in the job; None means as many as
-    `failed`. lost: failures of pods on lost nodes. early: a node that has completed. steps: last reported step by rank.
+    earlier attempt made one. untried: the script has never trained. nodes: number in the job; None means as many as
+    `failed`. lost: failures of pods on lost nodes. early: a node that completed early. steps: last reported, by rank.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -243,7 +243,7 @@ def evidence_of(failure: api.JobFailure) -> api.Evidence:
 
 
 def precedence_of(failure: api.JobFailure) -> Precedence:
-    """Return how well a failure explains others."""
+    """Return the priority of a recorded failure as a cause; the lowest number explains the others."""
     return Precedence[evidence_of(failure).precedence]
 
 
@@ -281,8 +281,8 @@ def tail_of(pod: Pod) -> str:
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return permanent only if the job has never trained and fails in this way on every node. Then neither the node
-    nor the moment can be the reason. A missing ConfigMap is missing on all nodes."""
+    """Return permanent only if the job has never trained and no node can start it. Then neither the node nor the
+    moment can be the reason. A missing ConfigMap is missing on all nodes."""
     if cause.reason not in rules.START_REASONS and stepped:
         return "application"  # the ranks have made steps, so the program existed on the node
     if rules.classify(_with_evidence(cause)) == "infrastructure":
@@ -292,9 +292,9 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """Return the cause of the other ranks' lost connections if a node has completed: it called fewer collectives."""
+    """If a node completed early, return that as the cause of lost connections: its ranks called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
-        return complaint  # the reason is recorded already
+        return complaint  # no node completed early, or that is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
     return msgspec.structs.replace(
@@ -316,7 +316,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # this holds for SIGKILL too, which would otherwise look like the kubelet's
+        precedence = Precedence.LATE  # also after a SIGKILL, which would else count as the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -337,7 +337,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     )
     said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
-    # While the pod's phase is unknown, an eviction may have ended it, and a wrong record would never be corrected.
+    # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
     # SIGTERM reaches it there. At any other time it reacts at once: it prints a line and exits with 1. If its store is
@@ -432,7 +432,7 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # agents agree on this only before the deletion, and do not write it after a SIGTERM
+        return True  # agents agree on the cause only before the deletion, and do not write it after a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
@@ -462,7 +462,7 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
     if now is None:
         return [PodEnd(first)]
     if not _ended_from_outside(first):
-        # A pod that the operator has deleted may show less: a container that was never created "exits" with 137.
+        # A pod that the operator has deleted may show less than the record: without a container it "exits" with 137.
         return [PodEnd(first)] if now.precedence > precedence_of(first) else []
     merged = msgspec.structs.replace(
         first,

@@ -65,7 +65,7 @@ def short(failure: api.JobFailure) -> str:
 
 
 def shortened(text: str) -> str:
-    """Remove paths of gloo's sources and emojis, which `lastFailure` keeps."""
+    """Return the text without emojis and paths of gloo's source files; `lastFailure` keeps the full text."""
     return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
 
 

@@ -49,7 +49,7 @@ _ENDS_A_PART = re.compile(r"^(?:\[[^]\n]{1,40}\]:\s?)*(?:Exception in thread .*|
 _ANY_TRACEBACK = re.compile(r"(?:\A|^(?!Exception ignored |--- Logging ).*\n)(?=Traceback \()", re.MULTILINE)
 # Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
-# A program that was asked to stop ends with these exceptions.
+# Exceptions with which a program ends after SIGTERM or Ctrl-C.
 _NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
 # Text before an exception that ends no program: in a `__del__` (such as a DataLoader's at exit), or in a log line.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
@@ -115,7 +115,7 @@ def read_message(text: str) -> Message | None:
 
 
 def read(text: str) -> ContainerReport:
-    """Return the contents of a termination message or the end of a log. The library's exception outranks the log."""
+    """Return the contents of a termination message or the end of a log. The library's exception goes before the log."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:
@@ -140,8 +140,8 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: True if the exit code is the last launcher's. A rank's failure in log or message then was retried with
-    success. A traceback with nothing after it always counts, because the script printed it and ended. False if the
+    trusted: True if the exit code is the last launcher's. If log or message report a rank's failure, a retry then
+    succeeded. A traceback with nothing after it always counts, because the script printed it and ended. False if the
     shell hides the exit code, so that any traceback may be the end of a rank.
     """
     message, log = _message(text)

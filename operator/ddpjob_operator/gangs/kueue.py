@@ -31,8 +31,8 @@ _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 # The usual label of a Topology's lowest level: the node itself.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# After evictions whose reason begins with one of these words, Kueue decides when the Workload may queue again. Kueue
-# (0.14 to 0.19) expects exactly these words in Requeued, but evicts for DeactivatedDueToRequeuingLimitExceeded.
+# After evictions whose reason begins with one of these, Kueue decides when the Workload may queue again. The reason may
+# be longer (DeactivatedDueToRequeuingLimitExceeded), but in the condition Requeued Kueue (0.14 to 0.19) expects these.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
@@ -46,7 +46,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         podset["minCount"] = least
     if topology := _topology_request(job):
         podset["topologyRequest"] = topology
-    # Kueue's visibility API (0.14.8) fails on a Workload without priority; its own kinds without a class have 0, too.
+    # Kueue's visibility API (0.14.8) fails on a Workload without priority. Kueue's own kinds have 0 by default, too.
     spec: Body = {"queueName": _queue(job), "podSets": [podset], "priority": 0}
     group, kind, name = _priority(job)
     if name and api_version.endswith("/v1beta1"):
@@ -192,7 +192,7 @@ def pending_path(api_version: str, namespace: str, queue: str) -> str:
 
 
 def read_places(raw: Raw) -> dict[str, int]:
-    """Return positions in the ClusterQueue by job. Several LocalQueues share it, and it decides the order."""
+    """Return positions in the ClusterQueue by job. It decides the order for all of its LocalQueues."""
     found = {}
     for item in raw.get("items") or ():
         before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)

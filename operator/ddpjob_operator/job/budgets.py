@@ -9,7 +9,7 @@ from ddpjob_operator.job import api, validation
 
 
 def history(status: api.Status) -> RestartHistory:
-    """Return what restarts have cost so far, as the operator counts it."""
+    """Return the operator's counts of restarts, from which the shared rules compute what is left of each limit."""
     r = status.restarts or api.Restarts()
     return RestartHistory(
         application=r.application,
@@ -28,7 +28,7 @@ def restarts(history: RestartHistory) -> api.Restarts:
 
 
 def by_class(restarts: api.Restarts) -> str:
-    """Return `2 application, 1 infrastructure`: how many restarts were charged to what; "" without restarts."""
+    """Return `2 application, 1 infrastructure`: the number of restarts for each cause; "" without restarts."""
     by = [(restarts.application, "application"), (restarts.infrastructure, "infrastructure"), (restarts.stall, "stall")]
     return ", ".join(f"{number} {name}" for number, name in by if number)
 

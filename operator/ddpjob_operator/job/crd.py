@@ -101,7 +101,7 @@ WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('messag
 # Fields that must not change while the job is running, as CEL for "unchanged". template: `==` compares undeclared
 # fields too, but misses one that replaces another (it looks up a key, finds none, and continues). So `_template`
 # declares all fields of a pod and its containers, and both directions are compared. One gap is left, which the operator
-# must detect itself: an update that only replaces a field unknown to this Kubernetes list by another such field.
+# must detect itself: an update that only replaces a field that `_template` does not declare by another such field.
 UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.
@@ -309,7 +309,7 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
 
 
 def _template() -> Schema:
-    """Return the template's schema: it keeps all fields, and refuses what would later prevent pods."""
+    """Return the template's schema: it keeps all fields, and refuses values with which no pod could be created."""
     strings = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
     metadata = {"type": "object", "nullable": True, **_open({"labels": strings, "annotations": strings})}
     listed = {
@@ -344,7 +344,7 @@ def _containers(known: Schema) -> Schema:
         "name": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "image": {"type": "string", "minLength": 1},
         **{name: _list_of({"type": "string"}) for name in ("command", "args")},
-        # Closed, so that `kubectl apply` refuses `valeu`; no Kubernetes version has had other fields than these three.
+        # No unknown fields, so that `kubectl apply` refuses `valeu`; every Kubernetes has only these three fields.
         "env": _list_of({"type": "object", "required": ["name"], "properties": variable}),
         "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
         "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},

@@ -101,7 +101,7 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
 
 
 def may_be_replaced(words: list[str]) -> bool:
-    """True if a launcher that leaves no proof may run after another one failed: `ddprun a.py || torchrun a.py`."""
+    """True if a launcher that writes no message may run after another one failed: `ddprun a.py || torchrun a.py`."""
     return any(found.replaced for found in launcher_exits(words))
 
 
@@ -149,7 +149,7 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
     except _CANNOT_FOLLOW:
         return ()
     by_launcher = tuple(one for one in found.values() if one.launcher != "python")
-    programs_alone = tuple(found.values())  # it is unknown which one trains, so all must be lost
+    programs_alone = tuple(found.values())  # which program trains is unknown, so warn only if all are lost
     return by_launcher or (programs_alone if len(found) == 1 or all(one.lost for one in found.values()) else ())
 
 

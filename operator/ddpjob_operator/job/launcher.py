@@ -256,7 +256,7 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
     own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
-        # ${WORLD_SIZE:-1} always has a value, which may be correct.
+        # ${WORLD_SIZE:-1} always has a value, and the 1 may be correct, so it is not reported.
         if not is_set and re.search(rf"{pattern.pattern}(?!:?[-=+])", text):
             yield name, meant
 

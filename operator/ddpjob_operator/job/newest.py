@@ -16,7 +16,7 @@ class Newest(dict[K, V]):
         self.most = most
 
     def __setitem__(self, key: K, value: V) -> None:
-        """Set as the newest; drop the oldest if there are too many."""
+        """Set an entry as the newest; drop the oldest if there are too many."""
         self.pop(key, None)
         super().__setitem__(key, value)
         if len(self) > self.most:

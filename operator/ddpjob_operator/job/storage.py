@@ -4,8 +4,9 @@ A job that has begun is kept whole. Any other job is kept whole while it is smal
 cut: `cut` keeps only the fields that show if there is work to do. The reconcile then reads the job again, unless
 `rests_until` finds that there is no work.
 
-A job needs a place in the Room of begun jobs before it begins; without a place it waits (plan/lifecycle.py). Cut jobs
-have rooms too. A cut job without a place is reconciled only when it changes and at each list (every 10 minutes)."""
+A Room is a share of the memory, and a job's place is the part of it that is reserved for the job. Without a place in
+the Room of begun jobs, a job does not begin (plan/lifecycle.py). Cut jobs have Rooms too. A cut job without a place is
+reconciled only when it changes and at each list (every 10 minutes)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # this field, with the size of the whole job, marks a job that is kept only in part; it is never sent
-# Bytes per job in addition to metadata and spec: its status and its JobState. A cut job needs less than this in total.
+CUT = "cut"  # field of a job that is kept only in part: the size of the complete job; it is never sent
+# Bytes per job in addition to metadata and spec: its status and its JobState. A job kept in part needs less in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
 # 1.1 times the real size, and up to three times the real size for empty lists.
@@ -43,7 +44,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Kept because the operator needs them to decide if a job must be reconciled, and the metrics show them.
+# Kept of every job: the operator needs these fields to decide if it must reconcile the job, and the metrics show them.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),
@@ -82,7 +83,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return the few fields that are kept of a cut job. whole: size of the complete job."""
+    """Return the few fields that are kept of a job if it is cut. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -93,7 +94,7 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
-    """Return the time until which a cut job needs no reconcile unless it changes; None if it must be read now.
+    """Return until when a job that is kept only in part needs no reconcile unless it changes; None: read it now.
 
     has_objects: pods or other objects of the job exist."""
     forever = bounds.TIME_LAST
@@ -120,7 +121,7 @@ def rests(raw: Raw) -> bool:
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """True if a cut job waits for room according to its status, and its spec has not changed after that."""
+    """True if a job that is kept only in part waits for room by its status, and its spec has not changed since."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True
@@ -138,7 +139,7 @@ class StoredLimits:
     """Bytes for all jobs that have not begun and are kept whole, so that they need not be read again."""
     resting_in_namespace: int
     cut: int = 1 << 25
-    """Bytes for cut jobs without work to do; as many again for cut jobs with work to do."""
+    """Bytes for jobs kept only in part without work to do; as many again for those with work to do."""
     cut_in_namespace: int = 1 << 24
 
     @staticmethod
@@ -150,7 +151,7 @@ DEFAULT = StoredLimits.of(512 << 20)
 
 
 class Room:
-    """A share of the memory: the jobs that have a place in it, and the queue of jobs that wait for a place."""
+    """A share of the memory: the bytes reserved for each job (its place), and the queue of waiting jobs."""
 
     def __init__(self, total: int, of_namespace: int) -> None:
         self._total, self._of_namespace = total, of_namespace
@@ -169,7 +170,7 @@ class Room:
         return self._in_namespace[namespace]
 
     def take(self, key: Key, needs: int) -> bool:
-        """Give the job a place if there is room; return True if it has one. A job that outgrows the room loses it."""
+        """Reserve `needs` bytes for the job; return True. If too few are left, free the job's bytes; return False."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             self.leave(key)
@@ -182,7 +183,7 @@ class Room:
         return True
 
     def ask(self, key: Key, needs: int) -> str:
-        """Return "" if the job has a place; otherwise queue it and return the reason, as its user reads it."""
+        """Return "" if `take` could reserve the bytes; else queue the job and return the reason, for its user."""
         if self.take(key, needs):
             return ""
         self._waiting.setdefault(key[0], {})[key] = needs

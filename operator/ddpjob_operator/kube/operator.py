@@ -232,7 +232,7 @@ class Operator:
         await self._client.close()
 
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
-        """React to kopf's event: a DDPJob was deleted, or our copy contains a new job."""
+        """Remove the job of kopf's event from our copy if it was deleted; enqueue it if it is new."""
         key = (metadata["namespace"], metadata["name"])
         if kind == "DELETED":
             self.caches.jobs.remove(*key, metadata["uid"])
@@ -390,7 +390,7 @@ class Operator:
             return False  # the reconcile reports the error
 
     def _others_changed(self, namespaces: Set[str]) -> None:
-        # Forget its reports: they would look like a stall if this release got the job back.
+        # Forget the job's reports: they would look like a stall if this release got the job back.
         self.states.forget([key for key, _ in self.states if self._others.of(key[0])])
         for key in self.caches.jobs:
             if key[0] in namespaces:
@@ -408,7 +408,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
-            self._enqueue(key)  # skip a Service that the job has just created, because no rule waits for it
+            self._enqueue(key)  # not for the job's own new Service, because nothing in the plan waits for it
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

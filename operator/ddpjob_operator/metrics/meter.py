@@ -21,7 +21,7 @@ from ddpjob_operator.metrics import job_lines, names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
-# Otherwise prometheus_client would add a series with the creation time to each series. Nobody reads these.
+# Switched off: prometheus_client would add a series with the creation time to each series, which nobody reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -262,7 +262,7 @@ def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[s
     return verb, resource if resource in names.RESOURCES else names.OTHER
 
 
-# Labels of series that exist from the start. Otherwise the first event is no increase, and no alert fires.
+# Labels of series that exist from the start with 0, so that the first event is an increase and an alert fires.
 _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.RECONCILES.name: [("ddpjob", result) for result in names.RESULTS],
     names.RECONCILE_ERRORS.name: [("ddpjob",)],

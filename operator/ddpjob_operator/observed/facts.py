@@ -75,7 +75,7 @@ def container(earlier: Container, later: Container) -> Container:
 
 
 def _evidence(seen: Container) -> int:
-    """Rank an observation: after the end of a container, none can show that it is running or waiting."""
+    """Return how much an observation proves: an end outweighs running and waiting, which cannot follow an end."""
     if seen.state != "ended":
         return 0 if seen.state == "waiting" else 1
     return 2 if seen.exit_code is None or seen.is_lost else 3

@@ -120,7 +120,7 @@ def update(
     """
     if report.phase is None or (tracker is not None and 0 < report.attempt < tracker.attempt):
         return tracker
-    # The library sends its first report from init(), so measure the first step from that time.
+    # The library sends its first report from init(), so the first step is measured from that report on.
     is_first = report.phase == "start"
     new = StepTracker(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=is_first)
     if tracker is None or report.attempt > tracker.attempt:

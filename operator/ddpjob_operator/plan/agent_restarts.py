@@ -52,7 +52,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
-    # The agent has already judged its restarts by these steps, so they are no progress for the next verdict.
+    # The agent has already counted these steps as progress, so later failures must not count them again.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):
         return status  # lastFailure stays the failure that is being settled

@@ -35,7 +35,7 @@ _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": 
 _ALWAYS_SHOWN = ("Accepted", "Running")
 _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed", "Suspicious")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
-# These reasons cause no Event: the restart before them has an Event, and so has the running job after them.
+# Reasons without an Event, because the restart before them and the running job after them have Events.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
 # Reasons of a Suspended job whose pods have not ended yet, also while it resumes or is evicted from its queue.
 _STILL_STOPPING = tuple(
@@ -110,7 +110,7 @@ def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime
     true = true | ({"SaveFailed"} if new.save_failed else set())
     true = true | ({"Suspicious"} if new.findings else set())
     if new.reason in _STILL_STOPPING:
-        true = true - {"Suspended"}  # a user who waits for this needs the GPUs or the volume, which the pods still use
+        true = true - {"Suspended"}  # pods still use the GPUs or the volume for which a user waits
     before = {c.type: c for c in old.conditions}
     kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]
     return [_condition(kind, kind in true, before.get(kind), new, invalid, now) for kind in kinds]

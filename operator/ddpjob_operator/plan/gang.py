@@ -46,8 +46,8 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """Return the gang and why. A restart neither leaves nor enters an available queue: leaving would lose the quota,
-    and entering would lose the nodes."""
+    """Return the gang and the reason. A restart neither leaves nor enters an available queue, because a job that
+    leaves loses its quota, and a job that enters loses its nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:
@@ -181,7 +181,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
         # Later attempts began after the job had left the queue, so their pods do not use its quota.
         its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
         in_use = bool(its) if group.attempt == 0 else group.attempt in active
-        # The group of a finished job stays, because the queue keeps its result. It does not hold quota any more.
+        # A finished job's group stays, because the queue keeps its result. The group does not hold quota any more.
         stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
         is_over = (over and not stays) or not (is_present or is_next)
         may_go = adapter is not None and not _is_away(view, adapter) and not group.deletion_requested

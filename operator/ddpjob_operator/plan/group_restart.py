@@ -30,11 +30,11 @@ from ddpjob_operator.plan.settlement import Settled, context, failure_of, is_aga
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
 
-# Agents in the pods find stalls themselves and restart in place. After this time, the operator steps in.
+# Time for agents in the pods to find a stall and restart the ranks in place, before the operator restarts the job.
 AGENT_FIRST = dt.timedelta(seconds=60)
-# A failed node is marked not ready, or its object deleted, within this time.
+# Time within which a failed node is marked not ready, or its object is deleted.
 UNHEARD = dt.timedelta(seconds=60)
-# Seconds; earlier connection errors count as failures, so that a script that fails at once is charged.
+# Seconds; earlier connection errors count as failures, so that backoffLimit counts a script that fails at once.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),

@@ -21,7 +21,7 @@ from ddpjob_operator.plan.transitions import MESSAGE_MAX
 _SENTENCE_MAX = 1000
 _PROBLEMS_MAX = 50  # a tenant's template may have thousands; a condition has room for about 20
 _REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
-# Another value would give the next attempt different ranks from those that have trained.
+# Fields that decide the ranks: with another value the next attempt would have other ranks than the last one.
 _RANKS = frozenset((("spec", "nodes"), ("spec", "nprocPerNode")))
 # The whole spec is unreadable: it is missing, no mapping, or larger than the operator keeps.
 _WHOLE: frozenset[Path] = frozenset(((), ("spec",)))

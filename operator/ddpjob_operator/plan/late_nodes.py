@@ -24,7 +24,7 @@ IMPORT_SECONDS = 60
 
 
 def late(view: View, status: api.Status) -> Set[int]:
-    """Return the places that failed without having joined a group. status: already with this reconcile's nodes."""
+    """Return the numbers of pods that failed and never joined a group. status: already with this reconcile's nodes."""
     completed, started = status.completed, status.started
     # A node that failed before enough others completed may have trained with them.
     if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):

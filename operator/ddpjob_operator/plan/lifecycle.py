@@ -28,7 +28,7 @@ def finished(view: View, status: api.Status) -> Decision | None:
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
-    # Nothing else changes any more than the count of the remaining pods.
+    # Only the count of the remaining pods still changes.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
 
 
@@ -109,8 +109,8 @@ def suspended(view: View, status: api.Status) -> Decision | None:
 
 
 def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
-    """Suspend the job: record it, then stop its pods with full grace, so that all ranks save once. A recorded
-    failure is first settled and charged, as for a suspended batch/v1 Job."""
+    """Suspend the job: record it, then stop its pods with full grace, so that all ranks save once. Before that, a
+    recorded failure gets its cause and counts against its limit, as for a suspended batch/v1 Job."""
     if is_broken(view.recorded):
         return None
     status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
@@ -121,7 +121,7 @@ def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decis
 
 
 def waiting_for_room(view: View, status: api.Status) -> Decision | None:
-    """Begin no attempt while the operator has no room for the job (job/storage.py). No deadline runs."""
+    """Begin no attempt while the operator has no memory for the job (job/storage.py). No deadline runs."""
     may_begin = not status.attempt or status.state == "Suspended"
     if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
         return None
@@ -131,8 +131,8 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
 
 
 def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended. Its agents report some of the restarts
-    that they counted only at the end, and reports count only for the recorded attempt."""
+    """Begin a new attempt when the last pod of the previous one has ended. Wait for that end, because agents
+    report some of their restarts only then, and reports count only for the recorded attempt."""
     if status.state != "Suspended" or not status.attempt:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start

@@ -29,7 +29,7 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status, with reason WaitsLong after a long wait without a warning, and when that will be, if later."""
+    """Return the status, and when its wait will count as long. If it does already, the reason becomes WaitsLong."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
@@ -37,7 +37,7 @@ def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datet
     waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
     if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
         return status, None  # the reason becomes CannotStart within a second, so this Warning is not needed
-    # Each attempt's wait counts from its own start; an attempt in the future is not waiting yet.
+    # Each attempt's wait counts from its own start, which is in the future during a back-off.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
     return (status, long) if now < long else (replace(status, reason=reasons.WAITS_LONG.name), None)
@@ -135,7 +135,7 @@ def _unreachable(alike: Sequence[Unreachable]) -> str:
 
 
 def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:
-    """Return the seconds that the message shows for a wait since `since` (0: none yet), and when it shows more."""
+    """Return how many seconds of a wait since `since` the message shows (0: none yet), and when it will show more."""
     times = [(seconds, since + dt.timedelta(seconds=seconds)) for seconds in NAMED_AT_SECONDS]
     reached = max((seconds for seconds, at in times if now >= at), default=0.0)
     return reached, next((at for _, at in times if at > now), None)

@@ -38,7 +38,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
-    """Return the places of lost pods that new pods replace while agents elsewhere wait; [] if all restart or stop."""
+    """Return the numbers of lost pods that are replaced while agents elsewhere wait; [] if all restart or stop."""
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
     if all_stop or all_start or not view.facts.restarts_in_place:

@@ -19,7 +19,7 @@ from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
-# Failures on one node within `avoid_node_seconds`. A single failure may be chance, and a job must not run out of nodes.
+# Failures on one node within `avoid_node_seconds`, after which a job avoids the node. One failure may be chance.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
 

@@ -30,7 +30,7 @@ CANNOT_START = frozenset(
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
-    """Start no attempt while a process of the previous one may be running: both would write into one checkpoint."""
+    """Start no attempt while a process of the previous attempt may be running, because both write one checkpoint."""
     if not view.older:
         return None
     over = [p for p in view.older if is_over(p, view.recorded)]
@@ -51,7 +51,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
         return None
     if status.completed_nodes:
         return None
-    # Keep the end of a back-off: the number of nodes is not the reason for it.
+    # Keep the end of a back-off, because a change of the number of nodes is not its reason.
     wait = backing_off(view, status)
     later = new_attempt(status, (status.attempt_time if wait else None) or view.now)
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
@@ -71,7 +71,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all pods are deleted, next try at {wording.clock(again)}"
     )
-    # Allow avoided nodes again: with a deadline shorter than the usual wait for this, no node would ever be found.
+    # Allow avoided nodes again. With a deadline shorter than the wait before that, no node would ever be found.
     later = _lifted(status, view.now) if _unschedulable(view) else status
     later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
@@ -218,7 +218,7 @@ def _waiting(
     again_at: dt.datetime | None = None,
 ) -> Decision:
     """Return the decision while some nodes are not running. After a failure the state is Restarting, with a message."""
-    # Agents start with a last call once; they do not wait for the replacement of a lost pod.
+    # Agents wait for late nodes (the last call) only at the start, and not for the replacement of a lost pod.
     last_call = 0 if view.facts.restarts_in_place and status.replacements else LAST_CALL_SECONDS
     last_call_at = after(status.attempt_time, last_call) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)

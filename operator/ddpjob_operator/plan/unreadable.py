@@ -32,7 +32,7 @@ def event(why: str) -> Event:
 
 
 def with_condition(raw: Mapping[str, Any], why: str, now: dt.datetime) -> dict[str, Any] | None:
-    """Return the status with the condition Accepted=False; None if it has this condition or no place for it."""
+    """Return the status with the condition Accepted=False; None if it has this condition already or cannot hold one."""
     status = raw.get("status")
     conditions = status.get("conditions", []) if isinstance(status, Mapping) else None
     if not isinstance(conditions, list):

@@ -89,7 +89,7 @@ class View:
 
     @cached_property
     def known_pods(self) -> dict[int, Pod]:
-        """The pods of the current attempt by place, including those that are gone."""
+        """The pods of the current attempt by place (number in the name), including those that are gone."""
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if the group can train with these places: all, or an elastic job's minimum including node 0's store."""
+        """True if these pods are enough to train: all, or an elastic job's minimum with node 0, which has the store."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -133,7 +133,7 @@ class View:
         return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
-        """The places that training needs: all, or for an elastic job those that have started."""
+        """Numbers of the pods that training needs: all, or for an elastic job those that have started."""
         return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
@@ -184,7 +184,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 
 def in_attempt(view: View, status: api.Status) -> View:
-    """Return the same facts for the attempt that begins with `status`, in which all existing pods are old."""
+    """Return the view for the attempt that begins with `status`: all existing pods then belong to older attempts."""
     job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
@@ -299,8 +299,8 @@ def _unreachable(
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
-    """Return when a running sidecar proves that the pod is not being stopped; None without one. An eviction signals all
-    containers at once, so a trainer that saves and ends with 0 looks completed until its sidecar ends."""
+    """Return when a running sidecar proves that the pod is not being stopped; None without a sidecar. An eviction
+    signals all containers at once, so a trainer that saves and ends with 0 looks completed until its sidecar ends."""
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
         return None

@@ -74,7 +74,7 @@ def pod(
     keep_from_autoscalers: bool = True,
     mount_api_token: bool = True,
 ) -> Body:
-    """Build the pod of a place in `attempt`.
+    """Build a pod of `attempt`. place: the number in its name.
 
     rendezvous: None uses the Service's name, as in a cluster. avoid: nodes that it must not run on. replacement: number
     of the pod at this place. keep_from_autoscalers: ask autoscalers to keep its node, unless the template's annotations

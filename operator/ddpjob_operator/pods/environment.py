@@ -16,11 +16,11 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
+    """Return the variables of a pod; the user's own have priority. place: its number. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     facts = launcher.facts(job.spec)
     least = facts.min_nodes
-    # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its place.
+    # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
     # Set for scripts without a launcher, and only if a node has one process. With several processes, WORLD_SIZE would
     # mislead scripts that start them: the imagenet example multiplies WORLD_SIZE by its GPUs.
@@ -108,6 +108,6 @@ def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str,
         # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13 they would read
         # addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # When a node joins, ranks end. A torchrun that has not noticed the join yet needs a restart for that.
+        # When a node joins, ranks end. A torchrun that has not noticed the join yet spends a restart on that.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),
     }

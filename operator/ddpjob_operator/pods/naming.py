@@ -54,7 +54,7 @@ def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) ->
 
 
 def replacement(status: api.Status, place: int) -> int:
-    """Return how often the pod of a place was replaced alone in the current attempt."""
+    """Return how often the pod with this number was replaced alone in the current attempt."""
     return status.replacements.get(str(place), 0) if status.replacements else 0
 
 
@@ -63,7 +63,7 @@ def present_pod_name(job: api.DDPJob, status: api.Status, place: int) -> str:
 
 
 def hostname(job: api.DDPJob, place: int) -> str:
-    """Return the host name of a place, equal in every attempt."""
+    """Return the host name of the pod with this number, equal in every attempt."""
     return f"{job.metadata.name}-{place}"
 
 

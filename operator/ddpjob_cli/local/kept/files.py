@@ -42,7 +42,7 @@ def text_of_script(data: bytes) -> str:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file so that a reader sees either the old or the new content. If the path is a link, replace its
     target. Write to /dev/stdout and pipes directly. Raise OSError."""
-    # Check this before links are resolved: /dev/stdout may be a link to a pipe, whose path does not exist.
+    # Check for a pipe before links are resolved: /dev/stdout may be a link to a pipe, whose path does not exist.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
             there.write(data)  # O_NONBLOCK: a pipe without a reader must not block the job

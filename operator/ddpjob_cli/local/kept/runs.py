@@ -78,7 +78,7 @@ def find(job: str | None, base: Path | None = None) -> Run:
 
 def read(folder: Path) -> Run | None:
     """Return the run in a folder; None if its facts cannot be read, for example because it has only begun."""
-    # Check this before reading the status. Otherwise a run that ends between the two would look killed.
+    # Check for a live process before reading the status. Otherwise a run that ends in between would look killed.
     running = run_folder.is_running(folder)
     facts = _read(folder / run_folder.FACTS, Facts)
     if facts is None:

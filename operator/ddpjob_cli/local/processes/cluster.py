@@ -161,7 +161,7 @@ class LocalCluster:
                 except OSError as error:
                     what = f"{error.filename}: " if error.filename else ""
                     raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
-            elif isinstance(action, (DeletePod, EndPod)):  # EndPod keeps the log, which is a file here anyway
+            elif isinstance(action, (DeletePod, EndPod)):  # EndPod keeps the log; here logs are files and stay
                 self._delete(job, action)
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
@@ -209,7 +209,7 @@ class LocalCluster:
                 os.kill(pod.node.pid, signal.SIGKILL)
 
     def resize(self, job: api.DDPJob, nodes: int) -> None:
-        """Make room for so many nodes: the highest ones are told to leave, or started again."""
+        """Change for how many nodes there is room: tell the highest ones to leave, or start them again."""
         self._room = nodes
         for pod in [pod for pod in self._live() if pod.place >= nodes]:
             self._delete(job, DeletePod(pod.name, pod.name, None))
@@ -354,7 +354,7 @@ class LocalCluster:
 
 
 def _doubt(end: nodes.End) -> str:
-    """Return a termination message if the command ended before its launcher, which was then killed; else ""."""
+    """Return a termination message if the launcher outlived the command and was killed after it; else ""."""
     launchers = [one for words in end.left if (one := command.by_torchrun(words)) is not None]
     if not launchers or (end.code and end.ended_first):
         return ""

@@ -33,7 +33,7 @@ class NodeFault:
 
 @dataclass(frozen=True)
 class Resize:
-    """There is room for another number of nodes: the highest ones save and leave, or come back."""
+    """A change of the room for nodes: the nodes with the highest numbers save and leave, or come back."""
 
     option: str
     nodes: int

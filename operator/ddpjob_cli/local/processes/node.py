@@ -103,7 +103,7 @@ class NodeProcess:
 
     def close(self) -> None:
         """Kill what is still running and release everything; wait at most 10 s for the supervisor."""
-        self._stdin.close()  # for the supervisor this means that the runner has ended
+        self._stdin.close()  # a closed pipe tells the supervisor that the runner has ended
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:  # a debugger has stopped the supervisor, or a child of it survives SIGKILL

@@ -110,7 +110,7 @@ def process(pod: Body, slot: Slot) -> ProcessSpec:
     cwd = _mounted(str(trainer.get("workingDir") or slot.cwd), mounts)
     folders = [folder for _, folder, create in mounts if create]
     folder_here = slot.cwd / cwd
-    # A container runtime creates a missing working directory. Here it is created only inside the job's own folders.
+    # A container runtime creates a missing working directory. A local run does so only inside the job's own folders.
     folders += [folder_here] if any(folder_here.is_relative_to(folder) for folder in folders) else []
     return ProcessSpec(argv, env, str(folder_here), folders)
 

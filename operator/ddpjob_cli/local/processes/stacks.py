@@ -27,7 +27,7 @@ _PIDS_MAX = 8
 
 @dataclass(frozen=True)
 class Asked:
-    """The processes of a run that were asked for stacks."""
+    """The processes of a run that got the signal to show their stacks."""
 
     agents: list[int]
     handlers: list[int]
@@ -36,7 +36,7 @@ class Asked:
     """Its other ranks, by process: they got no signal, because it would end them."""
 
     def seen_by_py_spy(self) -> str:
-        """Return the stacks of the ranks that cannot be asked; "" if there are none or py-spy is not installed."""
+        """Return the stacks of ranks that handle no signal; "" without such ranks, or if py-spy is not installed."""
         program, pids = py_spy.program(), list(self.silent)[:PY_SPY_RANKS_MAX]
         if not pids or program is None:
             return ""
@@ -47,7 +47,7 @@ class Asked:
         )
 
     def text(self) -> str:
-        """Return stacks, what cannot be shown, or who writes stacks; "" if agents print all of them."""
+        """Return py-spy's stacks, or why the stacks of some ranks cannot be shown; "" if agents print all stacks."""
         return self.seen_by_py_spy() or self._sentence()
 
     def _sentence(self) -> str:
@@ -61,7 +61,7 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Signal a run's agents, and ranks that handle the signal. It would end any other process."""
+    """Signal a run's agents, and the ranks that handle the signal, because it ends any other process."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})

@@ -56,7 +56,7 @@ class Supervisor:
         while not self.over():
             poller.poll(self.wait_milliseconds())  # blocks if there is no deadline
             signals = read_available(self.wakeup_fd) or b""  # one byte for each signal since the last call
-            self.reap()  # do this before requests: a trainer that has already ended was not stopped by them
+            self.reap()  # reap before requests are read: they did not stop a trainer that has already ended
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)

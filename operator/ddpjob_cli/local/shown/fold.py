@@ -41,7 +41,7 @@ class Trace:
 
     @property
     def due(self) -> float:
-        """Time at which the traceback is shown, because no pod has ended because of it."""
+        """Time at which the traceback is shown, unless it has ended a pod by then."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property

@@ -205,7 +205,7 @@ def _rate(moment: RunMoment) -> list[str]:
     begun = 0.0 if since is None else (since - moment.started).total_seconds()
     series = moment.history.series.get(STEP_SECONDS, Series())
     step = moment.status.progress.step if moment.status.progress else 0
-    was_restarted = bool(series.points) and step < series.points[-1].step  # a failure may be reported after that step
+    was_restarted = bool(series.points) and step < series.points[-1].step  # the failure may be reported later
     if not was_restarted and (found := trend(series, begun)):
         seconds, change = found
         word = "" if change is None or abs(change) < TREND else f", {abs(change):.0%}".replace("%", " % ")

@@ -101,7 +101,7 @@ class Teller:
                     fold.hidden += len(lines)
             fold.stacks = {}
         if failure is None and not any(held.values()):
-            return  # the lines that a successful training has hidden are not mentioned
+            return  # after a success nobody needs the hidden lines, so their number is not shown
         self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:

@@ -58,7 +58,7 @@ class Usages:
                     cpu_seconds[process] = times.user + times.system
                     # For a process that began after the last measurement, all its CPU time counts.
                     used += cpu_seconds[process] - self._cpu_seconds.get(process, 0.0)
-            known = supervisor in self.seen  # the node has no usage at its first measurement
+            known = supervisor in self.seen  # False at the node's first measurement
             usage = Usage(100 * used / (now - self._at), memory, *self._gpus.of(devices)) if known else None
             seen[supervisor] = SeenUsage(usage, ranks.of_node(supervisor, parent_of))
         self._cpu_seconds, self.seen, self._at = cpu_seconds, seen, now

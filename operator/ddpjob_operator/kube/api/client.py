@@ -46,7 +46,7 @@ _METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
 
 
 class LoginError(Exception):
-    """There are no usable credentials; the message lists the places that were tried."""
+    """No usable credentials were found; the message lists the places that were tried."""
 
 
 def login() -> kopf.ConnectionInfo:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Turn:
-    """A place in the limit that is given back once: by `leave`, or after `seconds`."""
+    """One of the requests that the limit allows, given back once: by `leave`, or after `seconds`."""
 
     def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
         self._give_back: Callable[[], None] | None = give_back

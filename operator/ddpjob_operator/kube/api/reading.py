@@ -23,7 +23,7 @@ T = TypeVar("T")
 Raw = dict[str, Any]
 # etcd accepts 1.5 MB. Our objects have a few kB; Python objects may need 20 times the bytes of their JSON.
 OBJECT_BYTES_MAX = 512 * 1024
-# Fields longer than this are dropped if a job is kept only in part.
+# Bytes; longer fields are dropped if a job is kept only in part.
 SHORT_BYTES_MAX = 1_024
 # JSON levels that are kept: more than bounds.DEPTH_MAX, so that validation still detects specs that are too deep.
 DEPTH_KEPT = 80

@@ -60,7 +60,7 @@ async def dropped_fields(client: Client) -> list[str]:
 
 
 def _missing(known: Mapping[str, Any], served: Mapping[str, Any], path: str) -> Iterator[str]:
-    # The served schema keeps unknown fields here, so none is missing.
+    # The served schema keeps unknown fields of this object, so no field is missing.
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return
     for inner in ("items", "additionalProperties"):

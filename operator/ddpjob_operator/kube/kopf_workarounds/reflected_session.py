@@ -67,7 +67,7 @@ class Feed:
 
     def put(self, raw: Raw) -> None:
         if self._lists:
-            if not self._jobs.has(raw):  # otherwise each list would enqueue every cut job (job/storage.py)
+            if not self._jobs.has(raw):  # otherwise each list would enqueue every job that is kept only in part
                 self._jobs.put(raw)
         elif not self._jobs.take(raw):
             self._jobs.put_quietly(raw)  # kopf's handler enqueues the job

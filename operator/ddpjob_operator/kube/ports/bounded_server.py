@@ -97,7 +97,7 @@ class BoundedServer(abc.ABC):
             response.content_length = len(body)
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            # Write views of one body. Otherwise each peer that does not read would hold a copy of the body.
+            # Write views of one body, so that a peer that does not read holds no copy of the body.
             for start in range(0, len(body) if request.method != "HEAD" else 0, PIECE_BYTES):
                 await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()
@@ -110,7 +110,7 @@ class BoundedServer(abc.ABC):
     def _keeps(self, connection: Connection) -> bool:
         """True if a connection may stay open after an answer.
 
-        A quarter of the room stays free, so that a new connection usually finds room without closing an idle one.
+        A quarter of the connections stays free, so that the server rarely closes an idle connection for a new one.
         """
         few = len(self.connections) <= self.connections_max * 3 // 4
         few_of_address = self._count(connection.address) <= CONNECTIONS_PER_ADDRESS_MAX * 3 // 4

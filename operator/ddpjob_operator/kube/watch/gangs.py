@@ -80,7 +80,7 @@ class GangWatch:
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """Return the job's object that serves all of its attempts; None without one."""
+        """Return the object that serves all attempts of the job, such as a Workload; None if there is none."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 

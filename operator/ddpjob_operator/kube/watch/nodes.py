@@ -56,7 +56,7 @@ class NodeCache:
         """Return the nodes that are not ready or deleted; None before the first list."""
         if not self._listed:
             return None
-        if by := self._clock.set_back(self._now()):  # otherwise lost nodes would be detected later
+        if by := self._clock.set_back(self._now()):  # move our times with the clock
             self._not_ready = {
                 n: dataclasses.replace(node, since=node.since and node.since + by)
                 for n, node in self._not_ready.items()
@@ -100,7 +100,7 @@ class NodeCache:
         if name in self._gone:
             return None
         known = self._not_ready.get(name)
-        # While most nodes are silent, none counts as lost, so the time until now does not count for this node.
+        # While most nodes are silent, no node counts as lost. So this node's silence until now does not count.
         since = self._now() if known is None or known.with_most else known.since
         self._gone[name] = False
         while len(self._gone) > GONE_MAX:

@@ -155,7 +155,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # if this is false, the watch is already ahead of the list
+            self._version = self._newest = at  # otherwise the watch is already ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:
@@ -188,7 +188,7 @@ class Reflector:
 
     def _handle(self, error: ApiError) -> None:
         if error.needs_list:
-            self._version = ""  # without a version, a list comes first
+            self._version = ""  # causes a list before the next watch
         if error.status == 410:  # the version is too old to continue from
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)

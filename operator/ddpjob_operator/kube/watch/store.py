@@ -60,7 +60,7 @@ def newest(_: T | None, later: T, __: int) -> T:
 
 
 class Store(Generic[T]):
-    """Objects of one kind. `changed(key, old, new)` is called for each difference between two cut values.
+    """Objects of one kind. `changed(key, old, new)` is called for each difference between two stored values.
 
     `merge(earlier, later, number)` combines two observations of a UID. Numbers of observations increase; all objects of
     one list share a number, because a list does not show in which order they changed.
@@ -142,7 +142,7 @@ class Store(Generic[T]):
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
         """In this context a list arrives: all of its objects get one observation number, others their own."""
         scope = namespace if key is None else key
-        # Each job is listed after a restart. Check only this job's objects, because there may be thousands of jobs.
+        # An operator lists each job after its restart. Check only one job's objects: there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
         places |= {place for place, one in self._unreadable.items() if key in (None, one.key)}
         places = {place for place in places if not namespace or place[0] == namespace}
@@ -257,7 +257,7 @@ class Jobs(Store[Raw]):
         """The statuses of writes in flight."""
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """Store a job, whole or already cut, unless there is no room for a new one."""
+        """Store a complete job or a part of it, unless the job is new and there is no room for it."""
         key = _place_of(raw)
         if key in self._entries or key in self._held or self._room_for(key, raw):
             super().put(raw, is_whole=is_whole and not storage.is_cut(raw))
@@ -275,7 +275,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def held(self, key: Key) -> Iterator[None]:
-        """In this context a job is being reconciled: keep the job whole, and keep its room."""
+        """While a job is being reconciled, keep the complete job, and the memory that is reserved for it."""
         self._held.add(key)
         try:
             yield
@@ -284,7 +284,7 @@ class Jobs(Store[Raw]):
             self._settle(key)
 
     def _settle(self, key: Key) -> None:
-        """Cut or drop a job that has no room, and enqueue jobs that waited for the freed room."""
+        """Cut or drop a job that has no memory reserved, and enqueue jobs for which memory was freed."""
         if key in self._held:
             return
         entry = self._entries.get(key)
@@ -305,7 +305,7 @@ class Jobs(Store[Raw]):
             self._has_room(waiting)
 
     def _room_for(self, key: Key, raw: Raw) -> storage.Room | None:
-        """Return the room in which the job, whole or cut, has a place; None if no room has space."""
+        """Return the Room (share of the memory) that has reserved memory for the job; None if none could."""
         begun, needs = storage.has_begun(raw), storage.size(raw)
         whole = self.begun if begun else self._resting
         part = self._cut_resting if not begun and storage.rests(raw) else self._cut_wanting
@@ -329,7 +329,7 @@ class Jobs(Store[Raw]):
         return iter(list(self._entries))
 
     def get(self, key: Key) -> Raw | None:
-        """Return the newest known state of a job, whole or cut."""
+        """Return the newest known state of a job: complete, or the part that is kept."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 

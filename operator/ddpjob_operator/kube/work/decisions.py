@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 
 def of_pod(job: api.Metadata, attempt: int, pod: str) -> Line:
-    """Return a line without text, for the fields of a log record about one pod."""
+    """Return a Line whose text is empty, because a log record about one pod needs only its fields."""
     return Line("", _where(job), attempt, pod)
 
 

@@ -107,7 +107,7 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """True if there is room. A full queue drops an event of the fullest namespace, except for a job in it."""
+        """True if there is room. A full queue drops an Event of the fullest namespace, but not of the job's."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:

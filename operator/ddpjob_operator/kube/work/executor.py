@@ -214,7 +214,7 @@ class Executor:
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
         is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
         if is_pod:
-            # Store it even if it is gone now. It may show how the pod ended, and later watch events of it are ignored.
+            # Store even an object that is gone now: it may show how the pod ended, and its later events are ignored.
             self.caches.pods.put(answer)
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self.caches.pods.remove(namespace, action.name, action.uid)
@@ -434,7 +434,7 @@ class Executor:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """True if the server refuses the create until the user changes something, or waits. Quota, PodSecurity and
+    """True if a create can succeed only after a user has changed something, or has waited. Quota, PodSecurity and
     admission answer 403, a bad field 400 or 422, a webhook that is down 500.
     """
     return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

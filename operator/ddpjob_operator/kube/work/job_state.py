@@ -121,7 +121,7 @@ class JobState:
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        # Keep a time even after our clock has passed it. Otherwise the wait for a lost node would start again.
+        # Keep the time of our clock even after it has passed, so that the wait for a lost node does not start again.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
         # The kubelet is back and learns only now that the pod must stop, so the grace period starts now.
@@ -193,7 +193,7 @@ class JobStates:
         self._parsed.pop(key, None)
 
     def pod_deleted(self, key: Key, pod: Pod) -> None:
-        """Keep a deleted pod as it was last seen."""
+        """Keep what was last seen of a deleted pod."""
         state = self._states.get(key)
         if state is not None and state.uid == pod.owner_uid:
             state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}
@@ -210,7 +210,7 @@ class JobStates:
             return None
         uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation")
         if (known is None or known[:2] != (uid, generation)) and not storage.is_cut(raw):
-            with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports it
+            with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports that
                 return self.parse(key, raw)[0].spec
         return None if known is None or known[0] != uid else known[2].spec
 

@@ -105,10 +105,10 @@ class Lookup:
         return True
 
     async def take_back(self, job: api.Metadata, name: str) -> bool:
-        """Read a pod that no list shows. If it is the job's, restore its label and return True.
+        """Read a pod that no list shows. If the pod is the job's, restore its label and return True.
 
-        Somebody removed the label, for example to debug the pod. Its processes keep training, and the next attempt
-        would write into the same checkpoint.
+        Somebody may have removed the label, for example to debug the pod. The pod's processes keep training, so the
+        next attempt would write into the same checkpoint.
         """
         raw = await self._find("Pod", job.namespace, name)
         if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):

@@ -39,12 +39,12 @@ BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 # Reconciles of a namespace at a time: twice the pod creates in flight (api/in_flight.py), because some reconciles only
 # write a status. With more, a new event would wait behind them.
 OF_NAMESPACE_MAX = 32
-# A reconcile that takes longer is waiting for a request, and gives its place back.
+# Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
 # Every TURNS-th turn goes to a lower priority. With fewer turns between, later pods of other jobs would delay the first
 # pod of a new job.
 TURNS = 8
-# Outdated requests stay in the heap until there are more than this, because removing them rebuilds the heap.
+# Outdated requests that may stay in the heap, because their removal rebuilds the heap.
 OUTDATED_MIN = 64
 
 

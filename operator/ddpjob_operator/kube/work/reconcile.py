@@ -6,8 +6,8 @@ module only decides whether our copy is recent enough to act on. The queue never
 so a JobState needs no lock.
 
 Our copy may be behind: after a change of leader, or while a watch hangs. So we read the API server and plan the job
-again before a step that cannot be undone: fail a job for a missing pod, start an attempt, free a group's place. This
-costs one list or read per attempt, and more code than a controller that trusts its informers.
+again before a step that cannot be undone: fail a job for a missing pod, start an attempt, free a job's resources.
+This costs one list or read per attempt, and more code than a controller that trusts its informers.
 
 A job that was cut to save memory (job/storage.py) is read for each reconcile and cut again at its end.
 """
@@ -53,7 +53,7 @@ from ddpjob_operator.pods import naming
 # Most changes take two rounds: write the status, then act on it. The limit stops a job that always finds more to do.
 ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
-# A job with more nodes or pods than this is planned in a thread, so that it does not block the event loop.
+# Nodes or pods; a larger job is planned in a thread, so that it does not block the event loop.
 PLANNED_AT_ONCE = 256
 # Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
@@ -80,7 +80,7 @@ class Reconciler:
     observed: Callable[[Key], None] = lambda _key: None
     """Called before the state of a job is read: this reconcile covers the requests made until then."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
-    """Limits how many cut jobs are held whole in memory at the same time, each of up to 4 MiB."""
+    """Limits how many jobs that are kept only in part are completely in memory at the same time, each up to 4 MiB."""
 
     async def reconcile(self, key: Key) -> Requeue:
         """Reconcile the job. Return the seconds until the next reconcile. Raise RetryError."""
@@ -108,18 +108,18 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # A cut job does not show its gang, so only now can `ready_in` tell if the job waits for the gang.
+                # A job that was kept only in part does not show its gang. Only now `ready_in` knows if it waits.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
-        """Return the time until which a cut job needs no reconcile; None if it must be read from the API server."""
+        """Return until when a job that is kept only in part needs no reconcile; None: read it from the API server."""
         has_objects = self._has_objects(key)
         until = storage.rests_until(raw, self.runtime.now(), has_objects=has_objects)
         if until is not None:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # it begins when there is room, which no time predicts
+            return bounds.TIME_LAST  # it begins when memory is freed, at an unknown time
         return until
 
     def _has_objects(self, key: Key) -> bool:
@@ -201,7 +201,7 @@ class Reconciler:
         If the job or one of its objects cannot be read, report that and return the seconds until the next try.
         """
         raw = self.caches.jobs.get(key)
-        if raw is not None and storage.is_cut(raw):  # an event may have replaced the complete job by a cut one
+        if raw is not None and storage.is_cut(raw):  # after an event, our copy may have only a part of the job
             await self.lookup.read_job(key, quietly=True)
             raw = self.caches.jobs.get(key)
         if raw is None:
@@ -327,7 +327,7 @@ class Reconciler:
         return True
 
     async def _has_listed_pods(self, key: Key, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
-        """List the pods before the first pod of an attempt, and before a group gives up its place. True: plan again.
+        """List the pods before an attempt's first pod, and before others get the job's resources. True: plan again.
 
         A copy that is behind may lack running pods. Two groups would then train at once and write into the same
         checkpoint.
