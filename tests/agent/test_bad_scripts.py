@@ -368,7 +368,10 @@ def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(
 ) -> None:
     """Python joins threads and processes that are not daemonic; the other ranks waited in a collective for 30 min."""
     monkeypatch.setattr(termination, "EXIT_SECONDS", 0.5)
-    script = launcher.script(f"import multiprocessing, sys, threading, time\n{held}.start()\n{end}\n")
+    # The fork that runs this agent has dropped the function with which multiprocessing joins its processes.
+    imports = "import atexit, multiprocessing.util, sys, threading, time"
+    joins = "atexit.register(multiprocessing.util._exit_function)"
+    script = launcher.script(f"{imports}\n{joins}\n{held}.start()\n{end}\n")
     agent = launcher.warm("--max-restarts", 0, script)
     assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # the stack shows what holds it
     assert agent.returncode == 1

@@ -357,7 +357,7 @@ def main():
             "rank 0 has failed in train.py:6, although",
         ),
         ("KeyError(1)", "try: main()\nexcept KeyError: sys.exit()", "FailureInLog", "the exit code is 0: KeyError: 1"),
-        ("KeyError(1)", "with ThreadPoolExecutor() as pool: pool.submit(main)", "NoProcessGroup", "none has formed a"),
+        ("KeyError(1)", "with ThreadPoolExecutor() as pool: pool.submit(main)", "NoProcessGroup", "none formed a"),
         ("Done()", "try: main()\nexcept Done: sys.exit(0)", "", ""),
     ],
 )
