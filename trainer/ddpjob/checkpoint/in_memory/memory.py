@@ -426,7 +426,7 @@ class Keeper:
         values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
         repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
         new = self.places.step(values, repeated)
-        if self.places.taken and self._rank == 0:
+        if self.places.taken and self._repeated is None and self._rank == 0:  # else they belong to the next step
             process.log(
                 f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
