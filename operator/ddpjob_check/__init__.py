@@ -44,7 +44,7 @@ __all__ = ["RULES", "CheckedJob", "Finding", "Found", "Rule", "check", "kept", "
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = CheckedJob()
-LEFT_OUT_MAX = 5  # number of rules to name in the finding
+LEFT_OUT_MAX = 5  # rules that took too long, as named in the finding
 _MODULES = (
     ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
     local_rank, alone, schedulers, elastic, hidden,
@@ -55,7 +55,7 @@ RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinsta
 
 def check(file: str, text: str, job: CheckedJob = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
     """Return all findings in a script, in line order. A script that does not parse is itself a finding. limited: calls
-    a function, with a time limit for it. A finding names the rules that took too long."""
+    a function with a time limit. Stopped rules are named in a finding."""
     try:
         script = limited(lambda: Script(text))
         findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
@@ -63,7 +63,7 @@ def check(file: str, text: str, job: CheckedJob = _NOTHING_KNOWN, limited: Limit
         return kept_findings
     except SyntaxError as error:
         return [_of_syntax(file, text, error)]
-    except ValueError as error:  # a null byte
+    except ValueError as error:  # the text contains a null byte
         return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
@@ -81,7 +81,7 @@ _NEWER = re.compile(r"\s*(?:(?:async\s+)?def|class)\s+\w+\s*\[|\s*type\s+\w+\s*(
 
 
 def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
-    """Return the finding for a syntax error. It is a warning if the script may be for a newer Python."""
+    """Return the finding for a syntax error; only a warning if the script may be for a newer Python."""
     number, lines = error.lineno or 1, text.splitlines()
     line = lines[number - 1] if number <= len(lines) else ""
     newer = sys.version_info < (3, 12) and (_NEWER.match(line) or "f-string" in error.msg)

@@ -31,7 +31,7 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
     options, seen = ScriptOptions(script, job.words), list[tuple[str, Any]]()
 
     def value(node: ast.expr) -> Any:
-        """Return the value that the options give to this node. `seen` records the options used."""
+        """Return the value that the options give to this expression. `seen` records the options used."""
         value = options.value(node)
         if value is not UNKNOWN and not isinstance(node, ast.Constant) and (found := options.declaration(node)):
             seen.append((found.name, value))

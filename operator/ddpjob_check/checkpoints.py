@@ -280,7 +280,7 @@ _PARTS_MAX = 200
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
-    """Return "wrapped" or "plain" after the last assignment. before: earlier assignments. here: all in the function."""
+    """Return "wrapped" or "plain" after the last assignment. before: earlier ones. here: all in the function."""
     last = max(before, key=lambda n: n.lineno, default=None)
     if last is None:
         return ""
@@ -295,7 +295,7 @@ def _level_after(script: Script, text: str, before: list[ast.Assign], here: list
 
 
 def _level_given(script: Script, function: Function, name: str, depth: int) -> str:
-    """Return "wrapped" or "plain" for a parameter, if all callers pass the same; else ""."""
+    """Return "wrapped" or "plain" for a parameter, if all callers pass the same kind of model; else ""."""
     names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     levels = set()
     for caller in script.callers(function):
@@ -309,8 +309,8 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """Return "wrapped" or "plain" for a model that another function, or the module, sets: at the place where the
-    setter calls this function, else at the setter's end."""
+    """Return "wrapped" or "plain" for a model that another function, or the module, assigns. The level counts at its
+    call of this function, else at its end."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""

@@ -79,7 +79,7 @@ def _waits(script: Script, call: ast.Call) -> bool:
 
 
 def _itself(script: Script, call: ast.Call) -> ast.Call | None:
-    """Return the call if it is a collective, or the collective in the lambda that it calls; else None."""
+    """Return the collective that a call runs: the call itself, or the body of the called lambda; else None."""
     if _waits(script, call):
         return call
     only = origins[0] if len(origins := script.origins(call.func)) == 1 else None
@@ -115,7 +115,7 @@ def _is_changed(script: Script, function: Function) -> bool:
 
 
 def _may_be_left_out(script: Script, call: ast.Call) -> bool:
-    """True if a call is under a condition in its function, other than that a group exists."""
+    """True if a condition in its function may skip a call. The condition that a group exists does not count."""
     for child, parent in script.above(call):
         if isinstance(parent, ast.If) and child is not parent.test:
             if not _means_alone(script, parent.test, holds=child not in parent.body):
@@ -207,7 +207,7 @@ def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Cal
     if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
         return True
     others = [c for statement in guarding.others for c in ast.walk(statement) if isinstance(c, ast.Call)]
-    if not guarding.ours:  # the other ranks return early; code before their return may only log or clean up
+    if not guarding.ours:  # the other ranks return early, and most code before a return only logs or cleans up
         others = [c for c in others if script.functions_called(c) or not words_of(name_of(c.func)).isdisjoint(_JOINS)]
     return any(_may_call(script, c, name) for c in others)
 
@@ -238,7 +238,7 @@ def _leads_to(script: Script, call: ast.Call, name: str) -> bool:
 
 
 def _may_call(script: Script, call: ast.Call, name: str) -> bool:
-    """True if a call may run that collective: directly, in a function of the file, or in an unknown function."""
+    """True if a call may run the collective `name`: directly, in a function of the file, or in an unknown function."""
     if script.called(call) == name:
         return True
     functions = script.functions_called(call)

@@ -60,7 +60,7 @@ def _is_for_training(script: Script, call: ast.Call) -> bool:
 
 
 def _iterated(script: Script, loop: ast.For) -> ast.expr:
-    """Return what a loop iterates over: the loader in `enumerate(loader)` and `tqdm(loader)`."""
+    """Return what a loop iterates over, for example the loader in `enumerate(loader)` and `tqdm(loader)`."""
     inner = loop.iter
     while isinstance(inner, ast.Call) and inner.args and name_of(inner.func) in ("enumerate", "tqdm"):
         inner = inner.args[0]

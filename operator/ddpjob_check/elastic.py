@@ -113,5 +113,5 @@ def _compares_ranks(script: Script, test: ast.Compare) -> bool:
 
 
 def _is_fixed(origin: object) -> bool:
-    """True for a literal number above 1. A script uses 1 if it forms no group."""
+    """True for a literal number above 1. The number 1 does not count: scripts use 1 if they form no group."""
     return isinstance(origin, ast.Constant) and type(origin.value) is int and origin.value > 1

@@ -230,8 +230,8 @@ _RUNNERS = ("subprocess.run", "subprocess.call", "subprocess.check_call", _POPEN
 
 @functools.lru_cache(maxsize=1)
 def _started(script: Script) -> list[tuple[ast.Call, command.Command]]:
-    """Return calls that start a launcher, or from a script that does not train a Python script, with what they
-    start."""
+    """Return the calls that start a launcher, with the started command. Calls of a Python script count too if this
+    script does not train itself."""
     found = []
     for call in script.calls_to(*_RUNNERS):
         for origin in script.origins(call.args[0]) if call.args else ():
@@ -250,7 +250,7 @@ def _words(script: Script, node: object) -> list[str]:
 
 
 def _word(script: Script, node: object) -> str:
-    """Return a text in which each value that is not known is `…`."""
+    """Return a word of a command, with `…` for each unknown value in it."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_word(script, value) for value in node.values)
     if isinstance(node, ast.Constant):

@@ -145,7 +145,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Check env as `unexpanded` does: PATH: /opt/bin:$PATH. Only known names count, as a password may contain $."""
+    """Check env as `unexpanded` checks words: PATH: /opt/bin:$PATH. Only known names count: passwords may contain $."""
     entries = mappings(launcher.facts(job.spec).trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):
@@ -182,7 +182,7 @@ def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
 
 
 def _is_glob(word: str, before: str) -> bool:
-    """True for a path pattern. Without a folder, after an option, it may be for the program: --include *.py."""
+    """True for a path pattern. False after an option for a pattern without a folder, such as --include *.py."""
     is_pattern = _GLOB.fullmatch(word) is not None and ("/" in word or re.search(r"\*\.\w+$", word) is not None)
     return is_pattern and "://" not in word and ("/" in word or not before.startswith("-"))
 

@@ -57,7 +57,7 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
     dist.is_initialized()` only means that the group does not exist yet."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return means_one_process(test.operand, holds=not holds, forming=forming)
-    if isinstance(test, ast.BoolOp):  # `a and b`: if true, both are; if false, either may be
+    if isinstance(test, ast.BoolOp):  # if `a and b` is true, both are true; if it is false, either may be false
         said = [means_one_process(value, holds=holds, forming=forming) for value in test.values]
         return any(said) if isinstance(test.op, ast.And) == holds else all(said)
     if isinstance(test, ast.Compare):
@@ -92,17 +92,17 @@ def is_method(node: ast.AST, name: str) -> bool:
 
 
 def words_of(identifier: str) -> set[str]:
-    """Return {local, rank} for local_rank and localRank."""
+    """Return the words of a name: {local, rank} for local_rank and localRank."""
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+(?![a-z])|\d+", identifier)}
 
 
 def is_named_like_a_rank(name: str) -> bool:
-    """True for local_rank, is_main_process, args.gpu."""
+    """True for names such as local_rank, is_main_process and args.gpu."""
     return bool(name) and not words_of(name).isdisjoint(_RANK_WORDS)
 
 
 def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
-    """Yield the expression and all nodes in it. Without with_arguments, skip arguments of calls, except int(…), …"""
+    """Yield the expression and all nodes in it. with_arguments=False: skip arguments of most calls."""
     todo = [expression]
     while todo:
         node = todo.pop()
@@ -236,7 +236,7 @@ def has_hidden_arguments(call: ast.Call) -> bool:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return args.rank as written; "" if it is not a dotted name."""
+    """Return a dotted name as written, such as `args.rank`; "" for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

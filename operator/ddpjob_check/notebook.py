@@ -28,7 +28,7 @@ _AUTOMAGIC = re.compile(
     r"(?:\s+[^=(\s].*|\s*)$|[/,;][A-Za-z_].*)"
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
-_AUTOMAGIC_MAX = 200  # such lines per cell; each requires parsing the cell again
+_AUTOMAGIC_MAX = 200  # lines of automagic per cell; each requires parsing the cell again
 _PARSED_MAX = 2_000_000  # characters that may be parsed for these lines in all cells together
 
 

@@ -40,7 +40,7 @@ class Option:
         meant = [(self._meant(word), word, after) for word, after in pairwise((*words, ""))]
         meant = [found for found in meant if found[0]]
         if not meant:
-            # A shell may replace $ARGS by options, unless it is the value of one.
+            # A shell may replace $ARGS by options, unless $ARGS is the value of an option.
             expanded = (a.startswith("$") and not b.startswith("-") for b, a in pairwise(("", *words)))
             return UNKNOWN if any(expanded) else self.default
         name, word, after = meant[-1]
@@ -242,7 +242,7 @@ class ScriptOptions:
         return commands(self._script, self._words)
 
     def option(self, node: ast.expr) -> Option | None:
-        """Return the option that a node reads, by `args.NAME` or by a parameter that click passes; else None."""
+        """Return the option that an expression reads, by `args.NAME` or by a parameter that click passes; else None."""
         if isinstance(node, ast.Name):
             scope = self._script.scope(node)
             is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)

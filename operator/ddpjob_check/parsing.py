@@ -1,4 +1,4 @@
-"""Parse a stranger's Python. Text that takes too long is refused before, because no signal stops the parser."""
+"""Parse a stranger's Python. Text that would take too long is not parsed, because no signal stops the parser."""
 
 from __future__ import annotations
 

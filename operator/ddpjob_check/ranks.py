@@ -166,7 +166,7 @@ class Guard:
     """False if perhaps all ranks reach the line, as after `if rank == 0 and not found: return`."""
 
     def to_text(self, script: Script) -> str:
-        """Return the text "only if `rank == 0`" or "only if not `rank != 0`" for a message."""
+        """Return the condition as a clause for a message, such as "only if `rank == 0`"."""
         return f"only if {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
 
 
@@ -238,7 +238,7 @@ def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
 
 
 def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
-    """True for a condition that is true only on some ranks: rank == 0, rank != 0, not rank, is_main. With `or` it may
+    """True for a condition that is true only on some ranks: rank == 0, rank != 0, not rank, is_main. With `or` such a test may
     be true on all. holds=False: True if the condition is false only on some ranks."""
     if isinstance(test, ast.BoolOp):
         splits = [is_for_some(script, value, holds=holds) for value in test.values]
@@ -296,5 +296,5 @@ def is_local(script: Script, test: ast.expr) -> bool:
 
 
 def short_name(script: Script, call: ast.Call) -> str:
-    """Return all_reduce for torch.distributed.all_reduce."""
+    """Return the last part of a call's name: all_reduce for torch.distributed.all_reduce."""
     return script.called(call).removeprefix("torch.distributed.")

@@ -184,7 +184,7 @@ class Script(Values):
         return [(text_in(key), node.value, node)]
 
     def kinds(self, expression: ast.expr | None, depth: int = 0) -> set[Kind]:
-        """Return the kinds of rank that a number may be; {UNKNOWN} if it is none."""
+        """Return the kinds of rank that a number may be; {UNKNOWN} if the number is no rank."""
         if expression is None or depth > _DEPTH_MAX:
             return {Kind.UNKNOWN}
         if expression not in self._kinds:

@@ -87,7 +87,7 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:
-    """True if a call that gets the model certainly does not wrap it: to this file, torch, or a builtin."""
+    """True if a call certainly does not wrap the model: the function is in this file, torch's, or a builtin."""
     name = script.called(call)
     shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
     of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))

@@ -46,7 +46,7 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
     """Remove variables that the job sets from the trainer's `env`, and replace rank 0's address by $(MASTER_ADDR).
     first: the name of rank 0's pod. any_of: a pattern for the names of all pods. path: of the template."""
     own = trainer_path(template)[2:]
-    # Copy it, because a YAML alias may share a list with a container that does not get the job's variables.
+    # Copy the container, because a YAML alias may share a list with a container that does not get the job's variables.
     trainer = template["spec"]["containers"][own[-1]] = copy.deepcopy(template["spec"]["containers"][own[-1]])
     path_of_trainer = (*path, *own)
     _by_job(trainer, path_of_trainer, result)

@@ -109,7 +109,7 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: for auto without GPUs; None: all CPUs of the node."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: for auto without GPUs; None: the node's CPUs."""
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
@@ -147,7 +147,7 @@ def set_elastic(
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
-    """Set nodes and minNodes from a range, which may lack an end. If torchrun starts no ranks, only remark."""
+    """Set nodes and minNodes from a range with one or both limits. Without torchrun, only add a remark."""
     found, nodes = by_torchrun(command), result.spec["nodes"]
     if found is None or found.launcher == "ddprun":
         result.remark(path, NO_ELASTIC)

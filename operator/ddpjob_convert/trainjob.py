@@ -123,7 +123,7 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
 
 
 def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
-    """Replace node 0's address, which a JobSet names gpt-node-0-0.gpt. path: of the runtime's template."""
+    """Replace node 0's address, in a JobSet for example gpt-node-0-0.gpt. path: of the runtime's template."""
     name = str(result.metadata.get("name", ""))
     any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
     before = len(result.remarks)
@@ -168,7 +168,7 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
 
 
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
-    """Yield the TrainJob's changes to the runtime's pod template, from the field of any Kubeflow version."""
+    """Yield the TrainJob's changes to the runtime's pod template, from the fields of all Kubeflow Trainer versions."""
     for patch in spec.mappings("runtimePatches"):
         own = patch.fields("trainingRuntimeSpec")
         template = own.fields("template")
