@@ -238,7 +238,7 @@ def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
 
 
 def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
-    """True for a condition that is true only on some ranks: rank == 0, rank != 0, not rank, is_main. With `or` such a test may
+    """True for a condition that is true only on some ranks: rank == 0, rank != 0, not rank, is_main. With `or` it may
     be true on all. holds=False: True if the condition is false only on some ranks."""
     if isinstance(test, ast.BoolOp):
         splits = [is_for_some(script, value, holds=holds) for value in test.values]

@@ -57,7 +57,7 @@ class MovingDeadline:
 
     def renew(self, status: api.Status, now: float) -> None:
         """Set activeDeadlineSeconds, which counts from the start of the job. now: seconds of a clock that goes on while
-        this machine sleeps; it may differ from the cluster's. Raise ClusterError, InputError."""
+        this machine sleeps, and that may differ from the cluster's. Raise ClusterError, InputError."""
         if status.start_time is None:
             return
         if status.start_time != self._started:

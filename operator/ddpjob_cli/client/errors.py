@@ -57,7 +57,7 @@ def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> Cluste
         return _not_found(asked, status, context)
     if code == 409 and status.get("reason") == "AlreadyExists":
         return ExistsError(f"{asked.resource} {asked.name} exists already in namespace {asked.namespace}")
-    if code == 500 and asked.resource == "pods/log":  # the API server passes on the kubelet's answer, or its silence
+    if code == 500 and asked.resource == "pods/log":  # the kubelet refused, or did not answer
         return NoAnswerError(f"{context} cannot read it (500): {message}")
     if code in (429, 500, 502, 503, 504):
         return NoAnswerError(f"{context} is overloaded or not ready ({code}): {message}")

@@ -1,6 +1,6 @@
 """Find the files that a .gitignore excludes, as in gitignore(5). Git itself is not called, because a stranger's folder
 may configure programs that git starts (core.fsmonitor, filters). Each pattern becomes a regular expression that never
-backtracks into a `*`: the leftmost match is always right, and a lookahead with a backreference fixes it."""
+backtracks into a `*`, because the leftmost match is always right. A lookahead with a backreference prevents it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ignored:
             data = own_files.read_file(path, BYTES_MAX + 1)
         except FileNotFoundError:
             return
-        except OSError as error:  # not skipped, because the files that it excludes may be secret
+        except OSError as error:  # an error, because the excluded files may be secret
             raise InputError(f"{path}: {error.strerror}") from None
         if len(data) > BYTES_MAX:
             raise InputError(f"{path}: larger than {BYTES_MAX >> 20} MiB")

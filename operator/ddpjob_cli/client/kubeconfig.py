@@ -34,7 +34,7 @@ Raw = dict[str, Any]
 
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
-_CONNECTIONS_MAX = 1000  # kept open, because each followed log has its own connection
+_CONNECTIONS_MAX = 1000  # connections kept open; each followed log has its own
 _TO_PLUGINS = ("server", "tls-server-name", "insecure-skip-tls-verify", "proxy-url")
 
 

@@ -37,7 +37,7 @@ exit $asked
 
 
 def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> list[str]:
-    """Return the stacks of a job's ranks, as its agents print them. Raise InputError or ClusterError without any."""
+    """Return the stacks of a job's ranks, as its agents print them. Raise InputError or ClusterError for none."""
     name = stored.job.metadata.name
     if watch.ended(stored):
         raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")

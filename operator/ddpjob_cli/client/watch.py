@@ -90,10 +90,10 @@ class Watch:
 
 
 class StateLines:
-    """Prints changes of a job's state. running: also print that it is running, and its progress at times."""
+    """Prints changes of a job's state. running: also print its progress, at most every 10 s."""
 
     PROGRESS_SECONDS = 10.0
-    UNSEEN_SECONDS = 5.0  # a running operator sets a new job's state within a second
+    UNSEEN_SECONDS = 5.0  # seconds without a state; a running operator sets it within one
 
     def __init__(self, say: Say, *, running: bool = True) -> None:
         self._say, self._running = say, running

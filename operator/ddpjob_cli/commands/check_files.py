@@ -92,8 +92,8 @@ def check_all(
     parameters: int = 0,
 ) -> CheckResult:
     """Check scripts, and jobs with their scripts. Raise InputError for a file that cannot be read. A job's script is
-    the one that its command names; others are checked without a job. apart: the files were found in a folder. alone:
-    the context of scripts without a job. parameters: of the model; 0: unknown."""
+    the one that its command names; all other scripts are checked in the context `alone`. apart: the files come from a
+    folder, so a job's missing script is not searched among them. parameters: of the model; 0: unknown."""
     sources = {document.source for document, _ in jobs.values()}
     scripts = [path for path in paths if path not in sources]
     unread: list[str] = []
@@ -157,7 +157,7 @@ def _context(document: Document, job: api.DDPJob) -> tuple[CheckedJob, list[str]
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
-    """Return the findings of a script. A file that is not text or not valid Python has only this finding."""
+    """Return the findings of a script. If the file is no text or no valid Python, this is the only finding."""
     try:
         raw = read_script(path)
     except OSError as error:
@@ -192,7 +192,7 @@ def _of_notebook(path: str, text: str, context: CheckedJob, limit: CpuLimit) -> 
         for found in of_part:
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
-        if of_part == [check.unchecked(path)]:  # one line, also if thousands of cells follow
+        if of_part == [check.unchecked(path)]:  # one finding, because thousands of cells may follow
             why = "the notebook takes too long to follow, so cells from this one on are not checked"
             findings[-1] = replace(findings[-1], message=why)
             break

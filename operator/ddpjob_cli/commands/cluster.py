@@ -15,7 +15,7 @@ import click
 
 from ddpjob_cli.commands.output import answer, say
 
-NO_LIMIT = 86400.0 * 365  # for --request-timeout 0, which means no limit as in kubectl
+NO_LIMIT = 86400.0 * 365  # seconds; for --request-timeout 0, which means no limit as in kubectl
 COMPLETION_SECONDS = 2.0  # seconds; after a longer wait the shell would seem to hang
 
 if TYPE_CHECKING:

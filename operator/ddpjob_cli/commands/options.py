@@ -1,4 +1,4 @@
-"""The options of `run` and `submit` that say what to run, or change the job."""
+"""The options of `run` and `submit` that choose what to run, or change the job."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class RunName(JobName):
         in_cluster = any(ctx.params.get(name) for name in ("in_cluster", "context", "namespace", "kubeconfig"))
         names = set() if in_cluster else {name for name, _ in run_folder.folders(ctx.params.get("folder"))}
         here = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
-        has_cluster = "namespace" in ctx.params  # `report` has none
+        has_cluster = "namespace" in ctx.params  # `report` has no options of a cluster
         return here if here or not has_cluster else super().shell_complete(ctx, param, incomplete)
 
 

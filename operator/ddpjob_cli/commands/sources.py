@@ -194,7 +194,7 @@ def _command(document: Document) -> Any:
 
 
 def _made(name: str, source: Source) -> Document:
-    """Return a document for a script. It has no line numbers, because the user has not written its YAML."""
+    """Return a document for a script. The document has no line numbers, because the user has not written its YAML."""
     return replace(yamlfile.read_job(name, None, to_yaml(source).encode()), lines={})
 
 

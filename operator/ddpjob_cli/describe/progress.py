@@ -18,7 +18,7 @@ def step_parts(status: api.Status) -> list[str]:
     parts = [f"step {progress.step}{total}"]
     if progress.percent is not None:
         parts.append(f"{progress.percent} %")
-    counts_down = status.display is None or status.display.eta  # the operator sets "" while rank 0 is silent
+    counts_down = status.display is None or status.display.eta  # the operator sets eta to "" while rank 0 is silent
     if progress.eta_seconds is not None and status.state == "Running" and counts_down:
         parts.append(f"{wording.duration(progress.eta_seconds)} left")
     return parts
@@ -51,7 +51,7 @@ def resumed_parts(status: api.Status) -> list[str]:
 
 
 def restart_parts(status: api.Status) -> list[str]:
-    """Return `1 restart, 20 steps repeated`; `no step` only after a restart from memory, which has the last one."""
+    """Return `1 restart, 20 steps repeated`; `no step repeated` only after a restart from memory with the last step."""
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # seconds; the kernel accepts at most 24.8 days, but a deadline may be a month
 REPORT_SECONDS = 0.5  # seconds; short, because reports on loopback are cheap and the table should be up to date
-# No resume_hint: only a signal suspends a local run, and it also ends the run.
+# No resume_hint, because only a signal suspends a local run, and the signal also ends the run.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -322,7 +322,7 @@ class Runner:
             # Leave out Events at the job's end, because the summary reports it.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
                 is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported the same
-                # `_begin_stop` has reported it.
+                # `_begin_stop` has reported the stop.
                 is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)
                 # The summary reports findings.
                 is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}

@@ -49,7 +49,7 @@ def _here(source: str, job: api.DDPJob, names: list[str]) -> Path | None:
 def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
     """Return the job as if the file of a shell's script were in its command, and its name: train.sh of `bash train.sh`.
 
-    The same job and "" if the command has none, if it is not here, or if it does not start exactly one training.
+    Return the same job and "" if there is no such file here, or if it does not start exactly one training.
     """
     words = launcher.facts(job.spec).command
     for i in programs.places(words):

@@ -86,7 +86,7 @@ class DevSession:
             self._thread.join()
 
     def printed(self, pod: PodOfSession, lines: Sequence[str]) -> list[str]:
-        """Return the lines to show. `look` reports the agent's message that all ranks have ended, so drop that."""
+        """Return the lines to show. Drop the agent's message that all ranks have ended, because `look` reports it."""
         self._active_at = time.monotonic()
         words = [line for line in lines if line.startswith(_STANDS)]
         if words:

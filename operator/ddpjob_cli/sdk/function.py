@@ -24,7 +24,7 @@ from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job.wording import name_of
 
 SCRIPT, ANSWER_FILE = "ddpjob_function.py", "answer"
-FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # bytes; packed weights do not shrink, and cloudpickle comes on top
+FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # bytes; weights do not compress, and cloudpickle is added
 _NAMED_MAX = 3
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 DELETE_SECONDS = 600.0
-ANSWER_LINES_MAX = 5000  # lines read for a result; 1 MB takes 450 lines, and other output may follow
+ANSWER_LINES_MAX = 5000  # lines read for a result: a result of 1 MB has 450, and other lines may follow
 
 ALL = LogPart()
 
@@ -154,7 +154,7 @@ class Job(abc.ABC):
         return RankError(f"rank {failure.rank}{where}: {failure.exception or failure.reason or failure.log_tail}")
 
     def __repr__(self) -> str:
-        """Job(digits: Running, step 200/500)"""
+        """Return for example Job(digits: Running, step 200/500)."""
         return f"Job({self.name}: {', '.join(self._row())})"
 
     def _row(self) -> list[str]:

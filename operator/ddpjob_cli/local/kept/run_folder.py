@@ -90,7 +90,7 @@ def is_running(run: Path) -> bool:
     except OSError:
         return False
     try:
-        # A shared lock, so that a reader does not mistake another reader for the run.
+        # Take a shared lock, so that a reader does not mistake another reader for the run.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True

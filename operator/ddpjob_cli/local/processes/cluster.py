@@ -122,9 +122,9 @@ class LocalCluster:
         return launcher.waits_in_vain(job.spec, running)
 
     def observe(self) -> Observed:
-        """Return the current state. Deleted pods are removed if an earlier call has returned their end."""
+        """Return the current state. A deleted pod is dropped only after an earlier call has shown its end."""
         for name in self.ended_pods():
-            # `close` frees the pod's three descriptors, and reaps its process.
+            # `close` closes the pod's three descriptors, and reaps its process.
             self.pods.pop(name).node.close()
             shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir is removed with its pod
         self._observations += 1
@@ -170,7 +170,7 @@ class LocalCluster:
         return build.pod(job, action.attempt, action.place, rendezvous, self._reporting, replacement=action.replacement)
 
     def take(self, report: Report, place: int | None) -> None:
-        """Store the report of a rank or an agent. place: of the node it came from, if known."""
+        """Store the report of a rank or an agent. place: number of the sending node, if known."""
         if report.agent is not None:
             self.agent = agent_restarts.latest(self.agent, report)
             return
@@ -209,7 +209,7 @@ class LocalCluster:
                 os.kill(pod.node.pid, signal.SIGKILL)
 
     def resize(self, job: api.DDPJob, nodes: int) -> None:
-        """Change for how many nodes there is room: tell the highest ones to leave, or start them again."""
+        """Change how many nodes this machine offers: stop the nodes with the highest numbers, or start them again."""
         self._room = nodes
         for pod in [pod for pod in self._live() if pod.place >= nodes]:
             self._delete(job, DeletePod(pod.name, pod.name, None))
@@ -284,7 +284,7 @@ class LocalCluster:
         return ports.number(self._ports[attempt])
 
     def _waiting(self, name: str) -> Pod:
-        """Return a pod for which there is no room, as a scheduler reports it."""
+        """Return a pod beyond the number of nodes that this machine offers, as a scheduler reports it: pending."""
         _, action, since = self._without_room[name]
         return Pod(
             name=name,

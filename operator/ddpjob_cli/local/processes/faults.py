@@ -33,7 +33,7 @@ class NodeFault:
 
 @dataclass(frozen=True)
 class Resize:
-    """A change of the room for nodes: the nodes with the highest numbers save and leave, or come back."""
+    """A change of the number of nodes that the machine offers: the highest ones save and leave, or come back."""
 
     option: str
     nodes: int

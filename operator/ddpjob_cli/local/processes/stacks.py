@@ -1,5 +1,5 @@
-"""Stacks of the ranks of a run on this machine: a signal makes its agents print them into its logs, and py-spy reads
-those of ranks that another launcher has started."""
+"""Stacks of the ranks of a run on this machine: a signal makes the run's agents print stacks into its logs, and py-spy
+reads the stacks of ranks of another launcher."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Asked:
 
 
 def ask(uid: str) -> Asked:
-    """Signal a run's agents, and the ranks that handle the signal, because it ends any other process."""
+    """Signal a run's agents, and the ranks that handle the signal, because the signal ends any other process."""
     environs = {pid: ranks.environ(pid) for pid in processes.parents()}
     own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})

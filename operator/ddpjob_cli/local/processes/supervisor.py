@@ -56,7 +56,7 @@ class Supervisor:
         while not self.over():
             poller.poll(self.wait_milliseconds())  # blocks if there is no deadline
             signals = read_available(self.wakeup_fd) or b""  # one byte for each signal since the last call
-            self.reap()  # reap before requests are read: they did not stop a trainer that has already ended
+            self.reap()  # before the requests, because a stop must not count for a trainer that has already ended
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)
@@ -113,7 +113,7 @@ class Supervisor:
 
     def reap(self) -> None:
         for pid, code in processes.reaped():
-            if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another process
+            if pid == self.main_pid and self.main_end is None:  # once reaped, its pid may belong to another process
                 self.main_end = (code, time.time())
 
     def end_tree(self) -> None:
