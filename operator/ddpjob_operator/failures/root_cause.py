@@ -281,7 +281,7 @@ def tail_of(pod: Pod) -> str:
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return permanent only if the job has never trained and no node can start it. Then neither the node nor the
+    """Return "permanent" only if the job has never trained and no node can start it, so that neither the node nor the
     moment can be the reason. A missing ConfigMap is missing on all nodes."""
     if cause.reason not in rules.START_REASONS and stepped:
         return "application"  # the ranks have made steps, so the program existed on the node
@@ -292,9 +292,9 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """If a node completed early, return that as the cause of lost connections: its ranks called fewer collectives."""
+    """Return a node's early completion as the cause of lost connections: its ranks called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
-        return complaint  # no node completed early, or that is recorded already
+        return complaint  # no node completed early, or its early end is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
     return msgspec.structs.replace(

@@ -162,8 +162,8 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
     """Return the failure of a rank in the log of a success.
 
     Without torch's prefix or torchrun's report, only a traceback at the end counts, because a script that continued has
-    handled its exception. An exception that ended a thread or a process was not handled. Those of libraries do not
-    count, because pin_memory, for example, may fail at the end of a good run.
+    handled its exception. An exception that ended a thread or a process was not handled. Exceptions of libraries do not
+    count: for example, pin_memory may fail at the end of a good run.
     """
     # Count the failure of an atexit callback, because the callback may save or upload, and nothing else reports it.
     log = log.replace("Exception ignored in atexit callback", "At the exit")

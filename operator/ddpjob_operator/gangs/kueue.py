@@ -160,7 +160,7 @@ def placement(raw: Raw) -> Placement:
 
 
 def observed(raw: Raw) -> dict[str, Any]:
-    """Return what only a queue's object has: number of pods, queue, and conditions that the operator wrote."""
+    """Return facts that only a queue's object has: number of pods, queue, and conditions that the operator wrote."""
     podsets, queue = (raw.get("spec") or {}).get("podSets") or (), text((raw.get("spec") or {}).get("queueName"))
     return {
         "placement": placement(raw),
@@ -173,7 +173,7 @@ def observed(raw: Raw) -> dict[str, Any]:
 
 
 def asks(job: api.DDPJob) -> tuple[str, ...]:
-    """Return what the job now requests: LocalQueue, priority class and topology. These may change at any time, but
+    """Return the job's current requests: LocalQueue, priority class and topology. These may change at any time, but
     the template only while the job is suspended."""
     return _queue(job), _priority(job)[2], str(_topology_request(job).get("required") or "")
 
@@ -192,7 +192,7 @@ def pending_path(api_version: str, namespace: str, queue: str) -> str:
 
 
 def read_places(raw: Raw) -> dict[str, int]:
-    """Return positions in the ClusterQueue by job. It decides the order for all of its LocalQueues."""
+    """Return positions in the ClusterQueue by job. A ClusterQueue orders the jobs of all its LocalQueues."""
     found = {}
     for item in raw.get("items") or ():
         before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)

@@ -75,7 +75,7 @@ def seconds(value: object) -> int:
 
 
 def time(text: object) -> dt.datetime | None:
-    """Return the time in a text as the API server writes it, from TIME_FIRST to TIME_LAST; None for other texts."""
+    """Parse a timestamp in the API server's format, clamped to TIME_FIRST to TIME_LAST; None for any other text."""
     if not isinstance(text, str):
         return None
     if _BEYOND_DATES.match(text):

@@ -583,7 +583,7 @@ def _directory_stack(words: list[str], _node: shell.Simple, state: ShellState, _
 
 
 def _with_zero(ends: _States, how: str, at: str) -> _States:
-    """Return the states after a program that exits with 0 whatever its command does."""
+    """Return the states after a program that exits with 0 even if the command that it runs fails."""
     return [replace(end.losing(how, at), status="0") for end in ends]
 
 

@@ -104,7 +104,7 @@ def without_sigterm(words: list[str], *, sh_is_dash: bool = False) -> str:
     """Return the launcher that gets no SIGTERM because a shell waits for it; "" if there is no such launcher, or if
     this is unknown. A shell that execs a command leaves the signal to it. bash and busybox exec the last simple
     command of a script, dash (0.5.12) only one after `exec`; no shell does in a pipeline, function or compound
-    command. bash does not with a trap or a redirection (execute_cmd.c)."""
+    command. With a trap or redirection, bash never execs (execute_cmd.c)."""
     signals = _signals(words, sh_is_dash=sh_is_dash)
     with contextlib.suppress(shell.ShellSyntaxError):
         return signals.unreached() if signals else ""

@@ -133,7 +133,7 @@ def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
 
 
 def stored_status(raw: Mapping[str, Any]) -> api.Status:
-    """Return the status of a stored job. Raise UnreadableJobError, so that it is never taken for empty."""
+    """Return the status of a stored job. Raise UnreadableJobError: an unreadable status must not count as empty."""
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 

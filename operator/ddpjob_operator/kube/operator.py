@@ -408,7 +408,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
-            self._enqueue(key)  # not for the job's own new Service, because nothing in the plan waits for it
+            self._enqueue(key)  # any change except a new Service of this job, because no plan waits for it
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

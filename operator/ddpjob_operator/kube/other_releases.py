@@ -63,8 +63,8 @@ class OtherReleases:
                 }
                 self.are_known = True
             except ApiError as error:
-                # 403: an older chart's role lacks this right. Then act for all namespaces, because otherwise no release
-                # would.
+                # 403: an older chart's role lacks this right.
+                # Act for all namespaces then, because otherwise no release would.
                 self.are_known = self.are_known or error.status == 403
                 self._log({f"releases that watch one namespace alone cannot be seen, and would act here too: {error}"})
             else:

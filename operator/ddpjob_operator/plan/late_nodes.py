@@ -1,6 +1,6 @@
 """Ignores the failure of a node of an elastic job that started just before training ended and joined no group. A false
 success is worse than a needless restart, so the conditions are strict: the node reports a lost peer or nothing, and it
-started after the others' last call and shortly before they completed."""
+started after the last call of the other nodes and shortly before they completed."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
-    """True if torchrun of an elastic job ended with 1 for a failed rank, after all restarts it was allowed."""
+    """True if torchrun of an elastic job ended with 1 for a failed rank, after all restarts that it may make."""
     pod = view.known_pod(cause.node_rank)
     gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
     return view.is_elastic and gave_up and root_cause.is_own(cause)
@@ -151,8 +151,8 @@ def _avoided(
 
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
-    """Return the first node that completed early, because that explains the lost connections of others. It does not
-    explain those of a pod created afterwards, because the two were never in one group."""
+    """Return the first node that completed early, because its end explains the lost connections of others. A pod
+    created afterwards is no such other: the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have completed its training without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)

@@ -133,7 +133,7 @@ class View:
         return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
-        """Numbers of the pods that training needs: all, or for an elastic job those that have started."""
+        """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""
         return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:

@@ -250,7 +250,7 @@ def _is_small(text: bytes) -> bool:
 
 
 def _with_true_dates(value: Any) -> Any:
-    """Return a status in which datetime can calculate with all years, because the API server accepts any year."""
+    """Return a status with dates limited to TIME_FIRST to TIME_LAST, because the API server accepts any year."""
     if isinstance(value, dict):
         return {key: _with_true_dates(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -23,8 +23,8 @@ from typing import cast
 
 from aiohttp import web
 
-HEADER_SECONDS = 5.0  # from the opening of a connection to the end of its first headers
-REQUEST_SECONDS = 10.0  # from the headers to the end of the answer; Prometheus' own limit for a scrape is 10 s
+HEADER_SECONDS = 5.0  # seconds from the opening of a connection to the end of its first headers
+REQUEST_SECONDS = 10.0  # seconds from the headers to the end of the answer; Prometheus' own limit for a scrape is 10 s
 IDLE_SECONDS = 75.0  # between two requests: Prometheus scrapes every minute or more often, trainers report every 5 s
 REQUEST_BYTES_MAX = 24 << 10  # bytes: a token of 8 kB, a report of 8 kB, and the other headers
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node, and so does the kubelet
@@ -147,9 +147,9 @@ class BoundedServer(abc.ABC):
         return len(self._addresses.get(address, ()))
 
     def _drop(self, connections: dict[Connection, None]) -> bool:
-        """Close the oldest of these without a token, or else the oldest idle one. Return False if there is none.
+        """Close the oldest connection without a token, else the oldest idle one. Return False if neither exists.
 
-        Closing an idle one is harmless: a trainer opens a new connection for its next report.
+        Closing an idle connection is harmless: a trainer opens a new connection for its next report.
         """
         oldest = next((c for c in connections if not c.proven), None)
         oldest = oldest or next((c for c in connections if not c.busy), None)

@@ -189,7 +189,7 @@ class Store(Generic[T]):
                 self._entries[place] = self._by_job[entry.key][place[1]] = old
 
     def has(self, raw: Raw) -> bool:
-        """True if this version changes nothing: a newer or the same one is known, or it is gone or unreadable."""
+        """True if this object changes nothing: its version or a newer one is known, or it is gone or unreadable."""
         uid, place, entry = raw["metadata"]["uid"], _place_of(raw), self._entries.get(_place_of(raw))
         is_here = entry is not None and entry.version >= version(raw["metadata"]) > 0
         return is_here or uid in self._tombstones or self._is_unreadable(place, uid)

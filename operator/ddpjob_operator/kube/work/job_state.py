@@ -1,4 +1,4 @@
-"""What the operator remembers about each job, because no watch shows it: refusals, conflicts, reports, deleted pods."""
+"""The operator's memory of facts about jobs that no watch shows: refusals, conflicts, reports, deleted pods."""
 
 from __future__ import annotations
 
