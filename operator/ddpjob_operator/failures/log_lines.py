@@ -16,8 +16,8 @@ ANSWER = "ddpjob-answer-"
 """Prefix of the lines that return the result of a function, in base64 for programs (docs/python.md)."""
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
-# Exit codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. Other codes were
-# chosen by the program, and the last line does not explain them.
+# Exit codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program.
+# Other codes were chosen by the program, and the last line does not explain them.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.

@@ -53,8 +53,8 @@ _NUMBER = r"(?!torch\.|[-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
 _OPTION, _THEN = r"(?<![^\s\"'])--[\w-]{0,40}", r"(?:[\"'],)?\s{1,3}(?![\"']?--)"
 _SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
-# Each pattern comes with words. A text without any of them cannot match, so the pattern is skipped. This usually saves
-# 0.1 us per character and pattern. A pattern without words is always tried, and is case-sensitive.
+# Each pattern comes with words. A text without any of them cannot match, so the pattern is skipped.
+# This usually saves 0.1 us per character and pattern. A pattern without words is always tried, and is case-sensitive.
 _PATTERNS = (
     # A private key; the log may have cut off its beginning or its end.
     ("private key", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)"),

@@ -46,8 +46,8 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# Disruptions by the kubelet, or by the node controller for it. They are reported only afterwards, so they may have
-# begun before the operator stopped the pod.
+# Disruptions by the kubelet, or by the node controller for it.
+# They are reported only afterwards, so they may have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -402,8 +402,8 @@ def _read(pod: Pod, port: int | None = None) -> ContainerReport:
         # Another process used the port that the operator chose; the next attempt uses another port.
         own = own._replace(symptom=True)
     code = pod.trainer.exit_code
-    # A rank lost its connection, and then a signal killed the container. A lost peer does not explain the signal,
-    # except SIGABRT (NCCL aborts after a lost peer), SIGTERM and SIGINT.
+    # A rank lost its connection, and then a signal killed the container.
+    # A lost peer does not explain the signal, except SIGABRT (NCCL aborts after a lost peer), SIGTERM and SIGINT.
     if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
         own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
     return report._replace(failure=own)
@@ -413,8 +413,8 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.trainer.reason == "OOMKilled":
         return Precedence.KERNEL
     if pod.deleted_first and not outside:
-        # A drain or preemption after the operator's deletion is not the cause. The kubelet may then report
-        # ContainerStatusUnknown.
+        # A drain or preemption after the operator's deletion is not the cause.
+        # The kubelet may then report ContainerStatusUnknown.
         if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
             return Precedence.NODE_LATE
         return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED

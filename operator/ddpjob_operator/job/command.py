@@ -39,8 +39,8 @@ WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
-# A word that should be several: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`. A value such as `-W "ignore …"` may
-# contain a space.
+# A word that should be several: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`.
+# A value such as `-W "ignore …"` may contain a space.
 _JOINED = re.compile(r"\S+\.py\s+\S|--[\w-]+\s+\S|-[^\W\dWXc]\s+\S")
 _MODULES = {
     "accelerate": "accelerate",

@@ -48,8 +48,8 @@ COLUMNS = (
     ("Message", "string", ".status.message", True),
 )
 
-# Needed for `kubectl get ddp --field-selector status.state=Failed`, and to watch a subset of jobs. Kubernetes 1.31 or
-# newer uses this list; an older API server drops it.
+# Needed for `kubectl get ddp --field-selector status.state=Failed`, and to watch a subset of jobs.
+# Kubernetes 1.31 or newer uses this list; an older API server drops it.
 SELECTABLE = (".status.state", ".status.reason")
 
 # CEL can read only metadata.name of the metadata. The messages cannot contain the value: `messageExpression` with a
@@ -94,8 +94,8 @@ def _differs(field: str) -> str:
     return f"has({new}) != has({old}) || has({new}) && {new} != {old}"
 
 
-# No write changes both spec and status, so a write of the status need not compare the templates. Comparing them costs
-# more than all other rules together (bench/results). Nearly all status writes change these fields.
+# No write changes both spec and status, so a write of the status need not compare the templates.
+# Comparing them costs more than all other rules together (bench/results). Nearly all status writes change these fields.
 WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('message')} || {_differs('progress')})"
 
 # Fields that must not change while the job is running, as CEL for "unchanged". template: `==` compares undeclared
@@ -303,8 +303,8 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
         }
         return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
     assert isinstance(first, types.BoolType)
-    # A structural schema cannot express "boolean or string", but may omit the type if unknown fields are kept. The enum
-    # is still checked: "true" in quotes, 5 and {} are refused, and the message lists the three values.
+    # A structural schema cannot express "boolean or string", but may omit the type if unknown fields are kept.
+    # The enum is still checked: "true" in quotes, 5 and {} are refused, and the message lists the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
 
 

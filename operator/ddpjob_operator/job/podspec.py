@@ -9,8 +9,8 @@ from typing import Any
 
 TRAINER = "trainer"
 
-# Volumes that belong to one pod. Other volumes may be the same folder on all nodes, even a hostPath if a network file
-# system is mounted there.
+# Volumes that belong to one pod.
+# Other volumes may be the same folder on all nodes, even a hostPath if a network file system is mounted there.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
 _FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
 _EMPTIED = {"emptyDir", "ephemeral"}  # writable, and deleted with the pod
@@ -52,8 +52,8 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
     """True if the trainer's files outlive its pod. elsewhere: also files outside of volumes, as for a local process."""
-    # /tmp is lost with any pod. An emptyDir there is needed for a read-only root, so it does not mean that checkpoints
-    # are lost.
+    # /tmp is lost with any pod.
+    # An emptyDir there is needed for a read-only root, so it does not mean that checkpoints are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
     return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))
 

@@ -39,8 +39,8 @@ def _parsed(written: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-# Cached, because each plan parses the same two or three texts many times. The cache is small, because a short text may
-# stand for 10,000 nodes, whose set takes 0.7 MB.
+# Cached, because each plan parses the same two or three texts many times.
+# The cache is small, because a short text may stand for 10,000 nodes, whose set takes 0.7 MB.
 _of_short = functools.lru_cache(maxsize=64)(_parsed)
 _of_long = functools.lru_cache(maxsize=4)(_parsed)
 

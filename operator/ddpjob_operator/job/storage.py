@@ -27,8 +27,8 @@ Raw = Mapping[str, Any]
 CUT = "cut"  # field of a job that is kept only in part: the size of the complete job; it is never sent
 # Bytes per job in addition to metadata and spec: its status and its JobState. A job kept in part needs less in total.
 OF_A_JOB = 4_096
-# Bytes of Python memory per JSON character, per object or list, and per other value. Measured: the estimate is 0.7 to
-# 1.1 times the real size, and up to three times the real size for empty lists.
+# Bytes of Python memory per JSON character, per object or list, and per other value.
+# Measured: the estimate is 0.7 to 1.1 times the real size, and up to three times the real size for empty lists.
 OF_A_BYTE, OF_A_BRACKET, OF_A_COMMA = 2, 120, 70
 # Jobs of at most this many bytes are kept whole if there is room. An ordinary job has a quarter to a half of this size.
 SMALL = 65_536

@@ -81,8 +81,8 @@ class Candidate:
 
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
-        # Two reads that find no Lease look equal, even if another operator held a Lease in between. That is possible
-        # after renew_seconds without a read, so the wait starts again.
+        # Two reads that find no Lease look equal, even if another operator held a Lease in between.
+        # That is possible after renew_seconds without a read, so the wait starts again.
         unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:

@@ -61,8 +61,8 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
     agents_wait = view.facts.restarts_in_place
     if not view.active and not agents_wait:
-        # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event. End the
-        # attempt first, because its training time is counted when the state changes.
+        # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event.
+        # End the attempt first, because its training time is counted when the state changes.
         ended = enter(status, "Restarting", reason, text, view.now)
         return _next_attempt(view, ended, settle(view, ended, failure))
     # If agents are waiting in the other pods, the next reconcile decides if these pods stop (pod_replacement.py).
@@ -121,8 +121,8 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
     """Stop the remaining pods of a broken attempt, then start the next one or fail. first: the recorded failure."""
     if not view.active:
         return _next_attempt(view, status, settled)
-    # A pod that is deleted from outside gets its full grace to save. Its peers get theirs too, so that all stop at one
-    # agreed step.
+    # A pod that is deleted from outside gets its full grace to save.
+    # Its peers get theirs too, so that all stop at one agreed step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
     text = sentences.sentence(settled.cause)
     actions, again_at = kept_log.stop(view, first, view.active, grace)

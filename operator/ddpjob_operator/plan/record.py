@@ -34,8 +34,8 @@ def record(view: View, status: api.Status) -> api.Status:
     status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))
-    # An attempt that begins in this reconcile has no agent yet. The reports belong to the previous attempt and were
-    # counted.
+    # An attempt that begins in this reconcile has no agent yet.
+    # The reports belong to the previous attempt and were counted.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
 

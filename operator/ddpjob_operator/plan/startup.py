@@ -21,8 +21,8 @@ from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods
 from ddpjob_operator.pods import build, naming
 
-# The kubelet's waiting reasons after which its retries rarely succeed. ContainerCreating and PodInitializing end by
-# themselves.
+# The kubelet's waiting reasons after which its retries rarely succeed.
+# ContainerCreating and PodInitializing end by themselves.
 CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()

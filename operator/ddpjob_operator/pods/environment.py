@@ -102,8 +102,8 @@ def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str,
     return {
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": str(rendezvous),
-        # is_host is explicit, because torchrun would otherwise guess it from its host's names. The timeouts are those
-        # of the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
+        # is_host is explicit, because torchrun would otherwise guess it from its host's names.
+        # The timeouts are those of the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13 they would read
         # addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).

@@ -28,11 +28,11 @@ LOG_AGAIN_SECONDS = 300.0
 QUIET_SECONDS = 5.0
 # A watch that was open for these seconds has worked: its end is the server's time-out and causes no back-off.
 HEALTHY_SECONDS = 10.0
-# An outdated list usually comes from an API server that lags behind and catches up in seconds. After this many outdated
-# lists in a row, the cluster was probably restored from a backup, so the list is accepted.
+# An outdated list usually comes from an API server that lags behind and catches up in seconds.
+# After this many outdated lists in a row, the cluster was probably restored from a backup, so the list is accepted.
 STALE_LISTS_MAX = 5
-# If a watch ends this many seconds after the last list, list again. Watches end after a random 4 to 8 minutes
-# (client.py), so collections and operators do not list at the same time.
+# If a watch ends this many seconds after the last list, list again.
+# Watches end after a random 4 to 8 minutes (client.py), so collections and operators do not list at the same time.
 LIST_AGAIN_SECONDS = 400.0
 
 
@@ -119,8 +119,8 @@ class Reflector:
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
             if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
-                # The server is back after an outage, and refuses watches for some seconds while it starts. With the
-                # back-off from the outage, we would see no changes for up to 30 s.
+                # The server is back after an outage, and refuses watches for some seconds while it starts.
+                # With the back-off from the outage, we would see no changes for up to 30 s.
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:

@@ -53,15 +53,15 @@ from ddpjob_operator.pods import build, naming
 # Strict makes a typo in the template an error that the user sees (KEP-2885). By default unknown fields are dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
-# Seconds after which a reconcile starts no request for a pod; the next reconcile continues. Otherwise a job of a
-# thousand pods behind a slow webhook would react to a suspend or its deletion only after minutes.
+# Seconds after which a reconcile starts no request for a pod; the next reconcile continues.
+# Otherwise a job of a thousand pods behind a slow webhook would react to a suspend or its deletion only after minutes.
 RECONCILE_SECONDS = 5.0
 # After this many missing pods were not found, stop searching: the other ones are usually gone, too.
 GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
-# Pods that the second reconcile of a new job creates; each later reconcile creates twice as many. If many jobs started
-# at once with 2 here, most would have only some of their pods (docs/dev/decisions.md, slow start).
+# Pods that the second reconcile of a new job creates; each later reconcile creates twice as many.
+# If many jobs started at once with 2 here, most would have only some of their pods (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 
@@ -228,8 +228,8 @@ class Executor:
         # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the version that was known before the node was read. If the kubelet comes back before the
-            # deletion, it updates the pod, and the delete fails.
+            # Require the version that was known before the node was read.
+            # If the kubelet comes back before the deletion, it updates the pod, and the delete fails.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):

@@ -41,8 +41,8 @@ BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 OF_NAMESPACE_MAX = 32
 # Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
-# Every TURNS-th turn goes to a lower priority. With fewer turns between, later pods of other jobs would delay the first
-# pod of a new job.
+# Every TURNS-th turn goes to a lower priority.
+# With fewer turns between, later pods of other jobs would delay the first pod of a new job.
 TURNS = 8
 # Outdated requests that may stay in the heap, because their removal rebuilds the heap.
 OUTDATED_MIN = 64

@@ -73,8 +73,8 @@ class Reports:
             is_news = True
         if not is_news:
             return None
-        # Rank 0's first step shows the length of the start and the repeated steps. Users watch the status after a
-        # restart.
+        # Rank 0's first step shows the length of the start and the repeated steps.
+        # Users watch the status after a restart.
         if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
         turn = 0.0 if state.progress_at is None else state.progress_at - self._runtime.clock()
