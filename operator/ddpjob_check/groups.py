@@ -380,8 +380,8 @@ def monitored_barrier_on_nccl(script: Script, job: CheckedJob) -> Iterator[Found
 def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
-    # A script without destroy_process_group is correct: pending collectives complete when the process exits, even if
-    # nothing waits for them (docs/dev/upstream.md, groups).
+    # A script without destroy_process_group is correct (docs/dev/upstream.md, groups).
+    # Pending collectives complete when the process exits, even if nothing waits for them.
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]

@@ -17,8 +17,7 @@ _MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)%?[\w.*]+\?{1,2}\s*$")
 _ASSIGNED = re.compile(r"([\w\s,.\[\]'\"]+=\s*)[%!]")
 # Magics that run the statement after them.
 _RUNS = re.compile(r"%?(?:time|timeit|prun)\s+(?:-\S+\s+(?:\d+\s+)?)*(\S.*)")
-# Lines that are not Python but that IPython accepts without `%`: line magics, aliases, and calls without parentheses,
-# such as `/print a` and `,print a b`.
+# Lines that only IPython accepts: line magics without `%`, aliases, and calls without parentheses (`,print a b`).
 _AUTOMAGIC = re.compile(
     r"(\s*)(?:(?:alias|autoreload|bookmark|cat|cd|clear|colors|conda|config|cp|debug|dhist|dirs|ed|edit|env|gui|hist|"
     r"history|ldir|less|lf|lk|ll|load|load_ext|logstart|logstop|ls|lsmagic|lx|macro|magic|mamba|man|matplotlib|"

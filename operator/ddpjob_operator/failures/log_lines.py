@@ -26,8 +26,8 @@ _RANK = re.compile(r"\[rank(\d{1,9})\]")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
-# torchrun's own lines: the first line of its report (until torch 2.1 with the logger's name), and others, such as the
-# one about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
+# The first line of torchrun's report, until torch 2.1 with the logger's name, and other lines of torchrun.
+# Others are about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
 _REPORT = re.compile(
     r"^(?:[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING):torch\.distributed\.elastic)"
 )
@@ -39,8 +39,8 @@ _LAUNCHERS_OWN = re.compile(
     r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:|srun: error: |slurmstepd: error: )"
 )
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
-# Lines that libraries print at the end of any program: torch about groups that were not destroyed, wandb about its
-# files, hydra about more output, and Python's warnings with a line of code below.
+# Lines that libraries print at the end of any program: torch about groups that were not destroyed, wandb about files,
+# hydra about more output, and Python's warnings, each with a line of code below.
 _SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"

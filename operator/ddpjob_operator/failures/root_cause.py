@@ -47,7 +47,7 @@ DISRUPTIONS = {
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
 # Disruptions by the kubelet, or by the node controller for it.
-# They are reported only afterwards, so they may have begun before the operator stopped the pod.
+# Such disruptions are reported only afterwards, so they may have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -339,9 +339,9 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
-    # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
-    # SIGTERM reaches it there. At any other time it reacts at once: it prints a line and exits with 1. If its store is
-    # lost while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or with 143 a moment later.
+    # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++, where no SIGTERM arrives.
+    # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1. If its store is lost
+    # while it waits, torchrun logs that and exits with 0 (logging swallows a SIGTERM), or with 143 a moment later.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
@@ -414,7 +414,7 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
         return Precedence.KERNEL
     if pod.deleted_first and not outside:
         # A drain or preemption after the operator's deletion is not the cause.
-        # The kubelet may then report ContainerStatusUnknown.
+        # After the deletion the kubelet may report ContainerStatusUnknown.
         if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
             return Precedence.NODE_LATE
         return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED

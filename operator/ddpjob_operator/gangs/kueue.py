@@ -31,8 +31,8 @@ _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 # The usual label of a Topology's lowest level: the node itself.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# After evictions whose reason begins with one of these, Kueue decides when the Workload may queue again. The reason may
-# be longer (DeactivatedDueToRequeuingLimitExceeded), but in the condition Requeued Kueue (0.14 to 0.19) expects these.
+# After evictions whose reason begins with one of these, Kueue decides when the Workload may queue again.
+# A longer reason (DeactivatedDueTo…) is cut to one of these in the condition Requeued, as Kueue (0.14 to 0.19) expects.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 

@@ -18,8 +18,8 @@ from ddpjob_operator.job.podspec import command_of, command_path, gpus, mappings
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
-# Hosts that cannot be the rendezvous of several nodes: names that mean each node itself, and IPs, which are unknown
-# before a pod runs.
+# Hosts that cannot be the rendezvous of several nodes: names that mean each node itself, and IPs.
+# The IP of a pod is unknown before the pod runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )

@@ -53,7 +53,7 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
     """True if the trainer's files outlive its pod. elsewhere: also files outside of volumes, as for a local process."""
     # /tmp is lost with any pod.
-    # An emptyDir there is needed for a read-only root, so it does not mean that checkpoints are lost.
+    # An emptyDir at /tmp is needed for a read-only root, and does not mean that checkpoints are lost.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
     return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ddpjob_operator.job import command, programs
 
 # Variables that torchrun and ddprun need to find the other nodes, with the options that replace each variable.
-# The port is missing, because its default is the same on all nodes.
+# The rendezvous port is left out, because its default is the same on all nodes.
 _OF_NODES = {
     "PET_NNODES": {"nnodes"}, "PET_NODE_RANK": {"node_rank", "rdzv_backend"},
     "PET_MASTER_ADDR": {"master_addr", "rdzv_endpoint"},

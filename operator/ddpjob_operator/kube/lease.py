@@ -82,7 +82,7 @@ class Candidate:
         now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
         """
         # Two reads that find no Lease look equal, even if another operator held a Lease in between.
-        # That is possible after renew_seconds without a read, so the wait starts again.
+        # After renew_seconds without a read another holder is possible, so the wait starts again.
         unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
@@ -90,8 +90,8 @@ class Candidate:
         if lease is None or lease.holder != self.identity:
             self.held_until = NEVER
         elif changed:
-            # The Lease names us and has changed: by our own write whose answer was lost, or by another process with our
-            # identity. The change came after the previous read was sent, so counting from that moment is safe.
+            # The Lease names us and has changed: our own write lost its answer, or another process has our identity.
+            # The change came after the previous read was sent, so counting from the time of that read is safe.
             self._hold(self._asked_at)
         self._asked_at, self._saw_at = asked_at, now
 

@@ -21,8 +21,8 @@ from ddpjob_operator.plan.actions import Decision, Event, Plan, Settings
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
-# The condition that is True in each state. Complete, Failed, Suspended and FailureTarget mean what they mean in
-# batch/v1 Job, so that `kubectl wait --for=condition=Complete` works. They are listed after they were true once.
+# The condition that is True in each state. A status lists a condition from the first time that it is True.
+# Complete, Failed, Suspended and FailureTarget mean the same as in batch/v1 Job, as `kubectl wait` expects.
 _CONDITION_OF = {
     "Running": {"Running"},
     "Suspended": {"Suspended"},

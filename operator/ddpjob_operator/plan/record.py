@@ -35,7 +35,7 @@ def record(view: View, status: api.Status) -> api.Status:
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))
     # An attempt that begins in this reconcile has no agent yet.
-    # The reports belong to the previous attempt and were counted.
+    # The agent's known reports belong to the previous attempt, and were counted.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
 

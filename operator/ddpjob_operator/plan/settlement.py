@@ -194,7 +194,7 @@ def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
     # Lost connections are explained if a node did not report for a while, or if too few nodes ever ran.
-    # A rank then waited in vain for a node that has no GPU yet.
+    # If too few nodes ran, a rank waited in vain for a node that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),

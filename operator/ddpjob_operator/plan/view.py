@@ -21,8 +21,8 @@ from ddpjob_operator.pods import naming
 
 # Seconds added to a pod's grace period, so that the kubelet can end the other containers and report that.
 OUTLIVED_SECONDS = 10
-# Used in namespaced mode, where node status cannot be read: seconds that a pod may outlive its grace before its node
-# counts as lost.
+# Seconds that a pod may outlive its grace period before its node counts as lost.
+# Used in namespaced mode, where node status cannot be read.
 HELD_SECONDS = 600
 # The number of attempts, including the current one, whose pods stay for `kubectl logs`.
 ATTEMPTS_KEPT = 3

@@ -18,8 +18,8 @@ LABEL_TRAINER = f"{api.GROUP}/trainer"
 """
 LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
-# Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never uses the port
-# for an outgoing connection. Below ports that scripts often hard-code (29400, 29500).
+# The ports are outside the ephemeral range (32768-60999) and the NodePort range (30000-32767): the kernel uses none
+# of them for outgoing connections. They are below ports that scripts often hard-code (29400, 29500).
 PORT_FIRST, PORT_LAST = 20000, 29399
 PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
 

@@ -32,8 +32,8 @@ _CUT = b'"..."'
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _ODD = r"(?:0\d|1[0-8]|9\d|\d{3,18})\d\d-\d\d-\d\dT"
 _ODD_DATE = re.compile(_ODD)
-# Matches JSON that may hold a date before 1900 or after 8999. It also matches all non-ASCII JSON, because \d in str
-# matches more digits than in bytes, and empty JSON.
+# Matches JSON that may hold a date before 1900 or after 8999.
+# The pattern also matches empty JSON, and all non-ASCII JSON: \d matches more digits in str than in bytes.
 _ODD_DATES = re.compile(rb'\A\Z|[\x80-\xff]|"' + _ODD.encode())
 _TOO_LARGE = f'"{bounds.TOO_LARGE}"'.encode()
 _GIVE_UP = (orjson.JSONDecodeError, msgspec.DecodeError, RecursionError, ValueError)

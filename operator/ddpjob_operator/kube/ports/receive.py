@@ -23,7 +23,7 @@ from ddpjob_operator.observed.reports import BadReportError, Report
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # bytes; a report with 16 metrics has less than 1 kB
 # Limits per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second.
-# Then the old ranks and the agent send their last reports, and the new ranks report start, load, first step and save.
+# At a restart the old ranks and the agent send last reports, and the new ranks report start, load, first step, save.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
 

@@ -16,11 +16,11 @@ from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
 READY = Node(ready=True)
-# If this share of the nodes is silent, the control plane is probably cut off and the trainers are still running. The
-# node controller assumes the same: it stops evicting at its unhealthy-zone-threshold, 0.55, with at least three nodes.
+# If this share of the nodes is silent, the control plane is probably cut off and the trainers are still running.
+# The node controller also stops evicting at its unhealthy-zone-threshold, 0.55, with at least three nodes.
 DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
-# Nodes that lose contact together are marked not ready within a minute. A longer interval means separate causes: nodes
-# that were powered off weeks ago are no evidence about a node that dies today.
+# Seconds. Nodes that lose contact together are marked not ready within a minute, so a longer interval is no sign of it:
+# nodes that were powered off weeks ago are no evidence about a node that dies today.
 TOGETHER_SECONDS = 300.0
 # More than the nodes of the largest cluster (5,000). An autoscaler removes nodes daily; most are never needed again.
 GONE_MAX = 10_000
@@ -81,8 +81,8 @@ class NodeCache:
             since = bounds.time(observe.condition(raw, "Ready").get("lastTransitionTime"))
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
-        # A new node is not ready at first. If it replaces a deleted node of this name, its pods have been silent since
-        # that node was, so keep the old time.
+        # A new node is not ready at first.
+        # If it replaces a deleted node of this name, keep the old time, because the pods are silent since then.
         since = self._not_ready[name].since if self._gone.pop(name, None) is not None else self._now()
         return self._set(name, Node(ready=False, since=since))
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.groups import ObservedGroup
 
-# Pods of one job change in bursts, and each reconcile may write the status: 8 pods would cause 16 writes
-# (bench/operator_api.py). So the reconcile for a pod that starts or succeeds waits for the other pods; failures and
-# deletions do not wait. The wait is longer once the last trainer has ended, because the pods' phases change after that.
+# Without a wait, a job's pods, which change in bursts, would cause 16 status writes for 8 pods (bench/operator_api.py).
+# So the reconcile for a pod that starts or succeeds waits for other pods; failures and deletions do not wait.
+# The wait is longer once the last trainer has ended, because the pods' phases change after that.
 ALL_RUN_SECONDS = 0.02
 ALL_ENDED_SECONDS = 0.1
 SOME_CHANGED_SECONDS = 3.0

@@ -54,7 +54,7 @@ from ddpjob_operator.pods import build, naming
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
 # Seconds after which a reconcile starts no request for a pod; the next reconcile continues.
-# Otherwise a job of a thousand pods behind a slow webhook would react to a suspend or its deletion only after minutes.
+# Without this limit, a job of a thousand pods behind a slow webhook would react to a suspend only after minutes.
 RECONCILE_SECONDS = 5.0
 # After this many missing pods were not found, stop searching: the other ones are usually gone, too.
 GONE_MAX = 8
@@ -175,8 +175,8 @@ class Executor:
 
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}/status"
-        # Replace, not patch, so that unset fields disappear, such as startTime on suspend. The status subresource
-        # ignores the rest of the body. The resourceVersion makes the server refuse the write if the job has changed.
+        # Replace, not patch, so that unset fields disappear. The status subresource ignores the rest of the body.
+        # The resourceVersion makes the server refuse the write if the job has changed.
         body = {
             "apiVersion": api.API_VERSION,
             "kind": api.KIND,

@@ -177,7 +177,7 @@ class Reconciler:
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
             # Plan no further round: the new pods' events will enqueue the job. Check this before the time.
-            # Otherwise, if many jobs start at once, each job would write another status while its pods are starting.
+            # If many jobs start at once, each job would otherwise write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
             return 0.0  # go to the end of the queue, behind the other jobs that are due
