@@ -60,7 +60,7 @@ def _made(script: Script, call: ast.Call) -> ast.expr | None:
 
 
 def _is_path(script: Script, node: ast.expr) -> bool:
-    """True for Path("a"), Path("a") / "b", and names that have such a value."""
+    """True for Path("a"), Path("a") / "b", and names whose value is such a path."""
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         node = node.left
     for origin in script.origins(node):

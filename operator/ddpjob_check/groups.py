@@ -33,7 +33,7 @@ def master_overwritten(script: Script, job: CheckedJob) -> Iterator[Found]:
         texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # it may be a node's address
+            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # the value may be a node's address
                 severity = "warning"
             message = (
                 f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '

@@ -1,4 +1,4 @@
-"""`ddpjob submit`: a job and its code, created together or not at all."""
+"""`ddpjob submit`: create a job and its code. If one of the two fails, neither stays."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _tree(path: str) -> ast.AST | None:
 
 
 def _imported(tree: ast.AST, folder: str) -> Iterator[str]:
-    """Yield paths next to a script, or in the working folder, that its imports may mean. They need not exist."""
+    """Yield paths next to a script, or in the working folder, that its imports may mean. The paths need not exist."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

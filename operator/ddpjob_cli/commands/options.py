@@ -14,7 +14,7 @@ NODES_WANTED = "must be a number of nodes, or MIN:MAX as 1:3 for an elastic job"
 
 @dataclass(frozen=True)
 class Source:
-    """What to run, and the options that change it."""
+    """The file or module to run, and the options that change it."""
 
     file: str | None
     module: str | None = None

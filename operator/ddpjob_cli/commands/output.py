@@ -9,7 +9,7 @@ import click
 
 
 def answer(text: str) -> int:
-    """Write an answer to stdout; return the exit code. It is no error if the reader has closed stdout (`| head`)."""
+    """Write an answer to stdout; return the exit code. A reader that has closed stdout (`| head`) is no error."""
     try:
         sys.stdout.write(_shown(text))
         sys.stdout.flush()

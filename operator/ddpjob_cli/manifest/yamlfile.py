@@ -256,7 +256,7 @@ class _Walk:
             self.visit(value, where)
 
     def _key(self, key: Any) -> Any:
-        """Return a key as a text, as JSON requires. It is a new node: an alias may use the old node as a value."""
+        """Return a key as a text, as JSON requires; in a new node, because an alias may use the old node as a value."""
         if not isinstance(key, yaml.ScalarNode):
             kind = "a list" if isinstance(key, yaml.SequenceNode) else "a mapping"
             raise self._wrong(key, f"{kind} cannot be a key; a key must be text")

@@ -71,7 +71,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
             stack.callback(_cloudpickle().unregister_pickle_by_value, module)
         try:
             data = _dumped((function, tuple(arguments)))
-        except OverflowError:  # also from pickle, for 4 GB
+        except OverflowError:  # pickle itself raises this for 4 GB
             limit = f"more than {FUNCTION_BYTES_MAX / 1e6:.2g} MB{_culprits(function, arguments)}"
             text = f"{name}: its code and the objects that it uses are {limit}"
             raise InputError(f"{text}; load or build it within the function, or read it from a file") from None

@@ -61,7 +61,7 @@ _PATTERNS = (
     ("private key", r"\A((?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY"),
     # https://user:password@host, up to the last @ because a password may contain one; https://token@host
     ("://", r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)((?:(?!://)[^\s\"'<>]){1,200})@"),
-    # not abfss://container@account, which is a path of data
+    # abfss://container@account does not match, because it is a path of data
     ("://", r"(?<!abfs)(?<!abfss)(?<!wasb)(?<!wasbs)://([^\s/:@]{20,})@"),
     ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?{_SCHEMES}\s{{1,3}}([^\s\"',;]+)"),
     ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_VALUE})"),

@@ -80,7 +80,7 @@ _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.
 
 @dataclass(frozen=True)
 class Context:
-    """What is known of an attempt in addition to its pods."""
+    """Facts about an attempt in addition to its pods."""
 
     attempt: int
     members: Members
@@ -156,14 +156,14 @@ def settle(
 
     first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
     their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
-    earlier attempt made one. untried: the script has never trained. nodes: number in the job; None means as many as
+    earlier attempt made one. untried: the script has never trained. nodes: number in the job; None: the length of
     `failed`. lost: failures of pods on lost nodes. early: a node that completed early. steps: last reported, by rank.
     """
     if first.reason == STALLED:
         return first, "stall"
     outside = _ended_from_outside(first)
     # A pod recorded with its exit code had ended before the operator deleted it, even if an operator sees both at once.
-    # For ENDED_EARLY the recorded code is that of its ranks, not of the launcher.
+    # For ENDED_EARLY the recorded code comes from the pod's ranks, not from the launcher.
     recorded_code = first.exit_code is not None and first.reason != ENDED_EARLY
     had_ended = recorded_code and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
     seen = [

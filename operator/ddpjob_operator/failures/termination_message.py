@@ -199,7 +199,7 @@ def _ends_with_traceback(log: str) -> bool:
 def raised(log: str) -> list[Failure]:
     """Return the exceptions in a log in order of their ends. A chain of exceptions counts as one.
 
-    The rank is that of the line's prefix. A symptom is an exception that reports a lost peer, or that such a report
+    The rank comes from the line's prefix. A symptom is an exception that reports a lost peer, or that such a report
     caused.
     """
     chains: list[list[Failure]] = []
@@ -216,7 +216,7 @@ def raised(log: str) -> list[Failure]:
 def table(log: str) -> list[Failure]:
     """Return the rows of torchrun's last failure table in a log. The table's top may be cut off.
 
-    torchrun's root cause comes first. The exception is that of a script with @record.
+    torchrun's root cause comes first. The exception comes from a script with @record.
     """
     rows: list[tuple[bool, dict[str, str]]] = [(True, {})]
     root, field = True, ""

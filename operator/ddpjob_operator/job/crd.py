@@ -53,7 +53,7 @@ COLUMNS = (
 SELECTABLE = (".status.state", ".status.reason")
 
 # CEL can read only metadata.name of the metadata. The messages cannot contain the value,
-# because `messageExpression` with a name is over the cost budget, whatever its maxLength.
+# because `messageExpression` with a name is over the cost budget with any maxLength.
 NAME_RULES = (
     (
         f"self.metadata.name.size() <= {api.NAME_LENGTH_MAX}",
@@ -364,7 +364,7 @@ def _open(properties: dict[str, Schema]) -> Schema:
 
 
 def _known(names: Iterable[str]) -> dict[str, Schema]:
-    """Return schemas of fields without types. They are nullable: Helm's templates write `resources: null` for unset."""
+    """Return schemas of fields without types. All are nullable: Helm's templates write `resources: null` for unset."""
     return {name: {"nullable": True, "x-kubernetes-preserve-unknown-fields": True} for name in names}
 
 

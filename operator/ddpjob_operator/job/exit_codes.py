@@ -222,7 +222,7 @@ class _ScriptWalk:
     def _script(self, node: shell.ShellScript, state: ShellState, tested: bool) -> _States:
         now = [state]
         for part in node.parts:
-            if shell.values(part) or not isinstance(part, shell.Simple):  # not `rc=$?`, which keeps the exit code
+            if shell.values(part) or not isinstance(part, shell.Simple):  # `rc=$?` keeps the exit code
                 now = [before if before.leaving else before.ignoring("next", part.text) for before in now]
             now = _distinct(_then(now, functools.partial(self.run, part, tested=tested)))
         return now
@@ -568,7 +568,7 @@ def _kill(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
     """Return the states after `kill`: `kill $$` ends a shell with a signal, but not a container's first process."""
     values = [state.value(word) or "" for word in words[1:]]
     if "-0" in words or any(value.startswith(JOB) for value in values):
-        return state.ended("")  # whether the process exists is unknown
+        return state.ended("")  # the process may or may not exist
     if any(value.startswith("%") for value in values) and not state.jobs:
         return state.ended(FAILED)
     kills_shell = bool({"$$", "0", "-$$"} & {*words[1:]})

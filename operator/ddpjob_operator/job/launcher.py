@@ -93,7 +93,7 @@ class JobFacts:
 
     @cached_property
     def launcher(self) -> Command | None:
-        """What torchrun or ddprun starts, with the launcher's options; None for other commands."""
+        """The command that torchrun or ddprun starts, with the launcher's options; None for other commands."""
         return self.started if self.started.has_torchrun_options else None
 
     @cached_property
@@ -210,7 +210,7 @@ def waits_in_vain(spec: api.Spec, running: Iterable[tuple[int, list[str], Mappin
         rank = options.pop("node_rank")
         is_one = options["nnodes"] in ("1", "1:1") or (started.launcher == "ddprun" and "standalone" in options)
         if is_one and ("standalone" in options or rank == "0"):
-            continue  # it trains alone, perhaps on purpose, such as to prepare data
+            continue  # this process trains alone, perhaps on purpose, such as to prepare data
         nodes = nodes_of.setdefault(rank, set())
         nodes.add(node)
         own = replace(started, options=options)

@@ -411,7 +411,7 @@ class _ShellParser:
         return Simple(tuple(assigned), tuple(words), document, expanded, targets=tuple(redirections.targets))
 
     def _assigned(self) -> Word:
-        """Parse the value of an assignment; that of an array becomes one word."""
+        """Parse the value of an assignment; the value of an array becomes one word."""
         if self.text.startswith("(", self.at):
             return Word(self._skip_brackets("(", ")"))
         return Word("") if self._at_end_of_word() else self._word()

@@ -10,7 +10,7 @@ from ddpjob_operator.job.podspec import grace_seconds
 
 
 def nproc_per_node(spec: api.Spec) -> int:
-    """Return processes per node: the number in the spec; for auto that of the command, else of its GPUs, else 1."""
+    """Return processes per node: the spec's number; for auto the command's number, else the number of GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
     return min(bounds.NPROC_MAX, launcher.facts(spec).nproc_per_node or max(1, launcher.facts(spec).gpus))

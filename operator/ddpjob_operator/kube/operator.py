@@ -52,12 +52,12 @@ UNSYNCED_SECONDS = 0.2
 STUCK_SECONDS = 600.0
 # Seconds without a new try after which a watch in back-off hangs, because its back-off is shorter.
 IDLE_SECONDS = 60.0
-# The process is killed this many seconds after a signal, or after a failure, whatever is still running.
+# The process is killed this many seconds after a signal, or after a failure, even if tasks are still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
 
 
 class Operator:
-    """All parts, wired. It runs from `start` to `stop`."""
+    """All parts of the operator, connected. It runs from `start` to `stop`."""
 
     def __init__(
         self,

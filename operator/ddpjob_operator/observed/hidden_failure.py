@@ -19,7 +19,7 @@ _INTERRUPTED = "SIGINT"
 
 @functools.lru_cache(maxsize=512)
 def is_recorded(message: str) -> bool:
-    """True if a termination message proves that the training failed, whatever the exit code is.
+    """True if a termination message proves that the training failed, even if the exit code is 0.
 
     A rank that saved and ended after a request to stop has not failed: `timeout 1h torchrun train.py || true`.
     """

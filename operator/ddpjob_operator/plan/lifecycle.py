@@ -83,7 +83,7 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
 
 
 def failing(view: View, status: api.Status) -> Decision | None:
-    """Stop the pods of a job that will fail in any case. They get their full grace to save."""
+    """Stop the pods of a job that will fail in any case. The pods get their full grace to save."""
     if view.recorded.state != "Failing":
         return None
     active = view.active_of_all_attempts

@@ -199,7 +199,7 @@ def _sorted(
     settings: Settings,
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
-    # An elastic job has as many nodes as its attempt's pods were made for or, before the first pod, as it may have now.
+    # An elastic job has the number of nodes that its pods were made for; before the first pod, the number allowed now.
     job = replace(job, spec=launcher.with_nodes(job.spec, status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
@@ -349,7 +349,7 @@ def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> It
     places = topology.members(job.spec) if others else ()
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
-        # A pod of the deleted job answers to the same DNS name until it has ended, whatever its attempt.
+        # A pod of the deleted job answers to the same DNS name until the pod has ended, in any attempt.
         # The pod has no owner if the job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)
         orphaned = pod.job == job.metadata.name and not pod.owner_uid and pod.attempt > 0

@@ -1,5 +1,5 @@
-"""Environment of a pod's `ddprun` in addition to torchrun's variables. It is set once, so it contains the restart
-budget at the pod's creation (`ddpjob_core.budget`)."""
+"""Environment of a pod's `ddprun` in addition to torchrun's variables. The environment is set once, so it contains the
+restart budget at the pod's creation (`ddpjob_core.budget`)."""
 
 from __future__ import annotations
 

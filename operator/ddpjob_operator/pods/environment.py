@@ -11,7 +11,7 @@ TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 JOIN_SECONDS = 900
 """The longest that the torchrun of an elastic job waits for its group. Without minNodes it is torch's default, 600 s
 (_default_timeout_seconds, torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, torch 2.13)."""
-# Variables that torchrun and ddprun set in the ranks, whatever the pod has.
+# Variables that torchrun and ddprun always set in the ranks.
 OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 

@@ -18,10 +18,10 @@ LABEL_TRAINER = f"{api.GROUP}/trainer"
 """
 LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
-# The ports are outside the ephemeral range (32768-60999) and the NodePort range (30000-32767): the kernel uses none
-# of them for outgoing connections. They are below ports that scripts often hard-code (29400, 29500).
+# The ports are outside the NodePort range (30000-32767), and below ports that scripts often hard-code (29400, 29500).
+# They are outside the ephemeral range (32768-60999), from which the kernel takes ports for outgoing connections.
 PORT_FIRST, PORT_LAST = 20000, 29399
-PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
+PORTS_AVOIDED = frozenset({23456, 25000})  # lower ports that scripts hard-code
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def selector(job: api.DDPJob) -> str:
 
 
 def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) -> str:
-    """Return the name of a pod. It has the attempt, so that a pod of an old attempt is never taken for a new one.
+    """Return the name of a pod. The name has the attempt, so that a pod of an old attempt is never taken for a new one.
 
     digits-1-3-r2 is the second replacement of digits-1-3. The r distinguishes it from pods of a job named digits-1.
     """

@@ -96,7 +96,7 @@ class LocalCluster:
         self._reporting = reporting
         self._show, self._names = show, names
         self._room = len(slots)
-        self._without_room: dict[str, tuple[api.DDPJob, CreatePod, dt.datetime]] = {}  # by name of the pod
+        self._without_room: dict[str, tuple[api.DDPJob, CreatePod, dt.datetime]] = {}  # waiting pods, by name
         self._service = False
         self._ports: dict[int, socket.socket] = {}
         self._observations = 0
@@ -276,7 +276,7 @@ class LocalCluster:
             pod.node.stop(grace)
 
     def _port(self, attempt: int) -> int:
-        """Return the port of an attempt, reserved when its first pod is created. Release those of older attempts."""
+        """Return an attempt's port, reserved when its first pod is created. Release the ports of older attempts."""
         if attempt not in self._ports:
             self._ports[attempt] = ports.hold()
             for older in [a for a in self._ports if a < attempt]:
@@ -340,7 +340,7 @@ class LocalCluster:
             self._read_output(pod)
         written = ""
         with suppress(OSError):
-            # Read as many bytes as a kubelet does.
+            # Read the same number of bytes as a kubelet.
             written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
         message = end.message or self._names(written or _doubt(end) + pod.log.tail)
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)

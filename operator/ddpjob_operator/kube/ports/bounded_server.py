@@ -131,7 +131,7 @@ class BoundedServer(abc.ABC):
         return True
 
     def prove(self, request: web.BaseRequest) -> None:
-        """Mark the connection of a request whose token was verified. It can then only be closed while it is idle."""
+        """Mark the connection of a request with a verified token. The server then closes it only while it is idle."""
         cast(Connection, request.protocol).proven = True
 
     def forget(self, connection: Connection) -> None:

@@ -1,8 +1,8 @@
 """Receives the reports that `ddpjob.progress()` posts from pods, on a port of its own.
 
-The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port.
-So nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Losing a
-report never harms a job.
+The protocol is the same as in the local run's receiver and in Kubeflow Trainer. Every pod of the cluster can reach the
+port. So nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off.
+Losing a report never harms a job.
 """
 
 from __future__ import annotations

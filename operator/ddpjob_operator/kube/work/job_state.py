@@ -200,7 +200,7 @@ class JobStates:
             state.deleted_pods[pod.name] = pod
 
     def spec(self, key: Key) -> api.Spec | None:
-        """Return the spec. It is parsed once per generation, because reports come far more often than changes.
+        """Return the spec, parsed once per generation, because reports come far more often than changes.
 
         None if it was never readable, was too large to keep (job/storage.py), or there is no job. A spec that has
         become unreadable stays as last parsed.

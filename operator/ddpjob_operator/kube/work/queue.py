@@ -5,7 +5,7 @@ at a time per key. Many requests for a key become one reconcile, and failures ba
 
 A key that is due waits for its turn:
 
-- Namespaces take turns, so that 500 jobs in one namespace do not delay those of another.
+- Namespaces take turns, so that 500 jobs in one namespace do not delay the jobs of another.
 - Within a namespace, kinds of keys take turns (`kind`): jobs that have begun, and new jobs by size. So a restart does
   not wait for new jobs, and a job of one pod does not wait for jobs of a thousand pods.
 - Jobs with more pods to create come after these, and status updates without bad news come last (`Priority`). Each of
@@ -258,7 +258,7 @@ class RetryError(Exception):
 
 
 class Queue(Generic[K]):
-    """Runs `reconcile(key)` for due keys. It returns the seconds until the next reconcile, or None."""
+    """Runs `reconcile(key)` for due keys. `reconcile` returns the seconds until the next one, or None."""
 
     def __init__(
         self,

@@ -119,7 +119,7 @@ class Reconciler:
             self.caches.jobs.begun.waits_no_more(key)
             self.states.forget([key])
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
-            return bounds.TIME_LAST  # it begins when memory is freed, at an unknown time
+            return bounds.TIME_LAST  # the job begins when memory is freed, at an unknown time
         return until
 
     def _has_objects(self, key: Key) -> bool:
