@@ -118,7 +118,7 @@ def _is_parameter(script: Script, name: ast.Name) -> bool:
 
 
 def _binds(target: ast.expr, name: str) -> bool:
-    """True if the loop's target is this name, or ends with it: `name, param`."""
+    """True if the loop's target is this name, or ends with this name, as in `name, param`."""
     last = target.elts[-1] if isinstance(target, ast.Tuple | ast.List) and target.elts else target
     return name_of(last) == name
 

@@ -123,7 +123,7 @@ def words_in(node: ast.AST) -> set[str]:
 
 
 def unmoved(maker: object) -> object:
-    """Return `Net()` for `Net().to(rank)`, which is the same model on another device."""
+    """Return a model without its move to a device: `Net()` for `Net().to(rank)`."""
     while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
         maker = maker.func.value
     return maker
@@ -158,7 +158,7 @@ def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[str, str]:
-    """Return {alias: full name} for names that are bound once, to a torch function: reduce = dist.all_reduce."""
+    """Return {alias: full name} for names that are bound once, to torch functions: `reduce = dist.all_reduce`."""
     bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     bound.update(n.arg for n in nodes if isinstance(n, ast.arg))
     aliases: dict[str, str] = {}

@@ -97,7 +97,7 @@ def _devices(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
 
 
 def _index(device: ast.expr) -> ast.expr:
-    """Return rank for f"cuda:{rank}", "cuda:%d" % rank and "cuda:{}".format(rank), else the expression itself."""
+    """Return the index in f"cuda:{rank}", "cuda:%d" % rank or "cuda:{}".format(rank), else the expression itself."""
     if isinstance(device, ast.JoinedStr) and len(device.values) == 2:
         value = device.values[1]
         return value.value if isinstance(value, ast.FormattedValue) and _is_cuda(device.values[0]) else device
@@ -209,7 +209,7 @@ _RUNS_ON_ONE = ("rank_zero_only", "rank0_only", "main_process_only", "master_onl
 
 
 def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
-    """Return `rank == 0` for `case 0:`."""
+    """Return the comparison that a case stands for: `rank == 0` for `case 0:`."""
     if not isinstance(case.pattern, ast.MatchValue) or case.guard is not None:
         return None
     test = ast.Compare(match.subject, [ast.Eq()], [case.pattern.value])

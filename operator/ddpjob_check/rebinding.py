@@ -101,7 +101,7 @@ def _changed(node: ast.AST) -> Iterator[str]:
 
 
 def _object_of(namespace: ast.AST) -> str:
-    """Return `args` for vars(args) and args.__dict__; "" for any other expression."""
+    """Return the object of a namespace: `args` for vars(args) and args.__dict__; "" for any other expression."""
     if isinstance(namespace, ast.Call) and name_of(namespace.func) == "vars" and namespace.args:
         return dotted(namespace.args[0])
     if isinstance(namespace, ast.Attribute) and namespace.attr == "__dict__":

@@ -98,7 +98,7 @@ class ClusterLogs:
         return rank // topology.nproc_per_node(spec)
 
     def prefix(self, node: int) -> str:
-        """Return [1:1] if a node is one rank, else [1], as for a node that was removed by scaling down."""
+        """Return the node's prefix: [node:rank] if a node is one rank; [node] otherwise, and for a removed node."""
         spec = self.stored.job.spec
         rank = topology.rank_of_place(spec, node) if node < spec.nodes else None
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "

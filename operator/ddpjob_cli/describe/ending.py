@@ -26,7 +26,7 @@ def suspicions(status: api.Status) -> str:
 
 
 def failed(name: str, status: api.Status, took: float) -> str:
-    """Return ✖ digits Failed after 38s: restarted 3 times …; took: seconds."""
+    """Return a line such as `✖ digits Failed after 38s: restarted 3 times …`. took: seconds."""
     return f"✖ {name} Failed after {wording.duration(took)}: {status.message}"
 
 

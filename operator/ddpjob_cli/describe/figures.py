@@ -11,7 +11,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def metric(text: str) -> str:
-    """Return 0.484 for 0.48397613525390626, 1.22e-06 for 1.220703125e-06. Other texts are returned unchanged."""
+    """Return a shorter number: 0.484 for 0.48397613525390626. A text without a fraction is returned unchanged."""
     if "." not in text:
         return text
     try:
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return 1.2 GB or 350 MB, with units of powers of 1000."""
+    """Return a size with a unit, for example 1.2 GB or 350 MB. Units are powers of 1000."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -43,7 +43,7 @@ def size(count: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return 4 ms/step or 2.1 s/step."""
+    """Return the time of a step, for example 4 ms/step or 2.1 s/step."""
     return f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"
 
 

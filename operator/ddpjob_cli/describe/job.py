@@ -43,7 +43,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
 
 
 def state_line(status: api.Status, now: dt.datetime) -> str:
-    """Return Restarting for 24s (BackOff), attempt 2"""
+    """Return a line such as `Restarting for 24s (BackOff), attempt 2`."""
     if status.state is None:
         return f"unknown: {UNSEEN}"
     since = f" for {wording.duration((now - status.state_time).total_seconds())}" if status.state_time else ""
@@ -97,7 +97,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def labelled(name: str, text: str) -> str:
-    """Return `State:   Running`; a text of several lines stays in its column."""
+    """Return for example `State:   Running`; a text of several lines stays in its column."""
     head = f"{name}:" if name else ""
     return head.ljust(LABEL_WIDTH) + text.replace("\n", "\n" + " " * LABEL_WIDTH)
 

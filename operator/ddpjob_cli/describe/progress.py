@@ -10,7 +10,7 @@ _MEMORY = "the memory "  # status.resumedFrom begins with this if the state came
 
 
 def step_parts(status: api.Status) -> list[str]:
-    """Return step 312/1125, 28 %, 24s left, short enough for a narrow terminal."""
+    """Return for example `step 312/1125`, `28 %` and `24s left`, short enough for a narrow terminal."""
     progress = status.progress
     if progress is None:
         return []
@@ -25,7 +25,7 @@ def step_parts(status: api.Status) -> list[str]:
 
 
 def pace_parts(status: api.Status) -> list[str]:
-    """Return 5,210 samples/s, loss 0.412"""
+    """Return speed and metrics, for example `5,210 samples/s` and `loss 0.412`."""
     progress = status.progress
     if progress is None:
         return []
@@ -44,7 +44,7 @@ def metric_parts(progress: api.Progress) -> list[str]:
 
 
 def resumed_parts(status: api.Status) -> list[str]:
-    """Return `resumed at step 1125 from the memory on the nodes of ranks 0, 1`; [] if the ranks loaded no state."""
+    """Return for example `resumed at step 1125 from /ckpt`; [] if the ranks loaded no state."""
     if status.resumed_step is None:
         return []
     return [f"resumed at step {status.resumed_step}{f' from {status.resumed_from}' if status.resumed_from else ''}"]

@@ -171,7 +171,7 @@ def restart_ranks(pods: Iterable[LocalPod]) -> None:
 
 
 def named(paths: Collection[str]) -> str:
-    """Return `train.py and 2 more files changed`, or `model.py is gone`."""
+    """Return for example `train.py and 2 more files changed`, or `model.py is gone`."""
     shown = [os.path.relpath(path) for path in sorted(paths)]
     more = len(shown) - NAMES_MAX
     text = ", ".join(shown[:NAMES_MAX]) + (f" and {wording.count(more, 'more file')}" if more > 0 else "")

@@ -129,8 +129,8 @@ class PodEnd:
 def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
     """Return the cause as known before the operator stops anything.
 
-    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Of equal failures the one
-    of the lower node rank wins, so that the order of pods does not matter.
+    failed: at least one failed pod of the attempt, and pods that were deleted from outside. Of equal failures, the
+    failure of the lowest node rank wins, so that the order of pods does not matter.
     """
     ends = [_end(context, pod, outside=True) for pod in failed]
     own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
@@ -269,7 +269,7 @@ def is_own(failure: api.JobFailure) -> bool:
 
 
 def who(failure: api.JobFailure) -> str:
-    """Return `rank 37`; `node 4` if the rank is unknown; `init container "copy" of bert-1-4`."""
+    """Return who failed: `rank 37`; `node 4` if the rank is unknown; `init container "copy" of bert-1-4`."""
     if failure.init_container:
         return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"

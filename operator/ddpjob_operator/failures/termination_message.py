@@ -237,8 +237,8 @@ def table(log: str) -> list[Failure]:
 
 
 def signal_name(exit_code: int | None) -> str:
-    """Return SIGKILL for 137; "" if no signal ended the process. 168 counts as an exit code that the program chose,
-    not as a real-time signal."""
+    """Return for example SIGKILL for 137; "" if no signal ended the process. 168 counts as an exit code that the
+    program chose, not as a real-time signal."""
     number = (exit_code or 0) - 128
     return failures.signal_name(number) if number in set(signals.Signals) else ""
 

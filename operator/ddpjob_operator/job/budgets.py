@@ -28,7 +28,7 @@ def restarts(history: RestartHistory) -> api.Restarts:
 
 
 def by_class(restarts: api.Restarts) -> str:
-    """Return `2 application, 1 infrastructure`: the number of restarts for each cause; "" without restarts."""
+    """Return the restarts by cause, for example `2 application, 1 infrastructure`; "" without restarts."""
     by = [(restarts.application, "application"), (restarts.infrastructure, "infrastructure"), (restarts.stall, "stall")]
     return ", ".join(f"{number} {name}" for number, name in by if number)
 

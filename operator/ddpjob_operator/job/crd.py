@@ -98,10 +98,10 @@ def _differs(field: str) -> str:
 # Comparing templates costs more than all other rules together (bench/results). Most status writes change these fields.
 WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('message')} || {_differs('progress')})"
 
-# Fields that must not change while the job is running, as CEL for "unchanged". template: `==` compares undeclared
-# fields too, but misses one that replaces another (it looks up a key, finds none, and continues). So `_template`
-# declares all fields of a pod and its containers, and both directions are compared. One gap is left, which the operator
-# must detect itself: an update that only replaces a field that `_template` does not declare by another such field.
+# Fields that must not change while the job is running, as CEL for "unchanged". `==` of templates compares undeclared
+# fields too, but misses a field that replaces another: `==` looks up the old key, finds none, and continues.
+# So `_template` declares all fields of a pod and its containers, and both directions are compared. The operator must
+# detect the gap that is left: an update that only replaces one undeclared field by another undeclared field.
 UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.

@@ -235,7 +235,7 @@ def _only_read(spec: api.Spec) -> Iterator[str]:
 
 
 def _alone(spec: api.Spec) -> list[str]:
-    """Yield a warning about a launcher that starts only its node's ranks: nothing names the other nodes."""
+    """Yield a warning about a launcher that starts only its node's ranks, because nothing names the other nodes."""
     text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):

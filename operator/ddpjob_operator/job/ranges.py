@@ -46,5 +46,5 @@ _of_long = functools.lru_cache(maxsize=4)(_parsed)
 
 
 def for_people(node_ranks: Sequence[int]) -> str:
-    """Return `1, 4-7`, for messages."""
+    """Return numbers as text for messages, for example `1, 4-7`."""
     return text(node_ranks).replace(",", ", ")

@@ -37,7 +37,7 @@ class Typos:
 
 
 def suggestion(name: str, known: Iterable[str], typos: Typos | None = None) -> str:
-    """Return `; did you mean nodes?` or ""."""
+    """Return for example `; did you mean nodes?`; "" if no known name is similar."""
     known = list(known)
     if name.lower() in _OTHER_NAMES and _OTHER_NAMES[name.lower()] in known:
         return f"; did you mean {_OTHER_NAMES[name.lower()]}?"

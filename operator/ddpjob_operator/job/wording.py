@@ -11,7 +11,7 @@ NAME_MAX = 40
 
 
 def duration(seconds: float) -> str:
-    """Return 24s, 12m5s, 3h10m or 2d4h, as kubectl writes ages."""
+    """Return a duration as kubectl writes ages: 24s, 12m5s, 3h10m or 2d4h."""
     whole = max(0, round(seconds))
     for big, small, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if whole >= big:
@@ -21,12 +21,12 @@ def duration(seconds: float) -> str:
 
 
 def clock(time: dt.datetime) -> str:
-    """Return 08:04:28 UTC, for a time of today."""
+    """Return a time without its date, for example 08:04:28 UTC."""
     return f"{time.astimezone(dt.timezone.utc):%H:%M:%S} UTC"
 
 
 def count(number: int, thing: str) -> str:
-    """Return 1 node, 2 nodes or 3,000 processes."""
+    """Return a number with its noun: 1 node, 2 nodes or 3,000 processes."""
     plural = "" if number == 1 else "es" if thing.endswith("s") else "s"
     return f"{number:,} {thing}{plural}"
 

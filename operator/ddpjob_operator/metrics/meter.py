@@ -125,7 +125,7 @@ class Meter:
         restart: Restart | None = None,
         agent: AgentReport | None = None,
     ) -> Restart | None:
-        """Count a status that was written. Return the next `restart`. agent: of node 0's last report."""
+        """Count a status that was written. Return the next `restart`. agent: the last report of node 0's agent."""
         seen, restart = of_change(old, new, now, restart, agent)
         for each in seen:
             if each.metric.kind == "counter":

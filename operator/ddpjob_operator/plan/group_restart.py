@@ -230,7 +230,7 @@ def files_stay(view: View) -> bool:
 
 
 def from_step(status: api.Status, *, kept: bool) -> str:
-    """Return `, from step 500`; "" if no checkpoint was reported. kept: True if the checkpoint still exists."""
+    """Return for example `, from step 500`; "" if no checkpoint was reported. kept: the checkpoint still exists."""
     step = saved_step(status)
     if step is None:
         return ""

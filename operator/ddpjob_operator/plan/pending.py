@@ -44,7 +44,7 @@ def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datet
 
 
 def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetime | None]:
-    """Return `, for more than 5m` ("" in the first minute), and when that text will change."""
+    """Return for example `, for more than 5m` ("" in the first minute), and when the text will change."""
     if since is None:
         return "", None
     reached, next_at = _named(since, now)

@@ -19,7 +19,7 @@ CONDITION_MAX = 1024
 
 
 def status(new: api.Status, old: api.Status) -> api.Status:
-    """Return the status as people may see it. Entries equal to those in `old` stay: masking again takes up to 20 ms."""
+    """Return the status as people may see it. Entries that `old` contains are not masked again, to save up to 20 ms."""
     return replace(
         new,
         message=shown(new.message, MESSAGE_MAX),

@@ -354,7 +354,7 @@ class LocalCluster:
 
 
 def _doubt(end: nodes.End) -> str:
-    """Return a termination message if the launcher outlived the command and was killed after it; else ""."""
+    """Return a termination message if the launcher outlived the command and was then killed; else ""."""
     launchers = [one for words in end.left if (one := command.by_torchrun(words)) is not None]
     if not launchers or (end.code and end.ended_first):
         return ""

@@ -11,12 +11,12 @@ _PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed
 
 
 def program(name: str) -> str:
-    """Return `; did you mean torchrun?`, or "" if the name is right or resembles none."""
+    """Return for example `; did you mean torchrun?`; "" if the name is right or resembles no program."""
     return "" if name in _PROGRAMS else suggestion(name, _PROGRAMS)
 
 
 def file(path: str, folder: str = ".") -> str:
-    """Return `; did you mean train.py?`, or `; it is in /project: run from there` if a folder above has it, or ""."""
+    """Return for example `; did you mean train.py?`, or `; it is in /project: run from there`; else ""."""
     head, name = os.path.split(path)
     for above in Path(os.path.abspath(folder)).parents:
         if not os.path.isabs(path) and os.path.isfile(above / path):

@@ -246,7 +246,7 @@ def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: boo
 
 
 def title(job: api.DDPJob, defaults: str) -> str:
-    """Return `digits · 2 nodes × 1 process · gloo`, followed by `defaults`."""
+    """Return for example `digits · 2 nodes × 1 process · gloo`, followed by `defaults`."""
     nodes = wording.count(job.spec.nodes, "node")
     processes = wording.count(topology.nproc_per_node(job.spec), "process")
     shape = f"{nodes} × {processes}"

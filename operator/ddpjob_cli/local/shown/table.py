@@ -150,7 +150,7 @@ def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | No
 
 
 def ranks_text(job: api.DDPJob, place: int) -> str:
-    """Return `rank 1` or `ranks 2-3`; `2 of 4 ranks` if the rendezvous assigns them."""
+    """Return for example `rank 1` or `ranks 2-3`; `2 of 4 ranks` if the rendezvous assigns the ranks."""
     nproc = topology.nproc_per_node(job.spec)
     own = topology.members(job.spec).ranks(place, nproc)
     if not topology.ranks_follow_nodes(job.spec):
@@ -230,7 +230,7 @@ def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
 
 
 def _cells(node: NodeRow) -> list[str]:
-    """Return, by importance: node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB."""
+    """Return cells by importance: node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 %."""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
     cells = [
         f"  node {node.place}",

@@ -123,7 +123,7 @@ class Teller:
 
 
 def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:
-    """Return `■ digits stopped after 12s, saved at step 281`. ended: trainers that ended after the stop began."""
+    """Return for example `■ digits stopped after 12s, saved at step 281`. ended: trainers that ended after the stop."""
     progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
     if progress is not None and progress.saved_step == progress.step:
         return f"{after}, saved at step {progress.step}"
@@ -135,7 +135,7 @@ def stopped(name: str, status: api.Status, took: float, ended: Iterable[Containe
 
 
 def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
-    """Return `; nothing was saved: rank 0 raised RuntimeError: … in train.py:40`; "" if the reason is unknown."""
+    """Return for example `; nothing was saved: rank 0 raised RuntimeError: …`; "" if the reason is unknown."""
     ended = list(ended)
     failures = [termination_message.read(trainer.message).failure for trainer in ended if trainer.message]
     own = [f for f in failures if f.exception and not (f.symptom or f.resumable or _SIGNALLED.search(f.exception))]

@@ -18,7 +18,7 @@ from ddpjob_operator.plan import agent_restarts
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
 # While a job's progress waits to be written, other changes in its reports cause a plan only this often (seconds).
-# Otherwise thousands of jobs would be planned every ten seconds in vain.
+# Without this limit, thousands of jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
 # Writes for all jobs together. Otherwise step numbers of thousands of jobs would keep the API server busy.
 PROGRESS_WRITES_PER_SECOND = 10
