@@ -207,7 +207,7 @@ def _counts_from_zero(iterated: ast.expr) -> bool:
 
 
 def default_of(function: Function, position: int) -> ast.expr | None:
-    """Return the default of the parameter at this position; None if it has none."""
+    """Return the default of the parameter at this position; None without a default."""
     count = len(function.args.posonlyargs) + len(function.args.args)
     from_end = position - count
     defaults = function.args.defaults

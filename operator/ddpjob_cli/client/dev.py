@@ -48,7 +48,7 @@ def changes(before: Code, now: Code) -> Raw:
 
 
 class MovingDeadline:
-    """The deadline of a job, which its client moves on: without a client the nodes are given back."""
+    """The deadline of a job. The client keeps moving it on, so that the nodes are freed if the client is gone."""
 
     def __init__(self, cluster: Cluster, name: str, seconds: int) -> None:
         self._cluster, self._name, self._seconds = cluster, name, seconds

@@ -50,7 +50,7 @@ def set_variable(document: Document, variable: str) -> None:
     env = trainer.get("env") if isinstance(trainer.get("env"), list) else []
     own = [i for i, e in enumerate(env or ()) if isinstance(e, dict) and e.get("name") == name]
     kept = [e for i, e in enumerate(env or ()) if i not in own]
-    # Keep its position, because $(NAME) can refer only to an earlier variable.
+    # Keep the variable's position, because $(NAME) can refer only to an earlier variable.
     first = own[0] if own else len(kept)
     trainer["env"] = [*kept[:first], {"name": name, "value": value}, *kept[first:]]
 

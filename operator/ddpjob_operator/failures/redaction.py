@@ -59,7 +59,7 @@ _PATTERNS = (
     # A private key; the log may have cut off its beginning or its end.
     ("private key", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)"),
     ("private key", r"\A((?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY"),
-    # https://user:password@host, up to the last @ because a password may contain one; https://token@host
+    # https://user:password@host, up to the last @ because a password may contain @; https://token@host
     ("://", r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)((?:(?!://)[^\s\"'<>]){1,200})@"),
     # abfss://container@account does not match, because it is a path of data
     ("://", r"(?<!abfs)(?<!abfss)(?<!wasb)(?<!wasbs)://([^\s/:@]{20,})@"),

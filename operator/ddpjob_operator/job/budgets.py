@@ -1,4 +1,4 @@
-"""The restarts that a spec allows and those that its status counts."""
+"""The restarts that a spec allows, and the restarts that a status counts."""
 
 from __future__ import annotations
 

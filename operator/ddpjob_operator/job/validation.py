@@ -148,7 +148,7 @@ def check(spec: api.Spec, typos: Typos, *, here: bool = False) -> Iterator[Probl
 
 
 def dotted(path: Path) -> str:
-    """Return a path as text: spec.template.spec.containers[0].name"""
+    """Return a path as text, such as spec.template.spec.containers[0].name."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

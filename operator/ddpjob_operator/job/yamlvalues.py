@@ -57,7 +57,7 @@ def boolean(text: str) -> bool:
 
 
 def _bool(text: str) -> bool | None:
-    """Return the value of yes, Yes or YES; None for yEs."""
+    """Return the boolean of yes, Yes or YES; None for other spellings such as yEs."""
     return _BOOLS.get(text.lower()) if text in (text.lower(), text.upper(), text.capitalize()) else None
 
 

@@ -99,5 +99,5 @@ def _with_the_group(view: View, status: api.Status, started: set[int], completed
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:
         return started  # a pod may be missing because the operator stopped before creating it
-    # All pods have existed, so a missing pod has run. A new pod of its number would wait in vain for the others.
+    # All pods have existed, so a missing pod has run. A new pod with the same number would wait in vain for the others.
     return started | (set(view.members) - set(view.pods))

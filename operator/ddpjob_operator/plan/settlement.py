@@ -253,6 +253,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # Only nodes that ran together can complete. If they did not, SIGKILL only means that stopping took long.
+        # Only nodes that ran together can complete. If they ran apart, SIGKILL only means that stopping took long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -108,6 +108,6 @@ def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str,
         # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13, restarted ranks would
         # read addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # When a node joins, ranks end. A torchrun that has not noticed the join yet spends a restart on that.
+        # When a node joins, ranks end. A torchrun that has not noticed the join yet spends a restart on their end.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),
     }

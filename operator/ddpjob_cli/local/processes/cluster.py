@@ -34,7 +34,7 @@ from ddprun import ports, processes
 
 TERMINATION_MESSAGE_BYTES = 4096
 READ_BYTES = 1 << 18  # bytes: four times a pipe's capacity, so one read empties it
-ELASTIC_CONF = "last_call_timeout=5,snooze=0"  # nodes start within seconds of each other, and none is flaky
+ELASTIC_CONF = "last_call_timeout=5,snooze=0"  # seconds; short, because local nodes start together
 CREATING = Container("waiting", reason="ContainerCreating")
 
 

@@ -62,7 +62,7 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file.unlink(missing_ok=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread. Beyond the limit close the oldest, because a report takes milliseconds."""
+        """Serve a connection in a thread. Beyond the limit close the oldest one: a report takes milliseconds."""
         if len(self._connections) >= CONNECTIONS_MAX:
             oldest = next(iter(list(self._connections)))
             self._connections.pop(oldest, None)

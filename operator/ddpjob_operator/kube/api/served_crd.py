@@ -37,7 +37,7 @@ async def report_old_crd(client: Client, log: logging.Logger, *, seconds: float 
 
 
 def older(fields: list[str]) -> str:
-    """Return a line for the log: what happens to these fields, and how to upgrade."""
+    """Return a line for the log: the CRD drops these fields until it is upgraded, and how to upgrade it."""
     more = len(fields) - _NAMED
     named = ", ".join(fields[:_NAMED]) + (f" and {more} more field{'s' if more > 1 else ''}" if more > 0 else "")
     return (

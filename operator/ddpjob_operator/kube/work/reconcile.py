@@ -226,7 +226,7 @@ class Reconciler:
         return job, problems
 
     def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
-        """Log why the job cannot be handled, if that is new. Return the seconds until the next try."""
+        """Log why the job cannot be handled, if the reason is new. Return the seconds until the next try."""
         times = state.put_off.times + 1 if state.put_off is not None and state.put_off.why == why else 1
         pause = back_off(times)
         state.put_off = PutOff(why, version, self.runtime.clock() + pause, times)
