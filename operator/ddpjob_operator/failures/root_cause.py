@@ -281,8 +281,8 @@ def tail_of(pod: Pod) -> str:
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return "permanent" only if the job has never trained and no node can start it, so that neither the node nor the
-    moment can be the reason. A missing ConfigMap is missing on all nodes."""
+    """Return "permanent" only if the job has never trained and no node can start it. Otherwise the node or the moment
+    may be the reason. A missing ConfigMap is missing on all nodes."""
     if cause.reason not in rules.START_REASONS and stepped:
         return "application"  # the ranks have made steps, so the program existed on the node
     if rules.classify(_with_evidence(cause)) == "infrastructure":

@@ -106,8 +106,8 @@ def may_be_replaced(words: list[str]) -> bool:
 
 
 def zero_proves_success(words: list[str]) -> bool | None:
-    """True if exit code 0 proves that the last launcher ended with 0, False if it proves nothing because the shell
-    hides its failure, and None if it is not known."""
+    """True if exit code 0 proves that the last launcher ended with 0. False if the shell hides a failure of the
+    launcher, and None if this is unknown."""
     if not any(programs.name(word) in (*command.SHELLS, "script") for word in words):
         return True if command.read(words).launcher not in ("", "python") else None
     found = launcher_exits(words)

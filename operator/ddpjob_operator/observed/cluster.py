@@ -177,8 +177,8 @@ class Pod(msgspec.Struct, frozen=True):
     def live(self) -> bool:
         """True if a process of the pod may still be running.
 
-        The phase alone is not enough. The kubelet often reports the end of the only container while the phase is
-        Running, and deleting a pod that ended by itself would lose its log.
+        The phase alone is not enough: the kubelet often reports the end of the only container while the phase is
+        Running. Deleting a pod that ended by itself would lose its log.
         """
         if self.phase in ("Succeeded", "Failed"):
             return self._awaits_its_log

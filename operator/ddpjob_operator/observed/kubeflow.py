@@ -54,8 +54,8 @@ def speaks(body: bytes) -> bool:
 def read_body(
     body: bytes, received_at: dt.datetime, total_steps_before: int | None
 ) -> tuple[Report | None, int | None]:
-    """Return the report in a body of either protocol, or None if it has none, and the total steps, which later
-    bodies of the sender may omit. Raise BadReportError."""
+    """Return the report in a body of either protocol (None without a report), and the total steps. Later bodies of the
+    sender may omit the total steps. Raise BadReportError."""
     if not speaks(body):
         return read_report(body, received_at), total_steps_before
     try:

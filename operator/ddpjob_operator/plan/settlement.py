@@ -74,8 +74,8 @@ def _is_repeated(view: View, cause: api.JobFailure, failure_class: rules.Class) 
 
 
 def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
-    """True if a process raised an exception of the same type at the same line as before the last restart, which began
-    this attempt or was in place."""
+    """True if a process raised an exception of the same type at the same line as before the last restart. The restart
+    began this attempt or was in place."""
     if before is None or before.attempt not in (failure.attempt - 1, failure.attempt) or not failure.where:
         return False
     kind, kind_before = (f.exception.partition(":")[0] for f in (failure, before))

@@ -33,7 +33,7 @@ def started_among(pid: int) -> tuple[float, int]:
 def of_node(supervisor: int, parent_of: Mapping[int, int]) -> tuple[int, ...]:
     """Return the pids of a node's ranks, sorted by rank; () if the ranks cannot be told from other processes."""
     own = processes.descendants(supervisor, parent_of)
-    # Ranks differ from their parents in these variables; launchers above and DataLoader workers below ranks do not.
+    # A rank differs from its parent in the values of `_variables`; launchers and DataLoader workers do not.
     # Read the variables in each call, because a process has its parent's variables until exec.
     variables = {pid: _variables(pid) for pid in own}
     marked = {pid for pid in own if variables[pid] and variables[pid] != variables.get(parent_of[pid])}

@@ -19,7 +19,7 @@ READY = Node(ready=True)
 # If this share of the nodes is silent, the control plane is probably cut off and the trainers are still running.
 # The node controller also stops evicting at its unhealthy-zone-threshold, 0.55, with at least three nodes.
 DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
-# Seconds. Nodes that lose contact together are marked not ready within a minute, so a longer interval is no sign of it:
+# Seconds. Nodes that lose contact together are marked not ready within a minute, so longer intervals mean other causes:
 # nodes that were powered off weeks ago are no evidence about a node that dies today.
 TOGETHER_SECONDS = 300.0
 # More than the nodes of the largest cluster (5,000). An autoscaler removes nodes daily; most are never needed again.
