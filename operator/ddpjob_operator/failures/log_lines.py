@@ -26,8 +26,8 @@ _RANK = re.compile(r"\[rank(\d{1,9})\]")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
-# The first line of torchrun's report, until torch 2.1 with the logger's name, and other lines of torchrun.
-# Others are about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
+# Lines of torchrun itself: _REPORT matches the first line of its report (until torch 2.1 with the logger's name).
+# _LAUNCHERS_OWN also matches lines about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
 _REPORT = re.compile(
     r"^(?:[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING):torch\.distributed\.elastic)"
 )
