@@ -52,7 +52,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
 
 
 def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Launcher) -> None:
-    """A setting that is not applied changes results by the number of threads, or leaves out requested logs."""
+    """If the settings were ignored, results would depend on the number of threads, and logs would be missing."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
     assert forked == fresh
