@@ -373,7 +373,7 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """A job that crashes whenever it loads its checkpoint makes no new step. A new agent must not restart it forever."""
+    """A job that crashes at each load of its checkpoint makes no new step. A new agent must not restart it forever."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))

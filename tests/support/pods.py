@@ -192,7 +192,7 @@ def charged(status: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def says(space: Space, pod: str, word: str) -> None:
-    """Wait until the log of a pod contains this text."""
+    """Wait until the log of a pod contains `word`."""
 
     def said() -> bool:
         try:

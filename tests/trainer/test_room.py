@@ -1,4 +1,4 @@
-"""Does a state fit into the memory of its container? If not, the message names the limit that is needed."""
+"""A state may be too large for the memory of its container. A message then names the limit that is needed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_limit_of_cgroups_version_1_counts(tmp_path: Path) -> None:
 
 
 def test_reclaimable_page_cache_counts_as_room(tmp_path: Path) -> None:
-    """A training that reads its data fills the page cache up to the limit, and would never get memory for a state."""
+    """Page cache that the kernel can free must not count as used, or training data in it would leave no memory."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB, cache=200 * MIB)
     assert room.shortage(100 * MIB, *where) is None
 
