@@ -30,14 +30,14 @@ def said(*arguments: str, **environ: str) -> str:
 
 
 def test_help_and_version_work_as_words_too() -> None:
-    """Users of git or kubectl type these words first."""
+    """`ddpjob help` and `ddpjob version` must work, because users of git or kubectl type these words first."""
     assert said("help") == said("--help")
     assert said("help", "check").splitlines()[1:] == said("check", "--help").splitlines()[1:]
     assert said("version").startswith("ddpjob ")
 
 
 def test_the_list_of_commands_truncates_no_summary() -> None:
-    """A cut summary such as `each node becomes a...` has no meaning."""
+    """Summaries must not be cut, because `each node becomes a...` has no meaning."""
     assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
 
 
@@ -95,13 +95,13 @@ def test_a_shell_completes_the_runs_of_this_machine(command: str, tmp_path: Path
 
 
 def wrong(body: Any, rules: dict[str, Any]) -> list[str]:
-    """Return where an editor marks a body, and why."""
+    """Return the places that an editor would mark in a body, and the reasons."""
     return [f"{error.json_path}: {error.message}" for error in jsonschema.Draft7Validator(rules).iter_errors(body)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_editor_finds_the_schema_by_the_first_line_of_each_example_and_marks_no_error_there(path: Path) -> None:
-    """Red lines below correct fields teach users to ignore red lines."""
+    """An editor must mark no error in an example. Otherwise users learn to ignore its marks."""
     first, *_ = path.read_text(encoding="utf-8").splitlines()
     relative = first.removeprefix("# yaml-language-server: $schema=")
     found = json.loads((path.parent / relative).read_text(encoding="utf-8"))
