@@ -151,7 +151,7 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
 
 @pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
 def test_the_error_about_an_unwritable_folder_names_the_fix(launcher: Launcher, way: str) -> None:
-    """A read-only root without an emptyDir must not end in a traceback of ddprun, which users blame on the script."""
+    """A read-only root without an emptyDir must give an error with the fix, not a traceback of ddprun."""
     script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
     words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
     done = launcher.done("--no-preload", *words, script, **env)

@@ -159,7 +159,7 @@ def test_a_node_that_comes_joins_after_a_snooze_at_a_step_on_which_all_agree() -
 
 
 def test_a_node_that_still_imports_torch_stops_nobody() -> None:
-    """If the group stopped for this node, all others would wait for its import: ten seconds on a busy machine."""
+    """A node that still imports torch must not stop the group: all others would wait up to ten seconds for it."""
     found = running(1, 3, 0, 1)
     found.joined(2, T0 + 100, is_ready=False)
     assert (found.joins_in(2, T0 + 105), found.deadline) == (SNOOZE, None)

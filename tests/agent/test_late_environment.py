@@ -60,7 +60,7 @@ def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Laun
 
 
 def test_late_settings_without_effect_are_reported_in_one_line(launcher: Launcher) -> None:
-    """Users must not spend a day measuring a setting that has no effect."""
+    """A line must name each setting without effect, so that users do not spend a day measuring it."""
     script = launcher.script(
         """
         import os

@@ -116,7 +116,7 @@ def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, g
 
 
 def test_a_backend_unknown_to_torch_is_not_retried(launcher: Launcher) -> None:
-    """A typo must not cost four starts and the back-off between them."""
+    """A mistyped backend must end the job at once, without four starts and the back-off between them."""
     script = launcher.script("open('starts', 'a').write('x')\nassert False, 'Unknown backend type gluu'")
     done = launcher.done("--preload=json", script)
     assert done.returncode == 1
@@ -239,7 +239,7 @@ def test_a_program_that_cannot_be_started_is_not_retried(launcher: Launcher) -> 
 
 
 def test_a_missing_script_gives_one_line_with_a_similar_name(launcher: Launcher, tmp_path: Path) -> None:
-    """A typo must not cost three restarts and their back-off."""
+    """A mistyped script must end the job at once, without three restarts and their back-off."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
@@ -566,7 +566,7 @@ def test_the_temporary_folder_is_removed(launcher: Launcher, tmp_path: Path) -> 
 
 
 def test_a_restart_names_the_checkpoint_from_which_it_resumes(launcher: Launcher) -> None:
-    """Users must see how many steps a failure has cost."""
+    """The message must name the checkpoint, so that users see how many steps a failure has cost."""
     script = launcher.script(
         """
         import os, ddpjob

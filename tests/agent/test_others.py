@@ -205,7 +205,7 @@ def test_ranks_get_one_ctrl_c_at_a_terminal_only_once(beside: Beside, launcher: 
 
 
 def test_kill_9_of_the_started_process_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
-    """A killed job must not train on unnoticed."""
+    """If the started process gets SIGKILL, its ranks must end and not continue to train unnoticed."""
     script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     rank = beside.pid("rank.txt")

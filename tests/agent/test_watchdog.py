@@ -302,7 +302,7 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
-    """Rank 0 may evaluate alone for longer than the limit of a step."""
+    """Rank 0 may evaluate alone for longer than the limit of a step, and must not be ended."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr

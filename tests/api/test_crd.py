@@ -345,7 +345,7 @@ def test_fields_that_affect_running_pods_cannot_be_changed_with_the_status(clust
 
 
 def test_an_elastic_job_is_scaled_while_running_but_not_below_minNodes(cluster: Cluster) -> None:
-    """kubectl scale and autoscalers use only the scale subresource."""
+    """A running elastic job must have the scale subresource, because kubectl scale and autoscalers use only this."""
     name = cluster.create(changeable(minNodes=1))
     cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
     cluster("scale", "ddp", name, "--replicas", "3")

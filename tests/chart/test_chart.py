@@ -172,7 +172,7 @@ def test_queue_positions_are_requested_only_if_the_chart_enables_them(where: tup
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_if_the_chart_allows_it() -> None:
-    """Kueue's webhook for pods refuses a pod whose owner it may not read."""
+    """Without this right, Kueue's webhook refuses each pod whose owner is a DDPJob."""
     on = ("gang.kueue.enabled=true", "gang.kueue.readsJobs.enabled=true")
     account = {"kind": "ServiceAccount", "name": "kueue-controller-manager", "namespace": "kueue-system"}
     bindings = [b for b in of_kind("ClusterRoleBinding", *on) if b["subjects"] == [account]]

@@ -517,7 +517,7 @@ def starts_on_both(space: Space, name: str) -> dict[str, int]:
 
 
 def lost_with(status: Status, node: str, rank: int) -> None:
-    """Check that the job was restarted once, and that only the node was charged."""
+    """Check that the job was restarted once, and that only the infrastructure budget counts this restart."""
     failure = status["lastFailure"]
     assert (failure["reason"], failure["node"], failure["rank"]) == ("NodeLost", node, rank), failure
     assert failure["class"] == "infrastructure"

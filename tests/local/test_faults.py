@@ -140,7 +140,7 @@ def test_only_a_fault_that_did_not_happen_is_named(cli: Cli) -> None:
 
 
 def test_a_mistake_on_all_ranks_is_shown_once_and_not_retried(cli: Cli) -> None:
-    """A typo must not cost four attempts, 36 s and 334 lines of output."""
+    """A mistake on all ranks must be shown once, and not cost four attempts, 36 s and 334 lines of output."""
     done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
     assert (done.returncode, status["reason"], status["attempt"]) == (1, "PermanentFailure", 1)
     assert "in train.py:2 (AttributeError: " in told.splitlines()[-1]

@@ -280,7 +280,7 @@ def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) 
 
 
 def test_no_check_starts_a_job_with_a_known_error(cli: Cli) -> None:
-    """A rule of the check may be wrong, and must then not block the user."""
+    """With --no-check the job must start, because a rule of the check may be wrong."""
     done = cli.run("run", cli.file(NCCL.replace("import torch.distributed as dist", ""), backoffLimit=0), "--no-check")
     assert done.returncode == 1
     assert "started" in done.stdout

@@ -226,7 +226,7 @@ OF_JOBS: dict[Callable[[], Watched], set[str]] = {
 
 @pytest.mark.parametrize("life", OF_JOBS, ids=lambda life: life.__name__)
 def test_an_alert_on_a_job_fires_only_on_its_fault(life: Callable[[], Watched], tmp_path: Path) -> None:
-    """Administrators who are woken by a false alert turn the alert off."""
+    """An alert must fire only on its own fault. Administrators turn off an alert that wakes them falsely."""
     assert life().history.fired(tmp_path) == OF_JOBS[life]
 
 

@@ -81,7 +81,7 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """A rank that reads another plan copies at other steps."""
+    """Each rank must read rank 0's plan unchanged. With another plan it would copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 

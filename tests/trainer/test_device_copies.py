@@ -119,7 +119,7 @@ def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node:
 def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The host must then wait for each copy, so copies are made less often."""
+    """Without pinned memory the host waits for each copy, so copies are made less often."""
     device.cannot_pin = "cudaHostRegister answers 1"
     node.run(0, lambda: train(30))
     assert node.run(1, lambda: train(31))[0] in (20, 24)

@@ -46,7 +46,7 @@ def test_the_first_script_of_the_library_page_runs_in_a_new_interpreter(tmp_path
 
 
 def test_a_code_block_that_is_not_run_gives_the_reason() -> None:
-    """Without a reason, marked snippets would silently go untested."""
+    """Each code block that no test runs must give a reason, or blocks would silently stay untested."""
     marked = {b.page.name: b.not_run for b in documents.blocks("python") if b.not_run}
     known = [
         "debugging.md",

@@ -707,7 +707,7 @@ def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
 
 
 def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
-    """Many scripts save the best state into a folder of its own."""
+    """A second Snapshot for the best state, in a folder of its own, must not take the memory from the first."""
 
     def train(until: int) -> int:
         objects, best = parts(), ddpjob.Snapshot("best")

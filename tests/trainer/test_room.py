@@ -66,7 +66,7 @@ def test_reclaimable_page_cache_counts_as_room(tmp_path: Path) -> None:
 
 
 def test_no_limit_is_suggested_if_the_machine_itself_has_no_room(tmp_path: Path) -> None:
-    """On a full node, a higher limit of the pod would not help."""
+    """If the node is full, the message must not suggest a higher limit, because this would not help."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
     assert short is not None

@@ -128,7 +128,7 @@ def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
 
 
 def test_another_process_can_read_the_written_state() -> None:
-    """When the state is read, the rank that wrote it is dead."""
+    """Another process reads the state, because the rank that wrote it is dead by then."""
     rank = Rank()
     if (pid := os.fork()) == 0:
         rank.slots.write(0, 1, rank.kept, random_states.compact(), rank.kept.settings())

@@ -287,7 +287,7 @@ class GroupError(Exception):
     "inner", [GroupError("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")]
 )
 def test_an_exception_group_is_reported_by_the_exception_that_is_no_lost_peer(log, inner):
-    """`unhandled errors in a TaskGroup (1 sub-exception)` names no reason."""
+    """`unhandled errors in a TaskGroup (1 sub-exception)` names no cause, so the inner exception is reported."""
     termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 

@@ -27,7 +27,7 @@ SCRIPTS = {
 
 
 def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined() -> None:
-    """A failing seed must be repeatable."""
+    """A seed must always draw the same script, so that a failure can be repeated."""
     for seed in range(500):
         found = drawn(seed)
         assert found == drawn(seed)
@@ -208,7 +208,7 @@ def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(part
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:
-    """More draws: `make truth N=5000`."""
+    """Draw random scripts and kill their runs. For more draws use `make truth N=5000`."""
     wrong = [
         (found, verdict.why) for found, _, verdict in searched(list(range(seed, seed + 100)), 2) if verdict.is_wrong
     ]

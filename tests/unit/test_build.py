@@ -178,7 +178,7 @@ def test_the_container_named_trainer_is_the_trainer_at_any_position() -> None:
 
 
 def test_variables_of_the_user_can_refer_to_those_of_the_job() -> None:
-    """Kubernetes expands $(NNODES) only from variables that come before it."""
+    """Kubernetes expands $(NNODES) only from earlier variables, so the job's must come before the user's."""
     what = job(container={"env": [{"name": "WORLD_SIZE", "value": "$(NNODES)"}]})
     names = [e["name"] for e in trainer(pod(what))["env"]]
     assert names.index("NNODES") < names.index("WORLD_SIZE")

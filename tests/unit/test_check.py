@@ -567,7 +567,7 @@ def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
 def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
-    """Old scripts with DataParallel use all GPUs in one process."""
+    """A script with DataParallel uses all GPUs of a node in one process. It must get no finding."""
     nproc = 1 if command[0] == "torchrun" else 4
     container = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     result = ran(job_file(ALONE, *command, nodes=1, nprocPerNode=nproc, container=container))
@@ -778,7 +778,7 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(
     ],
 )
 def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
-    """torchrun without a script only prints its usage and exits."""
+    """torchrun without a script must be an error, because it only prints its usage and exits."""
     assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
 
 

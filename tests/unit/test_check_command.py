@@ -73,7 +73,7 @@ def shell(text: str) -> api.DDPJob:
 def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(
     words: list[str], joined: str | None, meant: str
 ) -> None:
-    """No container can start `["torchrun train.py"]`."""
+    """`["torchrun train.py"]` is a program name with a space, which no container can start."""
     found = [text for _, rule, text in mistakes(job(*words)) if rule == "words-in-one"]
     joined = words[-1] if joined is None else joined
     why = "no shell reads the command, so this is one word with spaces"

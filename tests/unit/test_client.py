@@ -103,7 +103,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
 
 @pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
 def test_the_request_timeout_may_be_unlimited(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
-    """0 means no limit, as in kubectl."""
+    """`--request-timeout 0` means no limit, as in kubectl."""
     cluster.add("ddpjobs", stored())
     assert "digits" in ddpjob("get", "--request-timeout", time_).out
 
@@ -140,7 +140,7 @@ def test_an_unreachable_server_or_a_closed_connection_is_described_in_words(
 def test_the_error_without_a_kubeconfig_names_the_local_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
-    """Users without a cluster have probably chosen the wrong command."""
+    """The error must name `ddpjob run`, because a user without a cluster probably wants a local run."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -193,7 +193,7 @@ def test_the_error_without_an_installed_operator_tells_how_to_install_it(cluster
 
 
 def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The user sends the line about a missing right to an administrator."""
+    """A missing right must be named completely, because the user sends this line to an administrator."""
     cluster.forbidden = {"list ddpjobs.training.ddpjob.io"}
     ddpjob(
         "get",
@@ -311,7 +311,7 @@ def test_a_job_name_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpj
 
 
 def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Users read the same sentence as after a local run."""
+    """`ddpjob describe` must show the same sentence about a failure as a local run."""
     restarts = {"application": 1, "total": 1}
     cluster.add("ddpjobs", stored(state="Restarting", lastFailure=FAILURE, restarts=restarts, attempt=2))
     cluster.add("pods", pod("digits", 2, 0, node="gpu-01"))
@@ -911,7 +911,7 @@ def test_logs_of_a_container_that_has_not_started_are_not_yet_available(cluster:
 def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the_job(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """A job that passed its deadline has no pods left."""
+    """If a job has no logs, the error must give the reason: no operator, or pods deleted after a deadline."""
     job = cluster.add("ddpjobs", stored(state=None))
     assert "no node has a log yet: no operator has seen the job" in ddpjob("logs", "digits", "--cluster").err
     described = ddpjob("describe", "digits").out
@@ -976,7 +976,7 @@ def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(
 
 
 def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
-    """Users may close the laptop; the training continues."""
+    """Ctrl-C must end only the command. The training continues, so users may close the laptop."""
     cluster.add("ddpjobs", stored())
     argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster", "-f"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

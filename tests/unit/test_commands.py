@@ -82,7 +82,7 @@ def test_a_shell_that_loads_the_script_completes_commands_and_options() -> None:
 
 @pytest.mark.parametrize("command", ["logs", "stacks", "report"])
 def test_a_shell_completes_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
-    """Without completion users run `ddpjob list` first and copy a long name."""
+    """A shell must complete names of runs. Otherwise users run `ddpjob list` and copy a long name."""
     for name in ("digits-long", "digits", "other"):
         RunFolder(name, tmp_path).close()
     typed = ["ddpjob", command, "--dir", str(tmp_path), "dig"]
@@ -186,7 +186,7 @@ def test_the_operator_without_its_packages_names_what_to_install() -> None:
 
 
 def test_the_help_of_run_fits_on_one_screen_with_all_its_options() -> None:
-    """Users who must scroll up miss options."""
+    """All options of `ddpjob run` must fit on one screen, because users who must scroll miss options."""
     lines = CliRunner().invoke(cli, ["run", "--help"], prog_name="ddpjob", terminal_width=80).output.splitlines()
     assert len(lines) <= 24
     text = "\n".join(lines)

@@ -172,7 +172,7 @@ def test_a_session_begins_with_a_deadline(
 
 @given(CODES, CODES)
 def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) -> None:
-    """Files become folders, links and executables, and the other way round."""
+    """A file may become a folder, a link or an executable, and the other way round."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.chdir(folder)
         in_pod.write(changes({}, before))
@@ -187,7 +187,7 @@ def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) ->
 
 
 def test_only_an_agent_that_handles_the_signal_gets_it() -> None:
-    """The signal would end a process that has no handler for it."""
+    """Only an agent with a handler may get the signal, which ends any other process."""
     catches = f"import signal, time; signal.signal({RERUN_SIGNAL}, print); print('up', flush=True); time.sleep(60)"
     plain = "import time; print('up', flush=True); time.sleep(60)"
     started = [

@@ -119,7 +119,7 @@ def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
 
 
 def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> None:
-    """One missing GPU must not keep seven others from training."""
+    """If one of eight GPUs is missing, the job must train with seven and show what the other node waits for."""
     world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")

@@ -107,7 +107,7 @@ def test_variables_that_the_program_does_not_read_are_omitted(container: dict[st
 
 
 def test_a_script_that_may_start_torchrun_gets_the_variables_of_torchrun() -> None:
-    """Without these variables that torchrun would train on each node alone."""
+    """A script may start torchrun. Without the job's variables, this torchrun would train on each node alone."""
     what = job(nprocPerNode=2, container={"command": ["python", "x.py"]})
     assert environment.environment(what, 1, 0, naming.Endpoint("h", 1)).keys() >= BY_LAUNCHER
 

@@ -138,7 +138,7 @@ def test_a_resumed_job_gets_the_group_of_its_next_attempt() -> None:
 
 
 def test_a_manually_deleted_group_is_created_again_for_waiting_pods() -> None:
-    """A pod whose group is missing waits for ever."""
+    """A deleted group must be created again, because pods without their group wait for ever."""
     world = gang().started()
     world.groups.clear()
     assert world.plan().actions == (CreateGroup("native", 1),)

@@ -128,7 +128,7 @@ def test_a_cluster_without_the_visibility_api_is_queried_once_a_minute(versions:
 
 
 def test_the_tested_version_is_used_and_the_newer_one_if_it_is_gone() -> None:
-    """Kueue 0.15 serves both versions; v1beta1 is the one that was tested."""
+    """Kueue 0.15 serves two versions of the API. v1beta1 is preferred, because it was tested."""
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]

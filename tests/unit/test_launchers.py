@@ -89,7 +89,7 @@ def test_code_that_works_after_a_fork_is_left_to_ddprun(cli: Cli, script: str) -
 
 
 def test_ddprun_passes_the_local_rank_to_a_script_that_has_it_as_an_option(cli: Cli) -> None:
-    """Under torchrun only a shell can pass the local rank as an option."""
+    """ddprun must pass the local rank as an option. Under torchrun only a shell can do this."""
     command, _ = run(cli, LOCAL_RANK)
     assert command == ["ddprun", "train.py", "--", "--local_rank=${local_rank}"]
     assert run(cli, LOCAL_RANK, "--launcher", "torchrun")[0][:2] == ["torchrun", "--no-python"]

@@ -265,7 +265,7 @@ def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None
 
 
 def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_node_trains_again() -> None:
-    """The other nodes need the completed node for the rendezvous."""
+    """A resume with more nodes must train a completed node again, because the others need it for the rendezvous."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
     assert world.status.state == "Suspended", "fewer nodes make no success of it"
@@ -537,7 +537,7 @@ def test_a_message_about_one_node_uses_the_singular() -> None:
 
 
 def test_the_time_left_disappears_when_rank_0_is_silent_and_the_message_shows_since_when() -> None:
-    """An ETA of 6m5s that never changes looks like a job that is nearly done."""
+    """If rank 0 is silent, the ETA must disappear, because an old ETA of 6m5s looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=30)
     assert shown(world) == ("541/2000", "27%", "6m5s")

@@ -72,7 +72,7 @@ def test_many_ranks_are_named_in_one_sentence() -> None:
     ],
 )
 def test_uncertain_differences_are_not_reported(other: dict[str, Any]) -> None:
-    """One false warning makes users ignore all later ones."""
+    """Differences that may be intended must give no warning, because users ignore warnings after a false one."""
     assert found(rank(module()), rank(other)) == []
 
 

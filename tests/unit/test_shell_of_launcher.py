@@ -25,7 +25,7 @@ def is_lost(script: str) -> bool:
 
 @pytest.mark.parametrize("script", scripts("lose"))
 def test_a_script_that_hides_the_failure_of_its_launcher_gets_a_warning(script: str) -> None:
-    """With such a script the job succeeds although its ranks fail."""
+    """A script that hides the failure must get a warning, because its job succeeds although its ranks fail."""
     assert is_lost(script)
 
 
