@@ -463,7 +463,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """If only some ranks call a collective, each start ends with complaints alone. Only one of them is not counted."""
+    """If only some ranks call a collective, every rank that ends only lost a peer. backoffLimit must count this."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)

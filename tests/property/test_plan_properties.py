@@ -160,7 +160,7 @@ def test_no_object_of_another_owner_is_ever_deleted(what: api.DDPJob, seen: Obse
 def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """The pod that proves a failure, a charge or a completed rank must stay until the status has this fact."""
+    """A pod that shows a failure, a restart or a completed rank must stay until the status has this fact."""
     recorded = what.status
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):

@@ -244,7 +244,7 @@ class Judge:
         return is_charged and is_hidden and not is_first
 
     def _check_cause(self, uid: str, old: Raw, new: Raw, operator: str) -> None:
-        """Check that a rank that failed by itself is blamed and charged, if nobody has disturbed the attempt."""
+        """Check that a rank that failed by itself is blamed and counted, if nobody has disturbed the attempt."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         culprit = self._training.culprits.get(place)

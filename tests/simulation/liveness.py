@@ -55,7 +55,7 @@ class Doomed(Simulation):
     def _fail(self, process: Process, failure: Failure) -> None:
         if failure.code != EARLY:
             self._fails(process, failure)
-            self.training.culprits.clear()  # failures here need not be charged to a rank
+            self.training.culprits.clear()  # failures in this simulation need not be blamed on a rank
             return
         group = self.training.groups[process.run]
         if process.alive:

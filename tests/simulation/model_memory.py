@@ -186,7 +186,7 @@ class Memories:
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
-            if kept.is_on:  # earlier records and proofs are about fewer objects, so drop them
+            if kept.is_on:  # drop earlier records, because they are about fewer objects
                 generation = kept.life.generation
                 agent.area.forget(generation)
                 agent.area.proven = False

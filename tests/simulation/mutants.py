@@ -134,7 +134,7 @@ def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def complaints_free() -> contextlib.AbstractContextManager[Any]:
-    """Bug: attempts in which ranks only complain about lost peers are never charged."""
+    """Bug: no budget counts attempts in which ranks only report lost peers."""
     return mock.patch.object(rules, "of_complaints", lambda found, *_: found)
 
 
@@ -192,7 +192,7 @@ def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
-    """Bug: each report of an agent contains its total of charges, and the operator adds this total again."""
+    """Bug: each report of an agent has the total of its restarts, and the operator adds this total again."""
     with_agent = agent_restarts.with_agent
     return mock.patch.object(
         agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)

@@ -186,7 +186,7 @@ def result(space: Space, pod: str) -> dict[str, Any]:
 
 
 def charged(status: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the restarts charged to application, infrastructure and stall."""
+    """Return the restarts counted against the budgets for application, infrastructure and stall."""
     restarts = status["restarts"]
     return (restarts["application"], restarts["infrastructure"], restarts["stall"])
 

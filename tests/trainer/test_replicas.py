@@ -186,13 +186,13 @@ def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
 
 
 def turned(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the words with the rows of this matrix in reverse order."""
+    """Reverse the order of the rows of this matrix; return the elements as words (integers with their bits)."""
     whole = len(words) // columns * columns
     return torch.cat([words[:whole].view(-1, columns).flip(0).reshape(-1), words[whole:]])
 
 
 def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """Change four words in two rows and two columns of the matrix, without a change of any sum."""
+    """Change four elements in two rows and two columns of the matrix, without a change of any sum."""
     columns = draw(st.sampled_from((2, 4, 32, 64, 1024)))
     if len(words) < 2 * columns:
         return words

@@ -547,7 +547,7 @@ def test_the_cause_is_kept_after_its_pod_is_gone() -> None:
 
 
 def test_the_message_of_a_pod_that_is_being_stopped_is_the_cause_even_after_its_object_is_gone() -> None:
-    """A launcher often waits for other ranks after a peer's complaint, and ends only by our SIGTERM."""
+    """After a peer's end a launcher may wait for other ranks, and end only when the operator sends SIGTERM."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
     world.exits(1, code=1, message="ValueError: no such shard").settle()

@@ -680,7 +680,7 @@ def test_the_nodes_column_of_a_finished_job_shows_the_completed_nodes(code: int,
 
 
 def test_the_status_omits_empty_fields_and_keeps_the_restarts_by_class() -> None:
-    """`chargedAt: []` and counters at 0 are noise. Scripts and the column RESTARTS need the four counts even at 0."""
+    """The status must omit empty lists. The four restart counts stay even at 0, for scripts and the column RESTARTS."""
     shown = msgspec.to_builtins(digits().running().status)
     assert shown["restarts"] == {"application": 0, "infrastructure": 0, "stall": 0, "total": 0}
     assert all("message" not in c or c["message"] for c in shown["conditions"])

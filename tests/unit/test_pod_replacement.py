@@ -243,7 +243,7 @@ def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_r
 
 @pytest.mark.parametrize("how", ["report", "last word"])
 def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: str) -> None:
-    """Charges of agents must count while the old pods stop, or each resume would allow new restarts in place."""
+    """Restarts that agents report while old pods stop must count, or each resume would allow new ones in place."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
         world.agent = charged(1)

@@ -1,4 +1,4 @@
-"""`ddpjob run`, `submit` and `init` separate their own words from those of the script as torchrun does."""
+"""`ddpjob run`, `submit` and `init` separate their own arguments from those of the script, as torchrun does."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> Non
         (["script", "-c", "torchrun t.py", "log"], True),
         (["torchrun", "t.py"], False),
         (["setsid", "torchrun", "t.py"], True),  # setsid forks if it is the leader of its group, as in a container
-        (["torchrun", "t.py", "|", "tee", "log"], False),  # the script gets these words
+        (["torchrun", "t.py", "|", "tee", "log"], False),  # no shell reads the `|`
         (["bash", "run.sh"], False),
         (["bash", "-c", "torchrun 't.py | tee"], False),  # a quote is missing
         (["(("], False),  # a list of words does not need valid shell syntax
