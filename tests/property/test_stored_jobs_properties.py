@@ -73,7 +73,7 @@ def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(wa
 
 
 def lives(chance: random.Random) -> World:
-    """Generate the stages of a job at which the operator has nothing left to do."""
+    """Generate a job for which the operator has mostly nothing left to do; some were just resumed."""
     ttl = chance.choice([None, 0, 50])
     more: dict[str, Any] = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
     world = digits(nodes=1, suspend=chance.random() < 0.3, **more)

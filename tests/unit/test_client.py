@@ -761,7 +761,7 @@ def test_lines_that_carry_the_result_of_a_function_are_not_shown(
 def test_the_last_minutes_of_a_log_are_shown_with_their_times(
     cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
 ) -> None:
-    """--since and --timestamps must work: users search for the time of an NCCL warning in days of output."""
+    """Users search for the time of an NCCL warning in days of output, with --since and --timestamps."""
     runs(cluster, [f"step {number}" for number in range(300)], exit_code=1, state="Failed")
     prefix = "[0:0] " if follow else ""
     # Code 0, as from kubectl logs, although the job has failed.
