@@ -56,7 +56,7 @@ def _is(path: str, version: str) -> bool:
 
 
 def _tried(version: str, python: Path, torch: str, options: argparse.Namespace) -> tuple[bool, str]:
-    """Return whether the tests passed, and a line about them."""
+    """Run the tests. Return True if they passed or this torch does not exist for this Python, and a line about it."""
     folder = options.folder / f"{version}-torch-{torch}"
     problem = _made(folder, python, torch)
     if problem:
@@ -65,7 +65,7 @@ def _tried(version: str, python: Path, torch: str, options: argparse.Namespace) 
 
 
 def _made(folder: Path, python: Path, torch: str) -> str:
-    """Make the virtual environment unless it exists. Return what went wrong in one line, or ""."""
+    """Create the virtual environment if it does not exist. Return an error in one line, or ""."""
     if (folder / "ready").exists():
         return ""
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)

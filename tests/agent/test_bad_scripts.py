@@ -133,7 +133,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def test_a_preloaded_module_that_starts_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
-    """A forked process cannot use a GPU that its parent has used: it would fail at its first tensor."""
+    """CUDA does not work in a fork of a process that has used it, so the rank would fail at its first tensor."""
     launcher.script("class cuda:\n    is_initialized = staticmethod(lambda: True)", "torch.py")
     script = launcher.script(
         FAILS_ONCE
@@ -151,7 +151,7 @@ os.write(1, f"{'torch' in sys.modules}\\n".encode())
 
 @pytest.mark.parametrize("way", ["--log-dir", "TMPDIR"])
 def test_the_error_about_an_unwritable_folder_names_the_fix(launcher: Launcher, way: str) -> None:
-    """A read-only root without an emptyDir must not end in a traceback of ddprun, which users blame on the script."""
+    """A read-only root without an emptyDir must give an error with the fix, not a traceback of ddprun."""
     script, nowhere = launcher.script("print('runs')"), "/proc/nowhere"
     words, env = (["--log-dir", nowhere], {}) if way == "--log-dir" else ([], {"TMPDIR": nowhere})
     done = launcher.done("--no-preload", *words, script, **env)
@@ -330,7 +330,7 @@ main()
 
 @pytest.mark.parametrize("jumps", [[0], [0, 1]])
 def test_clock_jumps_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
-    """Back-off, silence of nodes and the order of failures use the monotonic clock, never another node's clock."""
+    """The back-off, the silence of nodes and the order of failures are measured by the monotonic clock of one node."""
     launcher.script(JUMPING, "jumping.py")
     words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
     modules = ["jumping" if node in jumps else "ddprun" for node in range(2)]

@@ -24,7 +24,7 @@ WALKS = 300
 
 
 def group(least: int, most: int, *here: int, restarts: int = 3, **more: Any) -> LeaderState:
-    """Return a group of `least` to `most` nodes; the nodes `here` are connected."""
+    """Return a group of `least` to `most` nodes in which the nodes `here` are connected."""
     budget = Budget(restarts, restarts, restarts, restarts)
     waits = {"last_call_seconds": LAST_CALL, "snooze_seconds": SNOOZE, **more}
     found = LeaderState(Members(range(most)), budget, JOIN_SECONDS, T0, least=least, **waits)
@@ -43,7 +43,7 @@ def running(least: int, most: int, *here: int, **more: Any) -> LeaderState:
 
 
 def stops(found: LeaderState, at: float, *, patient: bool) -> None:
-    """Let all ranks that were ordered to stop end."""
+    """Let all ranks end that were ordered to stop."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     assert order.patient is patient
@@ -52,7 +52,7 @@ def stops(found: LeaderState, at: float, *, patient: bool) -> None:
 
 
 def test_it_starts_at_once_with_all_nodes_and_after_a_last_call_with_enough() -> None:
-    """A group that starts with the least number at once is stopped again for each node that comes a moment later."""
+    """If a group started at once with the least number of nodes, each later node would stop it again."""
     assert taken(all_here := group(2, 3, 0, 1, 2)) == [start(all_here, 0)]
     found = group(2, 4, 0, 1)
     assert taken(found) == []
@@ -91,7 +91,7 @@ def test_a_lost_node_is_not_waited_for_and_costs_nothing(has_operator: bool) -> 
 
 
 def test_a_hundred_lost_nodes_with_steps_in_between_cost_no_restart_and_no_wait() -> None:
-    """`--max-restarts` is for failures, as with torchrun."""
+    """Lost nodes must not count against `--max-restarts`, which is for failures of ranks, as with torchrun."""
     found, at = running(1, 2, 0, 1, snooze_seconds=0, restarts=0), T0
     for number in range(1, 200, 2):
         at += 6
@@ -159,7 +159,7 @@ def test_a_node_that_comes_joins_after_a_snooze_at_a_step_on_which_all_agree() -
 
 
 def test_a_node_that_still_imports_torch_stops_nobody() -> None:
-    """If the group stopped for this node, all others would wait for its import: ten seconds on a busy machine."""
+    """A node that still imports torch must not stop the group: all others would wait up to ten seconds for it."""
     found = running(1, 3, 0, 1)
     found.joined(2, T0 + 100, is_ready=False)
     assert (found.joins_in(2, T0 + 105), found.deadline) == (SNOOZE, None)
@@ -205,7 +205,7 @@ def test_nobody_joins_a_training_that_is_about_to_end() -> None:
 
 
 def test_a_training_that_ends_while_it_is_stopped_for_another_node_has_ended() -> None:
-    """A script that does not resume would train a second time."""
+    """The group must not start again for the other node, because a script that does not resume would train twice."""
     found = running(1, 3, 0, 1)
     found.joined(2, T0 + 100)
     found.tick(T0 + 100 + SNOOZE)
@@ -256,7 +256,7 @@ def test_whatever_happens_the_rules_hold() -> None:
     assert sum(walk.growths for walk in walks) > WALKS / 2
 
 
-@pytest.mark.long  # the walks by day find each bug below
+@pytest.mark.long  # slow; the random walks by day find each bug below too
 def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
     for seed in range(20_000):
         walk(seed)

@@ -13,7 +13,7 @@ from shell import eventually
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
 
-# Each rank notes its generation, world size, rank and node, and runs until all may end. After SIGTERM to one all save.
+# Each rank records its generation, world size, rank and node, and waits. After SIGTERM to one rank all ranks save.
 TRAIN = """
 import os, signal, sys, time
 life, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
@@ -56,7 +56,7 @@ class Job:
         agent.communicate()
 
     def up(self, life: int) -> list[int]:
-        """Return the nodes of the ranks of a generation, in the order of the ranks, once all have begun."""
+        """Wait until all ranks of a generation have started; return their nodes, in the order of the ranks."""
 
         def begun() -> list[int]:
             names = sorted(path.name.split("-")[2:] for path in self.launcher.folder.glob(f"up-{life}-*"))
@@ -65,7 +65,7 @@ class Job:
         return eventually(begun)
 
     def done(self) -> dict[int, subprocess.CompletedProcess[str]]:
-        """Let the ranks end; return how all agents did."""
+        """Let the ranks end; return how each agent ended."""
         (self.launcher.folder / "enough").touch()
         return {node: finish(agent) for node, agent in self.agents.items()}
 
@@ -148,7 +148,7 @@ def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launc
 
 
 def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(launcher: Launcher) -> None:
-    """Each generation numbers its ranks again: the failed rank may have the number of an earlier rank of this node."""
+    """Ranks get new numbers in each generation: the failed rank may have an earlier number of this node's rank."""
     job = Job(launcher, "2:3", "--max-restarts", 0, snooze=500)
     job.start(0, 1, 2)
     job.up(0)

@@ -40,12 +40,12 @@ class Training:
         agent.communicate()
 
     def noted(self, name: str) -> list[int]:
-        """Return what rank 0 has noted: the steps that it `made`, or the `sizes` of the groups in which it began."""
+        """Return the lines that rank 0 has written: its steps (`made`), or the world sizes (`sizes`)."""
         path = self.launcher.folder / name
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def trains_with(self, *sizes: int) -> None:
-        """Wait until the group has had these sizes, one after the other, and has made 20 steps with the last."""
+        """Wait until the group has had these sizes in this order, and has made 20 steps with the last size."""
         eventually(lambda: self.noted("sizes") == list(sizes), 60)
         until = len(self.noted("made")) + 20
         eventually(lambda: len(self.noted("made")) >= until, 60)
@@ -84,5 +84,5 @@ def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
     result = elastic_training.result(done[0].stdout)
     error = sum((one - other) ** 2 for one, other in zip(result, undisturbed, strict=True)) ** 0.5
     assert error <= 1e-5 * sum(value**2 for value in undisturbed) ** 0.5
-    for path in Path(launcher.folder / "tmp").glob("ddprun_*"):  # of the killed agent
+    for path in Path(launcher.folder / "tmp").glob("ddprun_*"):  # left by the killed agent
         subprocess.run(["rm", "-r", path], check=True)

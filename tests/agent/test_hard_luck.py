@@ -43,7 +43,7 @@ def forget_killed(launcher: Launcher) -> None:
 
 
 class Pair:
-    """Two nodes for which an operator creates new pods."""
+    """The agents of two nodes, for which an operator creates new pods."""
 
     def __init__(self, launcher: Launcher, script: str, *words: object, module: str = "ddprun") -> None:
         self.launcher = launcher
@@ -59,7 +59,7 @@ class Pair:
         return self.launcher.ddprun(*self._group, "--node-rank", node, *self._words, **own, **env)
 
     def message(self, node: int) -> Any:
-        """Return the termination message of the node's pod."""
+        """Return the termination message of the pod of a node."""
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.launcher.folder / f"termination-{node}").read_text())
         return None
@@ -79,7 +79,7 @@ termination.install()
 
 
 def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher: Launcher) -> None:
-    """backoffLimit must not count a lost pod, or three preempted nodes end the job."""
+    """If ranks only lost their peer because a pod was preempted, backoffLimit must not count this as a failure."""
     pair = Pair(launcher, RAISES_WHEN_TOLD)
     pair.agents[1].kill()
     pair.agents[1].communicate()
@@ -114,7 +114,7 @@ def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: 
 
 
 def test_a_group_that_is_stopped_later_does_not_report_a_failure_it_recovered_from(launcher: Launcher) -> None:
-    """A group that is told to stop must not be blamed for a failure from which it recovered."""
+    """A group that gets SIGTERM must not be blamed for a failure from which it has already recovered."""
     script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
     often = LEFT.replace("}", ', "inARow": 7}')  # after seven failures in a row the next restart waits a minute
     agent = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=often)
@@ -151,7 +151,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: Launcher, nodes: int) -> None:
-    """If an agent counted the rank as failed while node 0 does not, it would wait forever and ignore SIGTERM."""
+    """Node 0 counts the rank as succeeded. An agent that counts it as failed would wait forever and ignore SIGTERM."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes
@@ -261,7 +261,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
 
 
 def test_a_slow_console_still_gets_the_end_of_the_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last lines explain why a rank has failed."""
+    """The last lines of the output must be shown, because they explain why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
     seen = bytearray()
@@ -282,7 +282,7 @@ def test_a_slow_console_still_gets_the_end_of_the_output(monkeypatch: pytest.Mon
 def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_in_the_named_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_dir: str
 ) -> None:
-    """If a message names a folder with the rest of the output, ddprun must not remove this folder at its end."""
+    """If a message names the folder with the rest of the output, ddprun must not remove this folder."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -417,7 +417,7 @@ def test_many_lines_are_copied_in_parts_between_which_signals_are_handled(tmp_pa
 
 
 def test_waits_of_more_than_a_month_are_split(launcher: Launcher) -> None:
-    """poll accepts at most 24 days."""
+    """A wait is split, because poll() accepts at most 24 days."""
     script = launcher.script(IGNORES_SIGTERM.replace("time.sleep(1000)", WAITS))
     agent = launcher.ddprun("--no-preload", "--shutdown-timeout=3000000", script)
     eventually(lambda: is_up(launcher, 0))
@@ -439,7 +439,7 @@ def test_an_empty_tmpdir_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_job_without_standard_streams_exits_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
-    """A daemon may have closed all three: the fork server must not use a socket as stdout."""
+    """A daemon may have closed stdin, stdout and stderr. The fork server must then not use a socket as its stdout."""
     command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0

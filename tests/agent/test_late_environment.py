@@ -52,7 +52,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
 
 
 def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Launcher) -> None:
-    """A setting that is not applied changes results by the number of threads, or leaves out requested logs."""
+    """If the settings were ignored, results would depend on the number of threads, and logs would be missing."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
     assert forked == fresh
@@ -60,7 +60,7 @@ def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Laun
 
 
 def test_late_settings_without_effect_are_reported_in_one_line(launcher: Launcher) -> None:
-    """Users must not spend a day measuring a setting that has no effect."""
+    """A line must name each setting without effect, so that users do not spend a day measuring it."""
     script = launcher.script(
         """
         import os

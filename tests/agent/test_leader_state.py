@@ -47,7 +47,7 @@ def fail(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
 
 
 def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
-    """Let a rank fail, and check the order that follows after the longest back-off."""
+    """Let a rank fail, and check the next order after the longest back-off."""
     fail(found, [failure(code=9)], at)
     found.tick(at + 400)  # the longest back-off is 300 s
     (order,) = taken(found)
@@ -95,7 +95,7 @@ def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank
 
 
 def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
-    """The group has a fixed size, so the other ranks cannot meet without the ranks of this node."""
+    """The group has a fixed size, so the other ranks cannot start without the ranks of the finished node."""
     found = running(2)
     found.finished(0, T0)
     found.failed(1, [failure(rank=1)], T0)
@@ -139,7 +139,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     ids=["nothing is left", "one, and it knew of ours", "one, and it did not", "one, and it knew of another agent's"],
 )
 def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
-    """A job whose pods sometimes run out of memory must not restart more often than backoffLimit allows."""
+    """A new pod's agent must know the restarts that the operator counted, or restarts would exceed backoffLimit."""
     found = running(2, restarts=3, has_operator=True)
     fail(found, [failure()])
     assert taken(found) == [start(found, 1)]
@@ -198,7 +198,7 @@ TYPO = "NameError: name 'modle' is not defined"
     ],
 )
 def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: int, exception: str) -> None:
-    """`ddprun trian.py` must not be tried four times, nor may `--lrr` print the usage of all ranks each time."""
+    """A mistyped `ddprun trian.py` must not be tried four times, and `--lrr` must not print the usage four times."""
     found = running(2, has_operator=True)
     found.failed(0, [failure(code=code, exception=exception)], T0)
     taken(found)
@@ -235,7 +235,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
     local: bool, second: dict[str, Any], then: type[StartOrder | EndOrder]
 ) -> None:
-    """In a cluster a node may be the cause; on the machine where the script is written it is the script."""
+    """In a cluster an exception may be the fault of a node. On the developer's own machine it is the script's fault."""
     first = {"exception": "OSError: shard 1", "where": "train.py:4"}
     found = running(2, local=local)
     fails_with = [failure(**first), failure(**first | {"exception": "OSError: shard 2"} | second)]
@@ -311,7 +311,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
 
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """An error that a rare batch raises may not occur again."""
+    """An error that the script raises for a rare batch may not occur again, so the job restarts."""
     found = running(1)
     found.reached(step)
     fail(found, [failure(exception=TYPO)], at)
@@ -323,7 +323,7 @@ NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 @pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
 def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
-    """A volume that is missing on one node must not fail the job permanently."""
+    """A volume that is missing on one node must not fail the job permanently: the operator uses another node."""
     found = running(2, has_operator=True)
     fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
@@ -373,8 +373,7 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """If every start crashes on a checkpoint, no step is new. A new agent has seen no step, but must not restart
-    forever."""
+    """A job that crashes at each load of its checkpoint makes no new step. A new agent must not restart it forever."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))
@@ -382,7 +381,7 @@ def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
 
 
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
-    """A job that trains for days between failures must not fail as if it made no progress."""
+    """Steps before a lost pod must count as progress. Otherwise a job with days between failures would fail."""
     found = running(2, restarts=9, has_operator=True)
     found.reached(5)
     fails(found, T0 + 1000, start(found, 1))
@@ -464,7 +463,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """If only some ranks call a collective, every start ends with complaints alone, so backoffLimit must count them."""
+    """If only some ranks call a collective, every rank that ends only lost a peer. backoffLimit must count this."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -482,7 +481,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
 
 
 def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
-    """If the machine cannot create another process, the script is not at fault, and backoffLimit must not count it."""
+    """If the machine cannot create another process, the script is not at fault, so backoffLimit must not count it."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
         fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
@@ -493,7 +492,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """Ranks with different amounts of data are the most common mistake, so backoffLimit must count each restart."""
+    """A rank with less data ends early, which is the most common mistake. backoffLimit must count each such restart."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -811,7 +810,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
-    """If an agent counted from zero, each new pod would begin without back-off."""
+    """If a new agent counted restarts in a row from zero, each new pod would restart without back-off."""
     found = LeaderState(
         Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
     )
@@ -882,7 +881,7 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
 
 
 def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
-    """Ranks of other nodes end with 75, but the job must not end as one that was stopped and saved."""
+    """Ranks of other nodes exit with 75, but the job must not count as stopped and saved, because one save failed."""
     found = running(2)
     found.termination_requested(1, T0)
     stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)

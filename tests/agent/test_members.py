@@ -1,4 +1,4 @@
-"""An agent takes the numbers of its ranks from the members of a generation. Here some pods are no members."""
+"""An agent numbers its ranks by the pods that the generation lists as members. Here some pods are not listed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
 ) -> None:
     """Without memory every kill loses the training since the last save: for a large model an hour of all its GPUs."""
     kill = {
-        "0": [["forward", 9, 1]],  # nothing is saved until here
+        "0": [["forward", 9, 1]],  # no state is saved before this step
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
         # The survivor has finished the optimizer's step, so it is a step ahead of the last state that the killed rank
@@ -124,7 +124,7 @@ def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node
 
 
 def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Launcher) -> None:
-    """DataLoader workers read ahead, so the sampler's own position is too far: samples would be left out."""
+    """DataLoader workers read ahead. With the sampler's own position a restart would leave out samples."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
     )

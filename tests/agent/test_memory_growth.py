@@ -92,8 +92,8 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
 def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher,
 ) -> None:
-    """The ranks must not continue with running means of another step, or keep no state for the rest of the training.
-    The grown model needs more room than the ranks had reserved."""
+    """After a restart the ranks must not use running means of another step, and must keep states in memory again. The
+    grown model needs more memory than the ranks had reserved."""
     ends = sorted(words(trained(launcher, "undisturbed", {}), "END"))
     for step, first, said in [
         (11, 3, "the state is not written: "),

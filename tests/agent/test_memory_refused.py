@@ -29,7 +29,7 @@ def test_memory_works_with_memfd_noexec_2_and_on_a_kernel_without_the_flag(
 
 
 def test_a_kernel_that_refuses_memfd_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job then restarts from its folder."""
+    """If the kernel refuses memfd_create(), the job restarts from its folder."""
 
     def none(*_: object) -> int:
         raise OSError(errno.ENOMEM, "none")
@@ -77,7 +77,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
 def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With vm.memfd_noexec=2 before Linux 6.6, no rank starts unless the file of the heartbeats has the flag."""
+    """With vm.memfd_noexec=2 before Linux 6.6, ranks start only if the heartbeat file has the flag MFD_NOEXEC_SEAL."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:

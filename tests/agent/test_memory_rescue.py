@@ -1,4 +1,4 @@
-"""A rank dies, and the survivors do not write the state immediately: one is killed meanwhile, or is late."""
+"""A rank dies, and the survivors do not write the state immediately: another rank is killed meanwhile, or is late."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
 def test_a_rank_does_not_begin_a_step_that_needs_the_dead_rank(launcher: Launcher, nodes: int, ranks: int) -> None:
-    """A survivor that begins a step for which it needs the dead rank can never leave it, and its state is lost."""
+    """A survivor that begins a step which needs the dead rank can never leave the step, and its state is lost."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

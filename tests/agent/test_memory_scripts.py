@@ -42,7 +42,7 @@ def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
     )  # seconds; shorter than pytest's own limit
     assert done.returncode == 0, done.stderr
-    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # a killed process cannot remove them
+    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # killed processes cannot remove these folders
         shutil.rmtree(folder)
     return done
 

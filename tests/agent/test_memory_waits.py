@@ -37,7 +37,7 @@ class Node:
         self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
 
     def whole(self, step: int, generation: int = 3) -> None:
-        """Write a complete state of this step."""
+        """Write a complete state of this step into the memory."""
         for cell, value in ((memory.AREA_GENERATION, generation), (memory.AREA_STEP, step)):
             self.cells[memory.area_cell(0, cell)] = value
 
@@ -61,7 +61,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 
 def settled(pid: int, *, is_held_up: bool) -> int:
-    """Wait until the kernel reports that a process is held up, or is not. Return its pid."""
+    """Wait until `is_held_up` of ddprun's threads is as given: True if a process gets no CPU time. Return its pid."""
     until = time.monotonic() + 60
     while threads.is_held_up(pid) is not is_held_up:
         assert time.monotonic() < until
@@ -84,7 +84,7 @@ def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
 
 
 def test_a_rank_without_cpu_time_gets_ten_more_seconds(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a busy node the rank may get no CPU time for half a second. The steps since the last save must not be lost."""
+    """On a busy node the rank may get no CPU time for half a second. The agent must wait longer, or steps are lost."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(lambda: None), is_held_up=True)
@@ -106,7 +106,7 @@ def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callab
 
 
 def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
-    """A stopped survivor must not delay the restart by half a second, even if the state is small."""
+    """If memory already has the step of a stopped survivor, the restart must not be delayed by half a second."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)
@@ -134,8 +134,8 @@ def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str) -> 
 
 
 def test_progress_reported_by_another_node_counts_only_in_its_generation() -> None:
-    """The next generation must start without FURTHEST, or each of its ranks waits for a step that no rank has
-    passed."""
+    """The next generation must start with an empty FURTHEST, the furthest step of any rank. Otherwise each of its ranks
+    waits for a step that no rank has passed."""
     node = Node()
     node.agents.order(furthest=12)
     node.agents.begin(4)

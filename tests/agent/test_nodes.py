@@ -94,7 +94,7 @@ def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
 def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another_node(
     launcher: Launcher, start: str
 ) -> None:
-    """The volume of the module is not mounted there, so retries in the same pods are useless."""
+    """The volume is not mounted on one node. Retries in its pod are useless, so the operator must replace the pod."""
     launcher.script("import time\ntime.sleep(100)")
     (launcher.folder / "empty").mkdir()
     words = list(group(launcher, 2, start, "-m", "train"))
@@ -127,7 +127,7 @@ if life < "2":
 
 
 def test_only_the_guilty_node_has_the_exit_code_and_message_when_the_budget_is_used_up(launcher: Launcher) -> None:
-    """The other agents end with 75, so the operator takes their end for a consequence."""
+    """Agents of the other nodes exit with 75, so that the operator does not blame them."""
     script = launcher.script(TRAIN + "if rank == 2: sys.exit(9)\ntime.sleep(1000)")
     agents = [
         launcher.ddprun(*words, DDPJOB_TERMINATION_LOG=str(launcher.folder / f"termination-{node}.json"))
@@ -165,7 +165,7 @@ else:
 
 
 def test_no_rank_connects_to_rank_0_while_node_0_is_still_importing_torch(launcher: Launcher) -> None:
-    """torch retries a refused connection only after up to a second, so a new pod of node 0 would cost a second more."""
+    """torch retries a refused connection only after up to a second, which would delay the start of node 0's new pod."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "70"), "slow.py")
     script = launcher.script(
         "import time; began = time.monotonic()\n" + TRAIN + "open(f'began-{rank}', 'w').write(str(began))"
@@ -190,7 +190,7 @@ class Met:
         self._said.extend(self._link.receive())
 
     def hears(self, word: str) -> Any:
-        """Return node 0's next message with this key, skipping others."""
+        """Return the next message of node 0 that has this key; skip other messages."""
         return eventually(lambda: self._said.extend(self._link.receive()) or self._take(word))
 
     def _take(self, word: str) -> Any:

@@ -87,7 +87,7 @@ def test_the_exit_code_is_that_of_the_script(launcher: Launcher, start: str, lin
     ],
 )
 def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: str, exception: str, trace: str) -> None:
-    """`ended with exit code 2` alone sends users to the log of a pod that is already deleted."""
+    """The message must have a rank's last lines: `ended with exit code 2` alone does not explain the failure."""
     script = launcher.script(f"import sys\n{line}")
     done = launcher.done("--preload=json", "--max-restarts", 0, script)
     said = message(launcher)
@@ -100,7 +100,7 @@ def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: s
 
 @pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
 def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
-    """join() raises nothing, but the job must not succeed. A rank that reports another step has handled the failure."""
+    """join() raises no error, but the job must fail. If the rank then reports another step, it handled the failure."""
     script = launcher.script(
         "import multiprocessing, ddpjob\n"
         "def train():\n"
@@ -116,7 +116,7 @@ def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, g
 
 
 def test_a_backend_unknown_to_torch_is_not_retried(launcher: Launcher) -> None:
-    """A typo must not cost four starts and the back-off between them."""
+    """A mistyped backend must end the job at once, without four starts and the back-off between them."""
     script = launcher.script("open('starts', 'a').write('x')\nassert False, 'Unknown backend type gluu'")
     done = launcher.done("--preload=json", script)
     assert done.returncode == 1
@@ -150,7 +150,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
     launcher: Launcher, line: str
 ) -> None:
-    """The rank that only reported a lost peer must not count as failed by an error of its own."""
+    """A rank that only reports a lost peer must not count as the rank that failed."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
     assert "ncclSystemError: System call); charged to infrastructure" in done.stderr
@@ -239,7 +239,7 @@ def test_a_program_that_cannot_be_started_is_not_retried(launcher: Launcher) -> 
 
 
 def test_a_missing_script_gives_one_line_with_a_similar_name(launcher: Launcher, tmp_path: Path) -> None:
-    """A typo must not cost three restarts and their back-off."""
+    """A mistyped script must end the job at once, without three restarts and their back-off."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
@@ -392,7 +392,7 @@ print("ready", flush=True)
 @STARTS
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_processes_of_a_rank_in_other_sessions_are_ended(launcher: Launcher, start: str, end: str) -> None:
-    """The fixture `launcher` fails the test if a process survives."""
+    """All processes of a rank must end. The fixture `launcher` fails the test if a process survives."""
     done = launcher.done(start, "--max-restarts", 1, launcher.script(LEAVES_CHILDREN + end))
     assert done.stdout == ("ready\n" if not end else "ready\nready\n")
 
@@ -490,7 +490,7 @@ def test_tee_shows_a_long_line_as_one_line(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
 def test_without_log_dir_hidden_output_is_kept_and_its_folder_is_named(launcher: Launcher, words: list[str]) -> None:
-    """As under torchrun, a night's output must not be removed."""
+    """ddprun must keep the output of a whole night, as torchrun does."""
     script = launcher.script("print('out')")
     done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
     (run,) = (launcher.folder / "kept").iterdir()
@@ -566,7 +566,7 @@ def test_the_temporary_folder_is_removed(launcher: Launcher, tmp_path: Path) -> 
 
 
 def test_a_restart_names_the_checkpoint_from_which_it_resumes(launcher: Launcher) -> None:
-    """Users must see how many steps a failure has cost."""
+    """The message must name the checkpoint, so that users see how many steps a failure has cost."""
     script = launcher.script(
         """
         import os, ddpjob

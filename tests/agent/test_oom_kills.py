@@ -14,7 +14,7 @@ from ddpjob_core.failures import KILLED_BY_KERNEL, Failure
 from ddprun.oom_kills import OomKills, counting_file
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
-# Paths by which PID 1 of a container finds its cgroup. The counter file is a file of the test.
+# Paths by which PID 1 of a container finds its cgroup. A file of the test replaces the kernel's counter of kills.
 AGENT = """
 import os, sys
 from ddprun import main, oom_kills

@@ -48,7 +48,7 @@ def test_words_after_the_script_belong_to_the_script() -> None:
     "words", ["--log 5 --mo=2 --no --r", "--tee 3 --log 5 -- --rdzv", "--m -- x", "x --no=1 --dup"]
 )
 def test_a_script_argument_that_resembles_options_belongs_to_the_script(words: str) -> None:
-    """argparse also expands abbreviations after the script: `--log` of a script must not be an ambiguous option."""
+    """`--log` of a script must not count as an ambiguous option of ddprun, although argparse expands abbreviations."""
     for begin in ("", "-m ", "--tee 3 --role r ", "-- "):
         assert options(f"{begin}train {words}").script_args == tuple(words.split())
     assert options(f"train -- {words}").script_args == tuple(words.split()), "as torchrun, which takes it away"
@@ -244,7 +244,7 @@ def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
 
 
 def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
-    """Seventeen lines of usage must not hide the line that names the wrong option."""
+    """The error has two lines. torchrun prints seventeen lines of usage, which hide the line with the wrong option."""
     first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
     assert "--nprocs-per-node" in first or "training_script" in first
     assert second == "(ddprun --help has all options)"

@@ -34,7 +34,7 @@ class Beside:
             cwd=self.launcher.folder,
             env=self.launcher.env,
             stdin=subprocess.DEVNULL,
-            stdout=(self.launcher.folder / "out").open("w"),  # no pipe, which siblings would hold open
+            stdout=(self.launcher.folder / "out").open("w"),  # not a pipe, because siblings would hold it open
             stderr=(self.launcher.folder / "err").open("w"),
             text=True,
         )
@@ -188,7 +188,7 @@ def test_ddprun_exits_with_its_ranks_even_if_its_parent_ignores_sigchld(
 
 
 def test_ranks_get_one_ctrl_c_at_a_terminal_only_once(beside: Beside, launcher: Launcher) -> None:
-    """Ctrl-C goes to the whole foreground process group. A rank that gets it twice would be interrupted as it saves."""
+    """Ctrl-C goes to the whole foreground process group. If a rank got SIGINT twice, its save would be interrupted."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -205,7 +205,7 @@ def test_ranks_get_one_ctrl_c_at_a_terminal_only_once(beside: Beside, launcher: 
 
 
 def test_kill_9_of_the_started_process_ends_the_ranks(beside: Beside, launcher: Launcher) -> None:
-    """A killed job must not train on unnoticed."""
+    """If the started process gets SIGKILL, its ranks must end and not continue to train unnoticed."""
     script = launcher.script("import os, time; open('rank.txt', 'w').write(f'{os.getpid()}\\n'); time.sleep(1000)")
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", "--no-preload", script)
     rank = beside.pid("rank.txt")

@@ -17,7 +17,7 @@ from shell import eventually
 from ddpjob.reporting import termination
 from ddprun import posting
 
-# Fails in the first two generations; in the third it waits until it may end.
+# Fails in the first two generations; the third generation waits until the test lets it end.
 FAILS = """
 import os, time
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -25,7 +25,7 @@ open(f"up-{life}", "w").close()
 if life < 2: raise SystemExit(7)
 while not os.path.exists("enough"): time.sleep(0.01)
 """
-# Fails twice. The second failure waits until the file `enough` exists.
+# Fails in two generations. The second failure waits until the file `enough` exists.
 FAILS_TWICE = """
 import os, time
 while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not os.path.exists("enough"): time.sleep(0.01)
@@ -75,7 +75,7 @@ def application(body: dict[str, Any]) -> int:
 def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
     launcher: Launcher, receiver: Receiver
 ) -> None:
-    """If the agent forgot the steps after its final report, the fourth failure in a week would end the job."""
+    """If the agent forgot these steps after its final report, the fourth failure in a week would end the job."""
     script = launcher.script(
         """
         import os, ddpjob
@@ -167,7 +167,7 @@ def test_a_receiver_that_never_answers_delays_the_end_by_at_most_two_seconds(lau
 
 
 def test_a_token_that_cannot_be_sent_is_not_quoted(launcher: Launcher, receiver: Receiver) -> None:
-    """http.client's error message contains the header's value."""
+    """The agent's own message must replace http.client's error message, which contains the token."""
     token = launcher.folder / "token"
     token.write_text("a-secret\nof-two-lines")
     where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token)}

@@ -228,7 +228,7 @@ def trained(launcher: Launcher, *names: str) -> list[str]:
 
 
 def test_replicas_that_differ_are_named_at_the_end(launcher: Launcher) -> None:
-    """Without this report nobody learns that each rank trained its own model: one is saved, and the exit code is 0."""
+    """If replicas differ, the report must name them. Otherwise nobody notices, because the exit code is 0."""
     found = trained(
         launcher,
         "every_backward_in_no_sync",
@@ -254,7 +254,7 @@ def test_replicas_that_differ_are_named_at_the_end(launcher: Launcher) -> None:
 
 
 def test_replicas_that_diverge_late_are_named_too(launcher: Launcher) -> None:
-    """The last phase of a training may be wrong, or an epoch of fine-tuning after it."""
+    """Replicas may diverge only in the last phase of a training, or when it is fine-tuned afterwards."""
     found = trained(launcher, "no_sync_after_a_thousand_passes", "no_sync_in_the_last_two_passes")
     who = "rank 1 ended with other parameters than rank 0: 0.weight is the first that differs; "
     assert found == [f"{who}the replicas were not kept in step, e.g. every backward ran in no_sync()"] * 2
@@ -364,8 +364,8 @@ def main():
 def test_a_failure_that_a_script_loses_makes_its_success_suspicious(
     launcher: Launcher, raised: str, around: str, reason: str, text: str
 ) -> None:
-    """Nothing is printed, the exit code is 0, and no rank has trained."""
-    # A copy of this process has another __main__ at its end, so no rank in it knows the script.
+    """The script drops the failure: it prints nothing and exits with 0, although no rank has trained."""
+    # A forked copy of pytest has pytest as __main__, so a rank in it would not find the script.
     start = launcher.ddprun if reason == "NoProcessGroup" else launcher.warm
     done = finish(start("--nproc-per-node", 2, launcher.script(LOST.format(raised=raised, around=around))))
     assert done.returncode == 0

@@ -66,7 +66,7 @@ class Job:
         return {agent.pid, *(p.pid for p in agent.children() if lives(p))}
 
     def wait_without_ranks(self, but: int) -> None:
-        """Wait until every other node has ended its ranks; its agent and fork server are still running."""
+        """Wait until all nodes except `but` have ended their ranks; their agents and fork servers keep running."""
         others = [node for node in range(self.nodes) if node != but]
         eventually(lambda: all(len(self.processes(node)) == 2 for node in others))
         assert all(self.agents[node].poll() is None for node in others)

@@ -170,7 +170,7 @@ class Played:
         self.agent.hear()
 
     def asked(self) -> list[Any]:
-        """Return what the agent has sent until now."""
+        """Return the requests that the agent has sent so far."""
         lines = b""
         while processes.readable(self.socket.fileno(), 0):
             lines += self.socket.recv(1 << 16)
@@ -219,7 +219,7 @@ def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -
 
 
 def test_a_fork_with_an_error_does_not_become_a_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork that lives on as a server reads the agent's orders, and hides the end of the real server."""
+    """A forked child that continues as a server would read the agent's orders, and hide the real server's end."""
     me = os.getpid()
     agent, its = socket.socketpair()
     with agent, its:
@@ -276,7 +276,7 @@ def test_a_restart_during_a_fork_matches_the_answers_in_order(played: Played) ->
 
 
 def test_a_spare_that_cannot_be_forked_is_skipped(played: Played) -> None:
-    """A process limit is no reason to give up the server, which the next restart needs."""
+    """If a process limit prevents a spare, the agent must keep its fork server, which the next restart needs."""
     played.agent.fork_spares(2)
     played.says(error="BlockingIOError: [Errno 11] Resource temporarily unavailable")
     played.agent.hear()

@@ -42,7 +42,7 @@ load_batch() if rank == 1 else wait_for_others()
 
 
 class Waiting:
-    """A `ddprun` whose ranks wait for the file `go`, and the stderr of this `ddprun`."""
+    """A running `ddprun` whose ranks wait for the file `go`, with its stderr."""
 
     def __init__(self, launcher: Launcher, text: str, *words: object, ranks: int, **env: str) -> None:
         self.folder, self.ranks = launcher.folder, ranks
@@ -92,7 +92,7 @@ def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(laun
 
 
 def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(launcher: Launcher) -> None:
-    """A stopped rank, or one in C code, cannot answer. The reason shows users where to look next."""
+    """A stopped rank, or a rank in C code, cannot send its stack. The text must give the reason instead."""
     held = TRAIN.replace("load_batch() if", "re.match('(a+)+b', 'a' * 40) if rank == 2 else load_batch() if")
     run = Waiting(launcher, held, ranks=3)
     os.kill(run.pid(0), signal.SIGSTOP)
@@ -126,7 +126,7 @@ def test_a_rank_without_a_group_shows_its_stack_too(launcher: Launcher, handler:
 
 
 def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, tmp_path: Path) -> None:
-    """In a rank without a group that is not forked by ddprun, nothing answers."""
+    """A rank without a process group that ddprun did not fork cannot send its stack, so ddprun runs py-spy."""
     run = Waiting(launcher, WITHOUT_GROUP, ranks=2, PATH=path_with_py_spy(tmp_path / "bin"))
     assert (
         f"  ranks 0-1 (processes {run.pid(0)}, {run.pid(1)}): cannot be asked: no process group and no reported step\n"
@@ -158,7 +158,7 @@ def test_without_a_running_rank_one_sentence_reports_it(launcher: Launcher) -> N
 
 
 def test_64_ranks_at_two_positions_give_two_stacks() -> None:
-    """Sixty-four stacks push the important ones off the screen."""
+    """Ranks with equal stacks must be shown once, because 64 stacks push the important lines off the screen."""
     here = {"stack": ["train.py:9 in backward"], "sequence": 25, "op": "all_reduce", "done": False}
     there = {"stack": ["train.py:4 in load"], "sequence": 24, "op": "all_reduce", "done": True}
     ranks = [RankStack(rank, 1000 + rank, 7, there if rank == 40 else here) for rank in range(64)]
@@ -210,7 +210,7 @@ def test_an_agent_mentions_its_idle_ranks_in_one_line(
 
 
 def looks(clock: idle.IdleClock, times: range, cpu: float = 0.0, mark: object = None) -> list[str]:
-    """Return the messages of the clock for two ranks, of which rank 0 uses this share of a CPU."""
+    """Let rank 0 use this share of a CPU, and rank 1 almost none; return the messages of the clock at these times."""
     said = (clock.look(float(now), {0: cpu * now, 1: 0.001 * now}, mark) for now in times)  # type: ignore[arg-type]
     return [text for text in said if text]
 

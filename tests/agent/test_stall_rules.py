@@ -98,7 +98,7 @@ def test_a_rank_that_makes_progress_after_all_ends_the_stall() -> None:
 
 
 def test_all_nodes_learn_that_the_ranks_of_one_have_succeeded() -> None:
-    """No rank waits for one that hangs after its last collective. Only node 0's message makes its node check it."""
+    """Ranks of other nodes have ended, so no rank waits for a hanging rank. Its node must get a message to check it."""
     found = running(3)
     taken(found)
     found.finished(1, T0)
@@ -241,7 +241,7 @@ def test_ranks_that_all_end_by_themselves_are_not_stopped() -> None:
 
 @pytest.mark.parametrize("event", ["lost", "told", "finished", "crashed"])
 def test_any_other_event_ends_the_query(event: str) -> None:
-    """A better cause or a silent node ends the wait for answers; a rank that is to save gets its signal immediately."""
+    """The wait for answers ends if a better cause or a silent node is found, or if a rank must save."""
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 0.1)
     if event == "lost":
@@ -313,7 +313,7 @@ def waits(rank: int, op: str) -> Position:
 
 
 def asked(found: LeaderState) -> None:
-    """Let both nodes report ranks that have not run for seconds; the leader then requests their positions."""
+    """Let both nodes report ranks without CPU time for seconds; the leader then requests their positions."""
     found.stood(0, STILL, T0 + 7)
     assert taken(found) == []
     found.stood(1, STILL, T0 + 7)

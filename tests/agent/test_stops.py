@@ -141,7 +141,7 @@ if __name__ == "__main__":
 def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(
     launcher: Launcher,
 ) -> None:
-    """With torch.multiprocessing.spawn in a rank, the parent would end by the signal and take its children with it."""
+    """With torch.multiprocessing.spawn, a parent that ends by the signal would end its children before they save."""
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 

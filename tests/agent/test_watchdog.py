@@ -175,7 +175,7 @@ def test_a_program_that_trained_and_has_ended_does_not_hang(launcher: Launcher) 
 
 
 class Loses:
-    """A node whose connection to node 0 breaks when it sends something."""
+    """A node whose connection to node 0 breaks when it sends a given message."""
 
     def __init__(self) -> None:
         self.options = parse(["train.py"], {"DDPJOB_STALL_TIMEOUT": "2"})
@@ -185,7 +185,7 @@ class Loses:
         self.words: list[object] = []
 
     def watch(self, *_: object) -> None:
-        """Do nothing: no notifications are used here."""
+        """Do nothing, because this test uses no notifications."""
 
     unwatch = watch
 
@@ -291,7 +291,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
     launcher: Launcher, nodes: int, leave: str
 ) -> None:
-    """The other ranks have ended and wait for nobody, so without a limit for the last rank the job would never end."""
+    """The other ranks have ended and do not wait, so the job would never end without a limit for the last rank."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
     done = [finish(agent, 150) for agent in started]
@@ -302,7 +302,7 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
-    """Rank 0 may evaluate alone for longer than the limit of a step."""
+    """Rank 0 may evaluate alone for longer than the limit of a step, and must not be ended."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr

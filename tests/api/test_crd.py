@@ -345,7 +345,7 @@ def test_fields_that_affect_running_pods_cannot_be_changed_with_the_status(clust
 
 
 def test_an_elastic_job_is_scaled_while_running_but_not_below_minNodes(cluster: Cluster) -> None:
-    """kubectl scale and autoscalers use only the scale subresource."""
+    """A running elastic job must have the scale subresource, because kubectl scale and autoscalers use only this."""
     name = cluster.create(changeable(minNodes=1))
     cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
     cluster("scale", "ddp", name, "--replicas", "3")
@@ -441,7 +441,7 @@ def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    """Retry until it succeeds: an API server uses a new CRD only after seconds."""
+    """Call `what` until it succeeds, because an API server uses a new CRD only after seconds."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(AssertionError):
@@ -536,7 +536,7 @@ def test_wait_for_complete_works_as_for_a_batch_job(cluster: Cluster) -> None:
 
 
 def test_wait_for_the_completion_time_ends_for_a_failed_job_too(cluster: Cluster) -> None:
-    """If a job fails, a wait for the condition Complete would last until its timeout."""
+    """If a job fails, a wait for the condition Complete lasts until its timeout. completionTime is always set."""
     name = cluster.create(job())
     until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
     assert "timed out" in cluster.try_(*until_over, "--timeout=1s")[1]

@@ -89,7 +89,7 @@ def all_nodes(namespace: Namespace) -> int:
 
 
 def test_one_of_two_jobs_for_all_nodes_runs_and_the_other_waits_with_no_pod_bound(gangs: Gangs, all_nodes: int) -> None:
-    """If each job had half of the nodes, both would wait forever."""
+    """The scheduler must give one job all nodes. If each job had half of the nodes, both would wait forever."""
     gangs.submit("first", all_nodes)
     gangs.namespace.reaches("Running", name="first", seconds=60)
     gangs.submit("second", all_nodes)

@@ -78,7 +78,7 @@ class Ordinary:
         return states == ["Succeeded"] * ORDINARY
 
     def _reports(self, pod: str) -> bool:
-        """True if a report of this pod is accepted. Like the library, try three times."""
+        """True if the operator accepts a report of this pod. Try three times, like the library."""
         return any(self._report(token_of(self.namespace, pod)) for _ in range(3))
 
     def _report(self, token: str) -> bool:
@@ -357,7 +357,7 @@ def test_hostile_objects_and_peers_do_not_affect_other_jobs(
 
 
 def told_right(theirs: Namespace) -> None:
-    """Check that the author of each fault sees it, and that no control characters or credentials are shown."""
+    """Check that each faulty object's author gets a message, without control characters or credentials."""
     for name, why in {"deep-5000": "is nested deeper than 64 levels", "wide-objects": "spec: h"}.items():
         until(lambda name=name, why=why: why in theirs.shown(".status.message", name), f"{name} is told: {why}")
     assert theirs.status("liar").get("restarts", {}).get("application", 0) <= 4

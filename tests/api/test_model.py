@@ -77,7 +77,7 @@ def lease(holder: str, **metadata: Any) -> dict[str, Any]:
 
 
 def said(answer: Answer) -> tuple[int, str]:
-    """Return code and reason of an answer, because decisions depend on these."""
+    """Return the code and reason of an answer. No decision depends on the other fields."""
     return answer[0], str(answer[1].get("reason", "")) if answer[0] >= 400 else ""
 
 

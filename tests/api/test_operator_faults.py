@@ -170,7 +170,7 @@ def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     began = time.monotonic()
     namespace.api.close_watches()
     wanted = ("watch ddpjobs", "watch pods", "watch services")
-    # Two watches each, because the first gets the faulty answer. After a 410 the operator also needs a second list.
+    # Break two watches each: the first gets the faulty answer, and after a 410 the operator also needs a second list.
     until(lambda: all(namespace.api.requests(since=began)[what] > 1 for what in wanted), "all is watched again", 20)
     print(f"{answer}: watched again after {time.monotonic() - began:.1f} s")
     namespace.api.mend()

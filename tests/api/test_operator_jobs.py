@@ -209,7 +209,7 @@ def test_a_deleted_and_reapplied_job_waits_for_its_old_pods(namespace: Namespace
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     namespace.apply(job())
     namespace.reaches("Pending", "WaitingForDeletedJob")
-    why = "pod digits-1-0 of the deleted job of this name"  # then the message names other objects
+    why = "pod digits-1-0 of the deleted job of this name"  # the message then names other objects
     until(lambda: why in namespace.status().get("message", ""), "it names the pod that stays")
     namespace.release("digits-1-0")
     namespace.has_pods("digits-1-0", "digits-1-1")

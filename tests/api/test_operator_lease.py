@@ -40,13 +40,13 @@ class Replica:
     port: int
 
     def writes(self, *, since: float = 0.0) -> list[Seen]:
-        """Return the writes for jobs that it has sent, also those that failed."""
+        """Return the writes for jobs that this operator has sent, including failed writes."""
         own = ("leases", "selfsubjectaccessreviews", "selfsubjectrulesreviews")
         written = [seen for seen in list(self.api.seen) if seen.writes and seen.at >= since]
         return [seen for seen in written if seen.resource not in own and seen.name not in ("a", "b")]
 
     def renewals(self) -> list[float]:
-        """Return the times at which it renewed the Lease."""
+        """Return the times at which this operator renewed the Lease."""
         seen = [s for s in list(self.api.seen) if str(s) == "update leases" and s.name == "ddpjob-operator"]
         return [s.at for s in seen]
 
@@ -107,7 +107,7 @@ def holder(namespace: Namespace) -> str:
 
 
 def leads(namespace: Namespace, name: str, seconds: float = 30.0) -> float:
-    """Wait until the Lease names this operator; return how long that took."""
+    """Wait until the Lease names this operator; return the seconds that this took."""
     began = time.monotonic()
     until(lambda: holder(namespace) == name, f"{name} leads", seconds)
     return time.monotonic() - began
@@ -157,8 +157,8 @@ def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_ne
     released = leader.renewals()[-1]
     waited = standby.renewals()[0] - released
     print(f"the other leads {waited:.2f} s after the release, which came {released - told:.2f} s after the signal")
-    # Two retries take 1 s here, plus the delay of a busy machine. Without the release, the standby would wait until the
-    # Lease expires.
+    # Two retries take 1 s here, plus the delay of a busy machine. If the leader did not release the Lease, the standby
+    # would wait until the Lease expires.
     assert waited < LEASE_SECONDS - 1.2 * RETRY_SECONDS
     ends_well(namespace, uids)
     assert standby.lists() == lists
@@ -171,7 +171,7 @@ def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_expired(
     leader, standby = two
     uids = namespace.start()
     leader.operator.kill()
-    # This pod ends while no operator is acting. Its end must not be lost.
+    # This pod ends while no operator is leading. The next leader must notice its end.
     namespace.exits(PODS[0])
     leads(namespace, "b")
     renewed = leader.renewals()[-1]

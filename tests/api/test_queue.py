@@ -63,7 +63,7 @@ def test_spec_gang_kueue_without_a_label_means_the_queue_default(queue: Queue) -
 
 
 def test_quota_is_kept_during_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
-    """The other job must not get the nodes between two attempts."""
+    """Quota must be kept between two attempts, or the other job would get the nodes."""
     queue.submit(gpus=4)
     queue.runs()
     queue.submit("other", gpus=4)
@@ -278,7 +278,7 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
     queue.runs(attempt=2)
     assert queue.has("PodsReady") in ("Started", "Recovered")
     assert queue.namespace.status()["restarts"]["total"] == 0
-    time.sleep(seconds + 2)  # by then Kueue would evict again if it did not accept PodsReady
+    time.sleep(seconds + 2)  # by then Kueue would evict the job again if it did not accept PodsReady
     assert queue.namespace.status()["state"] == "Running"
 
 

@@ -1,6 +1,6 @@
-"""Kueue chooses the node of each pod (topology aware scheduling): only Kueue and the scheduler show whether that fits.
-
-Needs what test_queue.py needs, and at least four nodes with the label type=kwok, which simulate pods."""
+"""Kueue chooses the node of each pod (topology aware scheduling). Only Kueue and the scheduler show if our pods fit.
+Needs everything that test_queue.py needs, and at least four nodes with the label type=kwok, which simulate pods.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Racks:
         until(lambda: self.namespace.status().get("attempt") == attempt + 1, "the next attempt begins", 60)
 
     def used(self, nodes: Mapping[str, str]) -> list[str]:
-        """Return the rack of each node, in the order of the pods."""
+        """Return the rack of the node of each pod, in the order of the pods."""
         return [self.racks[node] for _, node in sorted(nodes.items())]
 
 
@@ -79,7 +79,7 @@ def racks(kueue_api: str, namespace: Namespace, operators: Callable[..., Operato
 
 
 def test_all_pods_of_a_job_are_on_nodes_of_one_rack_and_a_restart_keeps_them_there(racks: Racks) -> None:
-    """Gradients that cross racks silently slow each step down."""
+    """All pods must share a rack, because gradients that cross racks slow each step down without an error."""
     racks.submit(racks.of_one, topologyKey=RACK)
     first = racks.runs_on()
     assert len(first) == len(set(first.values())) == racks.of_one

@@ -31,8 +31,8 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
-# These rights hold only in the operator's own namespace, and get and update only for its one Lease. The start does not
-# check them, because the task that renews the Lease logs what is missing.
+# The operator has these rights only in its own namespace, and get and update only for one Lease. The start does not
+# check these rights, because the task that renews the Lease logs a missing right.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")
@@ -172,7 +172,7 @@ def test_queue_positions_are_requested_only_if_the_chart_enables_them(where: tup
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_if_the_chart_allows_it() -> None:
-    """Kueue's webhook for pods refuses a pod whose owner it may not read."""
+    """Without this right, Kueue's webhook refuses each pod whose owner is a DDPJob."""
     on = ("gang.kueue.enabled=true", "gang.kueue.readsJobs.enabled=true")
     account = {"kind": "ServiceAccount", "name": "kueue-controller-manager", "namespace": "kueue-system"}
     bindings = [b for b in of_kind("ClusterRoleBinding", *on) if b["subjects"] == [account]]
@@ -306,8 +306,8 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     [
         ((), f"all.{MARK}", ["kube-system"]),
         (("claimNamespace=ops",), f"all.{MARK}", ["ops"]),
-        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # --reuse-values leaves this after an upgrade
-        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # from `watchNamespaces:` with an empty value
+        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # from --reuse-values after an upgrade
+        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # from `watchNamespaces:` without a value
         ((NAMESPACED,), MARK, ["team-a", "team-b"]),
     ],
     ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
@@ -523,7 +523,7 @@ def test_the_notes_name_settings_that_differ_from_the_default(tmp_path: Path) ->
 
 
 def test_the_notes_warn_about_a_scraper_that_the_network_policy_blocks(tmp_path: Path) -> None:
-    """If the policy blocks Prometheus, the targets look down, and the alert that no operator leads fires."""
+    """If the policy blocks Prometheus, all targets are down, and the alert for a missing leader fires."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
     assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
@@ -689,7 +689,7 @@ def test_the_roles_can_be_rendered_separately_for_an_administrator() -> None:
 
 
 def test_additional_variables_reach_the_operator() -> None:
-    """The documentation names variables that set the Lease's durations."""
+    """Values of the chart must reach the operator as variables, because the documentation names some for the Lease."""
     own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
     assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 

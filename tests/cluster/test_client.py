@@ -59,7 +59,7 @@ class Client:
                 process.kill()
 
     def has_begun(self, name: str, *, attempt: int, nodes: int) -> None:
-        """Wait for output: the state Running comes when containers run, which is before Python prints a line."""
+        """Wait until pods print a line. The state Running comes earlier, when their containers start."""
         self.space.waits(
             name, lambda s: s.get("state") == "Running" and s["attempt"] == attempt, f"attempt {attempt} runs", 90
         )

@@ -38,7 +38,7 @@ def elastic(name: str, folder: str) -> dict[str, Any]:
     return made
 
 
-# By day test_faults.py checks without torch that all ranks restart when a pod is deleted.
+# By day test_faults.py checks without torch that all ranks restart if a pod is deleted.
 @pytest.mark.parametrize("deletes_a_pod", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undisturbed(
     space: Space,
@@ -50,7 +50,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
     kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
     name, late = "elastic", schedulable[1]
 
-    # One node has room, which is enough. The second node joins later, without a new attempt.
+    # One node has room for a pod, which is enough to train. The second node joins later, in the same attempt.
     kubectl("cordon", late)
     space.apply(elastic(name, f"/var/tmp/ddpjob-{space.name}"))
     status = trains(space, name, "1/2")
@@ -60,7 +60,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
     assert trains(space, name, "2/2")["attempt"] == 1
 
     attempt = 1
-    if deletes_a_pod:  # all ranks restart, and no restart is counted
+    if deletes_a_pod:  # all ranks restart, but no budget counts this restart
         space.kubectl("delete", "pod", f"{name}-1-1", "--wait=false")
         attempt = 2
         assert trains(space, name, "2/2", attempt)["attempt"] == 2
@@ -82,7 +82,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
 
 
 def trains(space: Space, name: str, nodes: str, attempt: int = 1, *, or_ended: bool = False) -> dict[str, Any]:
-    """Wait until this many nodes train and have made a step since; return the status."""
+    """Wait until this many nodes have made a new step together; return the status."""
 
     def so_many(status: dict[str, Any]) -> bool:
         if or_ended and status.get("state") == "Succeeded":

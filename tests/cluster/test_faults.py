@@ -14,7 +14,7 @@ import yaml
 from clusters import kubectl, until
 from pods import MEET, RELEASE, ROOT, Space, charged, helm, job, result, says, spread, trainer, uids
 
-pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, possibly on a slow machine
+pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
 BreakNode = Callable[[str, str], None]
 Status = dict[str, Any]
 
@@ -288,7 +288,7 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other_node
 
 
 def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
-    """Wait until only the pods of attempt 2 are left, while the node is still away; return their uids."""
+    """Wait until only the pods of attempt 2 are left while the node is cut off; return the uids of these pods."""
     jobs.keeps(name, f"{name}-2-0", f"{name}-2-1")
     return uids(jobs, name)
 
@@ -336,7 +336,7 @@ def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """The node must be avoided although the job prefers it, for example because its data is there."""
+    """The job must avoid the node although it prefers this node, for example because its data is there."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
@@ -457,7 +457,7 @@ def trainings(jobs: Space, all_with_torch: None) -> Space:
 
     def all_are_broken() -> bool:
         for name in [name for name in to_break if jobs.status(name).get("progress", {}).get("step", 0) > 0]:
-            to_break.pop(name)()  # do not wait for the other job's first step: this job could end meanwhile
+            to_break.pop(name)()  # do not wait for the other job first, because this job could end meanwhile
         return not to_break
 
     until(all_are_broken, "both make a step", 300)
@@ -517,7 +517,7 @@ def starts_on_both(space: Space, name: str) -> dict[str, int]:
 
 
 def lost_with(status: Status, node: str, rank: int) -> None:
-    """Check that the job was restarted once, and that only the node was charged."""
+    """Check that the job was restarted once, and that only the infrastructure budget counts this restart."""
     failure = status["lastFailure"]
     assert (failure["reason"], failure["node"], failure["rank"]) == ("NodeLost", node, rank), failure
     assert failure["class"] == "infrastructure"
@@ -527,7 +527,7 @@ def lost_with(status: Status, node: str, rank: int) -> None:
 
 
 def running_on(node: str, space: Space) -> set[str]:
-    """Return pods of a namespace that are really running on a node, even if the API server has already deleted them."""
+    """Return the pods whose containers run on a node, even if the API server has already deleted the pods."""
     found = json.loads(kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/runningpods/"))["items"] or []
     return {p["metadata"]["name"] for p in found if p["metadata"]["namespace"] == space.name}
 

@@ -11,7 +11,7 @@ import yaml
 from clusters import until
 from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer, uids
 
-pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, possibly on a slow machine
+pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
 Status = dict[str, Any]
 
 # Ranks without torch, which know their generation. They connect as torch's ranks do, and then fail or end.
@@ -20,7 +20,7 @@ import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 {MEET}print("generation", life, "trains", flush=True)
 """
-# Time to post the reason for the restart; a pod that is ending has only two seconds for this.
+# seconds to post the reason for the restart; a pod that is ending has only two seconds for this
 TOLD = "time.sleep(5)"
 ENDS_AFTER_A_RESTART = f"{TRAINS}\nif life == 0: time.sleep(1000)"
 
@@ -233,7 +233,7 @@ def test_a_pod_beyond_its_memory_limit_costs_no_step_because_the_other_pod_has_t
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     failure = status["lastFailure"]
     assert (failure["exitCode"], failure["class"]) == (137, "outOfMemory"), failure
-    # The kernel may kill only the rank. Then the agent survives with the rank's random state.
+    # If the kernel kills only the rank, the agent survives with the rank's random state.
     is_replaced = failure["reason"] == "OOMKilled"
     lost = " (random states of rank 1 were lost, and are seeded the same way at each resume)" if is_replaced else ""
     assert (status["resumedStep"], status["resumedFrom"]) == (30, f"the memory on the node of rank 0{lost}"), status

@@ -55,7 +55,7 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_locally(space: Space, tm
     # The row may have changed between the last read and the end.
     rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
     assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
-    # Fails if a machine is so fast that all steps fall between two writes of the status, or two reads.
+    # This check fails if a machine makes all steps between two writes of the status, or between two reads of the test.
     assert any(re.search(r"\d+/1125", row) for row in rows), f"kubectl get shows no steps: {rows}"
     assert not all(re.search(r"\d+/1125", row) for row in rows), f"the columns of kubectl get do not move: {rows}"
     pods = space.pods("digits")
@@ -134,7 +134,7 @@ def test_an_invalid_job_shows_the_reason_and_starts_nothing(space: Space) -> Non
 
 def test_helm_test_reports_that_the_installation_works(operator: str) -> None:
     done = helm("test", RELEASE, "--namespace", operator, "--logs", "--timeout", "120s")
-    # helm prints the log once for each object of the test, because all have the same name.
+    # Helm prints the log once per object of the test, because all these objects have the same name.
     assert len({line for line in done.splitlines() if line.startswith("ok    ")}) == 4, done
 
 

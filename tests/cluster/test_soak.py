@@ -78,7 +78,7 @@ class Soak:
     """Names of the faults that were injected."""
 
     def turn(self) -> None:
-        """Check everything once; keep the number of jobs constant."""
+        """Check all jobs once; keep the number of jobs constant."""
         running = 0
         for found in self.space.get("ddp")["items"]:
             name, status = found["metadata"]["name"], found.get("status") or {}

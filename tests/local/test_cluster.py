@@ -55,7 +55,7 @@ def test_an_empty_dir_is_removed_with_its_pod(world: LocalCluster) -> None:
 def test_a_removed_pod_holds_no_descriptor_and_no_process(world: LocalCluster) -> None:
     """A run with many restarts, or with 64 nodes and a few restarts, would fail with `Too many open files`."""
     what = job(nodes=1, container={"command": ["true"]})
-    kept = []  # like the screen, which keeps pods until their output was shown
+    kept = []  # like the screen, which keeps a pod until the pod's output was shown
 
     def attempt(number: int) -> int:
         kept.append(run_and_delete(world, what, number))

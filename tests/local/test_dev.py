@@ -142,7 +142,7 @@ def test_a_script_started_as_a_module_is_restarted_when_an_import_changes(cli: C
     (package / "train.py").write_text("from .part import NAME; print('has', NAME); import time; time.sleep(600)")
     session = Session(cli, "-m", "pkg.train", command=("-m", "pkg.train"))
     session.prints("has part 1", 2)
-    (package / "part.py").write_text("NAME = 'part two'")  # another size, which Python compares
+    (package / "part.py").write_text("NAME = 'part two'")  # a different size, because Python compares sizes
     session.prints("has part two", 2)
     assert session.end() == 130
 
@@ -204,7 +204,7 @@ def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
 
 
 def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
-    """If a preloaded module were not loaded again, the ranks would run the old module, whatever is saved."""
+    """Preloaded modules must be loaded again after a change. Otherwise the ranks would never run the saved code."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))

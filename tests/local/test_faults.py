@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# Like COUNTS, but no rank is more than one step ahead of the other, as under DDP. A waiting rank continues to report.
+# Like COUNTS, but each rank waits if it is a step ahead of the other, as under DDP. A waiting rank continues to report.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))
@@ -44,7 +44,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        # The message has the group's last reported step, which may be any: rank 0 does not wait for rank 1.
+        # The message names the group's last reported step. It may be any step, because rank 0 does not wait for rank 1.
         ("signal=KILL", r"was killed by SIGKILL at step \d+", 137),
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
@@ -64,7 +64,7 @@ def test_a_rank_that_fails_at_a_step_restarts_the_group_from_its_last_save(
 
 
 def test_a_hanging_rank_is_found_named_and_restarted(cli: Cli) -> None:
-    grace = "spec.template.spec.terminationGracePeriodSeconds=1"  # the hanging rank does not end by itself
+    grace = "spec.template.spec.terminationGracePeriodSeconds=1"  # seconds; the hanging rank does not end by itself
     done, status, told = run(
         cli, "--fail", "rank=0,step=25,hang", "--set", grace, script=COUNTS_TOGETHER, stall={"timeoutSeconds": 3}
     )
@@ -112,7 +112,7 @@ def test_kills_at_an_interval_report_the_number_of_restarts_and_if_none_happened
 
 @pytest.mark.parametrize("command", ["python", "ddprun"])
 def test_every_fault_happens_once_in_any_attempt_or_generation(cli: Cli, command: str) -> None:
-    """Under ddprun all faults but the first would be ignored, and the run would end as if all had been tested."""
+    """All faults of --fail must happen under ddprun, too. Otherwise the run would end as if all had been tested."""
     given = (
         "rank=0,step=12,exit=7",
         "rank=1,step=35,signal=SEGV",
@@ -140,7 +140,7 @@ def test_only_a_fault_that_did_not_happen_is_named(cli: Cli) -> None:
 
 
 def test_a_mistake_on_all_ranks_is_shown_once_and_not_retried(cli: Cli) -> None:
-    """A typo must not cost four attempts, 36 s and 334 lines of output."""
+    """A mistake on all ranks must be shown once, and not cost four attempts, 36 s and 334 lines of output."""
     done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
     assert (done.returncode, status["reason"], status["attempt"]) == (1, "PermanentFailure", 1)
     assert "in train.py:2 (AttributeError: " in told.splitlines()[-1]
@@ -197,7 +197,7 @@ def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_th
 
 
 def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli) -> None:
-    """A bug in one rank must not cost 59 seconds and four tracebacks."""
+    """The job must not take 59 seconds and print four tracebacks for a bug in one rank."""
     script = ONE_RANK.format(exception="OSError(f'no such shard in attempt {attempt}')")
     done, status, told = run(cli, script=script)
     assert done.returncode == 1

@@ -26,7 +26,7 @@ def test_a_failure_reported_by_ddprun_fails_the_job_even_if_the_shell_exits_with
 
 
 def test_a_traceback_at_the_end_of_a_success_is_shown_with_a_warning(cli: Cli) -> None:
-    """Users must see the traceback, because the run ends as Succeeded."""
+    """The run ends as Succeeded, so without a warning users would miss the traceback."""
     script = "import traceback\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    traceback.print_exc()"
     code, text, status = ran(cli, script, "python train.py")
     assert (code, status["state"], status["findings"][0]["reason"]) == (0, "Succeeded", "FailureInLog")
@@ -47,17 +47,17 @@ def test_a_launcher_that_nobody_waited_for_gives_a_success_with_a_warning(cli: C
     assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
 
 
-@pytest.mark.long  # ranks are observed every 5 s; by day tests/unit/test_hidden_failures.py covers this behaviour
+@pytest.mark.long  # slow: ranks are observed every 5 s; by day tests/unit/test_hidden_failures.py tests this
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(cli: Cli, size: int) -> None:
-    """A user's wrapper around torchrun may change the environment, so that ranks see only those of their node."""
+    """A wrapper around torchrun may change the environment, so that each node forms a group of its own."""
     rank = "{'PATH': os.environ['PATH'], 'RANK': '0', 'WORLD_SIZE': '%s'}" % size  # noqa: UP031
     script = f"import os, subprocess\nsubprocess.run(['sleep', '11'], env={rank})"
     done = cli.run("run", cli.file(script, container={"command": ["python", "train.py"]}, nodes=2))
     assert (done.returncode, "rank 0 was in a group of 1 rank, but the job has 2" in done.stderr) == (0, size == 1)
 
 
-@pytest.mark.long  # launchers are checked every 5 s; by day tests/unit/test_launching.py covers this behaviour
+@pytest.mark.long  # slow: launchers are checked every 5 s; by day tests/unit/test_launching.py tests this
 def test_a_launcher_of_a_script_that_waits_in_vain_is_named_while_it_waits(cli: Cli) -> None:
     (cli.folder / "torchrun").write_text("import time\ntime.sleep(9)\n")
     job = cli.file("", container={"command": ["sh", "-c", "exec python $0 --nnodes=3 train.py", "torchrun"]}, nodes=2)

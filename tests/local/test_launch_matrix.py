@@ -93,7 +93,7 @@ def test_each_recipe_trains_in_one_world_to_the_same_parameters(cli: Cli, alone:
     spec = yaml.safe_load(text)["spec"]
     (cli.folder / "job.yaml").write_text(text)
     world_size = spec["nodes"] * spec.get("nprocPerNode", 1)
-    # Check the world size too, because a world of another size, even one world per rank, gives the same hash.
+    # Check the world size too, because a world of another size gives the same hash, even a world of one rank.
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 

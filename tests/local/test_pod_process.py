@@ -165,7 +165,7 @@ def test_a_command_that_cannot_start_is_named_before_anything_starts(
 
 
 def test_a_script_in_the_parent_folder_is_suggested(slot: pod_process.Slot, tmp_path: Path) -> None:
-    """The message names the folder from which to start a job that is in a folder of jobs."""
+    """If the job file is in a folder of jobs, the message names the folder from which to start the job."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "train.py").touch()
     (problem,) = pod_process.start_problems(
@@ -176,7 +176,7 @@ def test_a_script_in_the_parent_folder_is_suggested(slot: pod_process.Slot, tmp_
 
 @pytest.mark.parametrize("volume", [{"name": "v"}, {"name": "v", "emptyDir": None}, {"name": "v", "hostPath": None}])
 def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_process.Slot, volume: dict) -> None:
-    """`volumes: [{name: cache}]` is an emptyDir in a cluster."""
+    """`volumes: [{name: cache}]` must give an empty folder, because a cluster makes it an emptyDir."""
     body = pod({"command": ["ls", "/d/x"], "volumeMounts": [{"name": "v", "mountPath": "/d"}]}, volumes=[volume])
     process = pod_process.process(body, slot)
     assert (process.argv[1], process.folders) == (f"{slot.volumes}/v/x", [slot.volumes / "v"])
@@ -217,7 +217,7 @@ def test_each_node_has_its_own_folder_if_the_path_contains_a_variable(slot: pod_
 def test_a_volume_path_that_leaves_the_folders_of_the_job_is_refused(
     slot: pod_process.Slot, mount: dict, name: str, part: str
 ) -> None:
-    """An API server refuses a path with `..`. A local run must not write files into the user's own folders."""
+    """An API server refuses `..` in a path. A local run must refuse it too, and not write into the user's folders."""
     mounts = [{"name": name, "mountPath": "/d", **mount}]
     container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
     (problem,) = pod_process.start_problems(pod(container, volumes=[{"name": name, "emptyDir": {}}]), slot)

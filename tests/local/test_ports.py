@@ -12,7 +12,7 @@ import pytest
 
 from ddprun import ports
 
-# Prints its port, and holds it until it ends.
+# Prints its port, and holds the port until it ends.
 JOB = """
 import sys
 from ddprun import ports

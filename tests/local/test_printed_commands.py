@@ -54,7 +54,7 @@ def test_the_commands_of_a_page_work_as_printed(folder: Path, page: str) -> None
         typed(folder, words)
     for command, printed in commands(page):
         if "--fail" in command:
-            # With the old folder the run would resume at its end, and have no step left at which to fail.
+            # If the old folder stayed, the run would resume at its end and have no step left to fail at.
             shutil.rmtree(folder / "snapshots", ignore_errors=True)
         is_wrong = command.startswith("ddpjob check")
         with changed(folder / "train.py", MISTAKE if is_wrong else ""):

@@ -214,7 +214,7 @@ def test_a_hundred_foreign_connections_do_not_take_a_hundred_threads(world: Worl
         for stranger in strangers:
             assert until_closed(stranger) in (b"", b"(reset)")
     deadline = time.monotonic() + BOUND_SECONDS
-    while threading.active_count() > before:  # each thread notices the end of its connection at its own time
+    while threading.active_count() > before:  # each thread notices later that its connection was closed
         assert time.monotonic() < deadline, "a thread stays with a stranger that is gone"
         time.sleep(0.01)
     assert world.post(b"room again")[0] == 204

@@ -270,7 +270,7 @@ print("started", os.environ["RANK"], flush=True)
 
 
 def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) -> None:
-    """Without the check the job starts four times, and fails each time for what `ddpjob check` finds in 0.2 seconds."""
+    """Without the check the job would start four times, and fail each time with an error that is found in 0.2 s."""
     job = cli.file(NCCL)
     done = cli.run("run", job)
     assert (done.returncode, done.stdout) == (2, "")
@@ -280,7 +280,7 @@ def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) 
 
 
 def test_no_check_starts_a_job_with_a_known_error(cli: Cli) -> None:
-    """A rule of the check may be wrong, and must then not block the user."""
+    """With --no-check the job must start, because a rule of the check may be wrong."""
     done = cli.run("run", cli.file(NCCL.replace("import torch.distributed as dist", ""), backoffLimit=0), "--no-check")
     assert done.returncode == 1
     assert "started" in done.stdout
@@ -433,7 +433,7 @@ def test_a_process_that_was_running_before_survives_the_run(cli: Cli) -> None:
 
 
 def test_a_local_run_needs_no_gang_and_reports_that_it_has_none(cli: Cli) -> None:
-    """All processes start on this machine, and there is no scheduler to wait for."""
+    """A local run ignores the gang and reports this, because all processes start on one machine without a scheduler."""
     job = cli.file("print('trained')", gang="native", topologyKey="rack")
     done = cli.run("run", job)
     assert done.stdout.count("trained") == 2
@@ -509,7 +509,7 @@ def test_the_error_about_a_full_log_disk_names_the_disk(cli: Cli) -> None:
 
 
 def test_a_folder_that_cannot_be_created_gives_an_error_of_one_line(cli: Cli) -> None:
-    """For example `/mnt/snapshots` of the cluster, which only root may create on this machine."""
+    """The folder may be `/mnt/snapshots` of the cluster, which only root may create on this machine."""
     (cli.folder / "file").touch()
     volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
     job = cli.file("pass", container={"volumeMounts": [{"name": "v", "mountPath": "/snapshots"}]})

@@ -106,7 +106,7 @@ def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) 
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
-    os.close(first.lock)  # SIGKILL releases the lock like this
+    os.close(first.lock)  # SIGKILL also releases the lock
     run_often(tmp_path, 1)
     assert not (first.path / "volumes").exists()
     assert (first.path / "job-1-0.log").exists()
@@ -127,7 +127,7 @@ def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
     )
     for folder in (of_killed, of_running, others):
         (folder / "attempt_0").mkdir(parents=True)
-    os.close(killed.lock)  # SIGKILL releases the lock like this
+    os.close(killed.lock)  # SIGKILL also releases the lock
     run_often(tmp_path, 1)
     assert [folder.exists() for folder in (of_killed, of_running, others)] == [False, True, True]
     running.close()
@@ -136,7 +136,7 @@ def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
 
 @pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
 def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    """`docker run --user 12345` with an entry point that clears the environment has no home, for example."""
+    """`docker run --user 12345` with an entry point that clears the environment gives a user without a home."""
     cli.file("pass")
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -163,7 +163,7 @@ def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
 def test_two_commands_that_check_a_killed_run_at_once_both_see_that_it_has_ended(tmp_path: Path) -> None:
     """`ddpjob list` must not show Running because `ddpjob logs -f` checks the same run at the same moment."""
     killed = RunFolder("job", tmp_path)
-    os.close(killed.lock)  # SIGKILL releases the lock like this
+    os.close(killed.lock)  # SIGKILL also releases the lock
     answers: list[bool] = []
     threads = [
         threading.Thread(target=lambda: answers.extend(is_running(killed.path) for _ in range(2000))) for _ in range(4)

@@ -88,7 +88,7 @@ def test_a_request_that_matches_no_log_is_refused_with_the_existing_ones(cli: Cl
 
 
 def test_follow_continues_through_a_restart_until_the_job_ends(cli: Cli) -> None:
-    """A plain tail -f stays at the log of a pod that has ended."""
+    """`ddpjob logs -f` must continue with the next attempt. A plain tail -f stays at the log of the ended pod."""
     script = FAILS_ONCE.replace("sys.exit(", "while not os.path.exists('go'): time.sleep(0.02)\n    sys.exit(")
     with cli.start("run", cli.file(script, backoffLimit=2)) as run:
         eventually(lambda: listed(cli) and "attempt 1" in cli.run("logs", "--node", 0).stdout)

@@ -122,7 +122,7 @@ def test_a_terminal_of_40_columns_shows_the_same_lines_cut_and_never_wrapped(job
 
 
 def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(job: Path) -> None:
-    """A user who tiles windows must not see parts of old tables."""
+    """A terminal that changes its width must not show parts of old tables."""
     terminal = Terminal(job, columns=100)
     terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
     for columns in (20, 100):

@@ -22,7 +22,7 @@ LINES_MAX = 15
 
 
 def test_a_killed_rank_under_torchrun_adds_at_most_15_lines_to_the_output_of_the_script(cli: Cli) -> None:
-    """In full, torchrun's report about one kill has 75 lines: three screens of 80x24."""
+    """Only 15 lines are shown, because torchrun's full report about one kill has 75 lines: three screens of 80x24."""
     job = cli.file(COMPLAINS, container={"command": ["torchrun", "train.py"]}, backoffLimit=0)
     done = cli.run("run", job)
     lines = (done.stdout + done.stderr).splitlines()
@@ -33,7 +33,7 @@ def test_a_killed_rank_under_torchrun_adds_at_most_15_lines_to_the_output_of_the
 
 
 def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
-    """The temporary script no longer exists, so its path does not help users."""
+    """The error must name the notebook's cell, because the temporary script with the cell's code no longer exists."""
     cells = ["import os", "def load(path):\n    raise ValueError(f'no such shard: {path}')", "\nload(7)"]
     document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
     (cli.folder / "try.ipynb").write_text(json.dumps(document))
@@ -46,7 +46,7 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
 
 
 def test_messages_of_torch_at_the_end_of_a_success_are_not_mentioned(cli: Cli) -> None:
-    """A line like `… 23 lines of torchrun in …` above ✔ makes users search for a fault."""
+    """A line like `… 23 lines of torchrun in …` above ✔ would make users search for a fault."""
     noise = "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\\nframe #0: c10::Error\\n"
     done = cli.run("run", cli.file(f'print("{noise}<omitting python frames>\\nlast")'), code=0)
     assert done.stdout == "[0:0] last\n[1:1] last\n" or done.stdout == "[1:1] last\n[0:0] last\n"

@@ -33,7 +33,7 @@ def of_pod(what: Any) -> str:
 def test_the_number_of_threads_is_that_of_the_caller_or_else_of_torchrun(
     nodes: int, nproc: int, cpu: int | None, caller: str, made: str
 ) -> None:
-    """OMP_NUM_THREADS=3 must not silently become 1, because all other variables of the user are kept."""
+    """OMP_NUM_THREADS=3 must not silently become 1. A local run keeps all other variables of the user, too."""
     limits = {"resources": {"limits": {"cpu": cpu}}} if cpu else None
     given = job(nodes=nodes, nprocPerNode=nproc, container=limits)
     environ = {"OMP_NUM_THREADS": caller} if caller else {}

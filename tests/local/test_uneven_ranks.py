@@ -9,7 +9,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Rank 0 has ended before the others continue. If it were stopped meanwhile, only its peer's message would show it.
+# Rank 0 ends before the others continue. If rank 0 were stopped meanwhile, only its peer's message would show its end.
 MEETS_RANK_0 = """
 import os, pathlib, time
 pid_file = pathlib.Path("rank-0", os.environ["DDPJOB_ATTEMPT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -49,13 +49,13 @@ SECONDS_MAX = 240  # two attempts of four processes that import torch, possibly 
 @pytest.mark.parametrize(
     ("command", "script"),
     [
-        (["python", "train.py"], UNEVEN),  # checks that gloo's message is still the one in COMPLAINS
+        (["python", "train.py"], UNEVEN),  # checks that gloo's present message is equal to the message in COMPLAINS
         (["ddprun", "--preload=json", "train.py"], COMPLAINS),
     ],
     ids=["python, torch", "ddprun"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(cli: Cli, command: list[str], script: str) -> None:
-    """Uneven data or a `break` makes a rank end early. With backoffLimit 0 the job must fail and not restart."""
+    """A rank ends early because of uneven data or a `break`. With backoffLimit 0 the job must not restart."""
     job = cli.file(script, container={"command": command}, nodes=2, nprocPerNode=1, backoffLimit=0)
     with cli.start("run", job, "--no-check", "--status", "status.json") as process:
         out, said = process.communicate(timeout=SECONDS_MAX)

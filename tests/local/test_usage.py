@@ -85,7 +85,7 @@ def test_the_pids_are_those_of_the_ranks_and_not_of_launchers_or_workers(node: N
 
 @pytest.mark.parametrize("has_first_server", [True, False])
 def test_only_the_ranks_of_a_fork_server_count(node: Node, tmp_path: Path, has_first_server: bool) -> None:
-    """`--fail every=10s` must not kill the fork server that replaced the first one."""
+    """`--fail every=10s` must kill ranks, but not the fork server that has replaced the first fork server."""
     launcher = f"""
         import pathlib, subprocess, sys, time
         words = [sys.executable, "-c", "import time; time.sleep(1000)", "/ddprun/forkserver.py"]
@@ -104,11 +104,11 @@ def test_only_the_ranks_of_a_fork_server_count(node: Node, tmp_path: Path, has_f
     try:
         assert ranks_of_nodes.of_node(pid, processes.parents()) == tuple(map(int, ranks.split()))
     finally:
-        processes.kill(processes.descendants(pid))  # they lead sessions of their own
+        processes.kill(processes.descendants(pid))  # the ranks have sessions of their own, so kill them one by one
 
 
 def test_a_measurement_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
-    """A table that is drawn twice a second must not take CPU time from the training."""
+    """`ddpjob run` draws its table twice a second, which must not take CPU time from the training."""
     usages, pid = Usages(seconds=1000), node(SLEEP)
     usages.look({pid: ()})
     first = usages.seen[pid]

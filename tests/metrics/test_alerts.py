@@ -59,7 +59,7 @@ class History:
         self.scrapes += 1
 
     def fired(self, folder: Path) -> set[str]:
-        """Return the alerts that fired at any time."""
+        """Return the names of all alerts that have fired."""
         asked = f'group by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{self.scrapes * SECONDS}s]))'
         return set(re.findall(r'alertname="(\w+)"', self.result(folder, asked)))
 
@@ -72,7 +72,7 @@ class History:
         return texts
 
     def result(self, folder: Path, query: str) -> str:
-        """Return a query's result at the end, as promtool prints it: "nil" for no result."""
+        """Return a query's result at the last scrape, as promtool prints it: "nil" for no result."""
         series = [{"series": name, "values": " ".join(self._written(v))} for name, v in self._values.items()]
         wish = {
             "expr": query,
@@ -110,7 +110,7 @@ class Watched:
 
     @property
     def step(self) -> int:
-        """The last step that was reported."""
+        """The last reported step."""
         progress = self.world.status.progress
         return 0 if progress is None else progress.step
 
@@ -131,7 +131,7 @@ class Watched:
         self._due = self.world.now + dt.timedelta(seconds=SECONDS)
 
     def wait(self, minutes: float) -> Watched:
-        """Let only time pass."""
+        """Let time pass without any other event."""
         for _ in range(round(minutes * 60 / SECONDS)):
             self.world.after(SECONDS)
             self.settle().scrape()
@@ -226,7 +226,7 @@ OF_JOBS: dict[Callable[[], Watched], set[str]] = {
 
 @pytest.mark.parametrize("life", OF_JOBS, ids=lambda life: life.__name__)
 def test_an_alert_on_a_job_fires_only_on_its_fault(life: Callable[[], Watched], tmp_path: Path) -> None:
-    """Administrators who are woken by a false alert turn the alert off."""
+    """An alert must fire only on its own fault. Administrators turn off an alert that wakes them falsely."""
     assert life().history.fired(tmp_path) == OF_JOBS[life]
 
 
@@ -400,5 +400,5 @@ def test_a_release_without_a_leader_fires_an_alert_even_next_to_one_with_a_leade
 
 
 def test_every_alert_has_a_scenario() -> None:
-    """A new alert needs a scenario above."""
+    """Each alert must have a scenario in this file."""
     assert set().union(*OF_JOBS.values(), *OF_THE_OPERATOR.values()) == ALERTS

@@ -66,7 +66,7 @@ def live(server: ModelServer, prometheus: Prometheus) -> None:
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
 def test_every_query_of_a_dashboard_gives_data(scraped: Prometheus, dashboard: Path) -> None:
-    """A panel without data looks like a cluster without problems."""
+    """Each query must give data, because a panel without data looks like a cluster without problems."""
     asked = {name: query for name, query in queries(dashboard).items() if not OF_REPORTS.search(query)}
     assert len(asked) > 5
     empty = asked
@@ -87,7 +87,7 @@ def rules() -> dict[str, str]:
 
 @pytest.mark.parametrize("alert", sorted(rules()))
 def test_every_name_and_label_in_an_alert_is_served_by_the_operator(scraped: Prometheus, alert: str) -> None:
-    """An alert on a name that nobody serves never fires."""
+    """The operator must serve each name in an alert. Otherwise the alert never fires."""
     for selector in re.findall(r"\b((?:ddpjob|controller|workqueue|rest)_\w+(?:\{[^}]*\})?)", rules()[alert]):
         if OF_REPORTS.search(selector) or selector.startswith("ddpjob_job_state{"):
             selector = selector.partition("{")[0]

@@ -82,7 +82,7 @@ def test_a_plan_takes_linear_time_in_the_nodes_of_the_job() -> None:
 
 
 def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a command with 9,000 words several times would block the event loop for 250 ms."""
+    """Reading a command of 9,000 words several times would block the event loop for 250 ms."""
     read = 0
     search = command.of_container
 
@@ -98,7 +98,7 @@ def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_launchers_that_start_each_other_are_followed_only_up_to_a_limit() -> None:
-    """300 launchers before 2,500 words would be searched in 300 copies of the words: 50 ms without a call to count."""
+    """300 launchers before 2,500 words would be searched in 300 copies of the words, which takes 50 ms."""
     assert command.read(["srun", "mpirun", "python", "train.py"]).script == "train.py"
     assert command.read([*["mpirun"] * 300, "python", "train.py"]) == command.Command()
 

@@ -72,8 +72,8 @@ def added(*parts: Spent) -> Spent:
 
 
 class Ledger(RuleBasedStateMachine):
-    """`history`, `known`, `attempt`, `replacements` are what the status has; `own`, `heard` and the agents are the
-    truth."""
+    """`history`, `known`, `attempt` and `replacements` are in the status. `own`, `heard` and the agents have the real
+    counts."""
 
     @initialize(limit=st.integers(0, 4), max_restarts=st.none() | st.integers(0, 6))
     def submitted(self, limit: int, max_restarts: int | None) -> None:
@@ -92,7 +92,7 @@ class Ledger(RuleBasedStateMachine):
         is_heard=st.booleans(),
     )
     def restart_in_place(self, which: int, to: Any, is_heard: bool) -> None:
-        """An agent whose pod was already replaced may restart too: its node may be lost without its knowledge."""
+        """Restart in place. An agent whose pod was replaced may restart too: it may not know that its node is lost."""
         agent = self._one_of(list(self.agents.values())[::-1], which)
         if agent is None:
             return
@@ -221,7 +221,7 @@ def test_each_restart_is_counted_once_and_operator_and_agents_together_stay_with
 
 
 def story() -> None:
-    """Play one order of events in which each of the bugs below shows."""
+    """Play one order of events that reveals each of the bugs below."""
     ledger = Ledger()
     ledger.submitted(limit=4, max_restarts=None)
     ledger.restart_in_place(which=0, to="application", is_heard=True)
@@ -279,7 +279,7 @@ def _goes_by_any_grant() -> Any:
 def test_a_deliberate_bug_in_the_counts_is_found(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
 ) -> None:
-    """If these bugs were not found, the tests above would prove nothing."""
+    """Without this test, the tests above could miss wrong counts."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError):
         story()

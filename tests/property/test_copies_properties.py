@@ -62,7 +62,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
 
 @given(st.tuples(*[st.none() | st.builds(Held, VERSIONS, st.just(0), st.just(1), st.just(1))] * memory.AREAS))
 def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...]) -> None:
-    """If the new copy is cut off, no complete state would be left."""
+    """A copy must not overwrite the newest state. If the new copy is cut off, no complete state would be left."""
     area = copies.area_for(held)
     whole = [one.version for one in held if one is not None]
     assert held[area] is None or whole.count(held[area].version) > 1 or held[area].version != max(whole)  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """A rank that reads another plan copies at other steps."""
+    """Each rank must read rank 0's plan unchanged. With another plan it would copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 

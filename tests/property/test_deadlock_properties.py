@@ -176,7 +176,7 @@ def worlds(
 
 
 def completes(world: World) -> bool:
-    """True if the program can complete. The order of events is irrelevant, because a call that can end stays so."""
+    """True if the program can complete. The order of events is irrelevant: a call that can end now can end later."""
     copy, chance = World([rank.program for rank in world.ranks]), random.Random(0)
     while copy.step(chance):
         pass
@@ -202,7 +202,7 @@ def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, se
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_ranks_that_are_called_deadlocked_never_make_progress(world: World, seed: int) -> None:
-    """Even if a program cannot complete, the reported collective must really block: the report must not be early."""
+    """Even if the program cannot complete, each reported collective must already be blocked, and stay blocked."""
     chance = random.Random(seed)
     while world.step(chance):
         found = conflict(world.standings())

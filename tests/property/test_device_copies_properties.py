@@ -334,7 +334,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
-    """A restart must not resume from a mixture of two steps."""
+    """A restart must never load a mixture of two steps, so an incomplete copy must not count."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen
@@ -342,7 +342,7 @@ def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_o
 
 @pytest.mark.long
 def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: list[Node]) -> None:
-    """Only thousands of walks reach the rare orders that matter."""
+    """Some orders of events are rare, and only thousands of walks reach them."""
     walks(1_000, nodes, first=1_000_000)
 
 
@@ -350,7 +350,7 @@ def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: lis
 def test_a_deliberate_bug_in_device_copies_is_found(
     nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If these bugs were not found, the tests above would prove nothing."""
+    """Without this test, the tests above could miss bugs in device copies."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)
     with pytest.raises(AssertionError, match="seed"):

@@ -160,7 +160,7 @@ class Story:
     # ---------------------------------------------------------------- the operator
 
     def hear(self) -> None:
-        """Receive the next event of the watch."""
+        """Let the operator receive the next event of the watch."""
         kind, raw = self.log[self.heard]
         self.heard += 1
         metadata = raw["metadata"]
@@ -185,7 +185,7 @@ class Story:
                 self.read_answer(action.place)
 
     def read_answer(self, rank: int) -> None:
-        """Put the answer of a write into the cache too, before the watch shows earlier changes."""
+        """Put the answer of a write into the cache before the watch shows earlier changes."""
         if rank in self.pods:
             self.store.put(self.pods[rank])
 
@@ -263,7 +263,7 @@ def fails(how: Raw) -> Callable[[Story, int], None]:
 
 
 def is_deleted(code: int) -> Callable[[Story, int], None]:
-    """Delete the pod by hand or by a drain. Its end takes time, and its peers lose their connection to it."""
+    """Delete the pod by hand or by a drain. The pod ends slowly, and its peers lose their connection to it."""
 
     def begin(story: Story, rank: int) -> None:
         told = story.on_told
@@ -308,7 +308,7 @@ seeds = st.integers(0, 2**32)
 
 @pytest.mark.parametrize("name", ENDS)
 @given(seeds, st.integers(1, 8), st.data())
-@settings(max_examples=settings.default.max_examples // 3)  # each runs a whole attempt
+@settings(max_examples=settings.default.max_examples // 3)  # a third of the examples, because each runs a whole attempt
 def test_blame_and_charge_depend_on_no_clock_no_order_and_no_restart(
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:

@@ -122,7 +122,7 @@ def test_any_line_between_agents_is_read_or_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("depth", [10, 20, 30])
 def test_multiplying_aliases_are_refused_at_once(tmp_path: Path, depth: int) -> None:
-    """A few lines stand for 10^9 values and more."""
+    """A file whose aliases expand to 10^9 values must be refused within milliseconds."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]
     file = tmp_path / "bomb.yaml"

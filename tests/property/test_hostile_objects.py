@@ -78,7 +78,7 @@ def read_or_refused(raw: Any) -> object:
 @example({"metadata": None, "spec": {"containers": None}, "status": {}})
 @example({"metadata": {"name": "a", "uid": "u"}, "spec": {"containers": [{"name": 1}, None]}})
 def test_a_partly_decoded_pod_equals_the_fully_decoded_pod(raw: Any) -> None:
-    """If a pod were read differently, its rank could seem lost."""
+    """A pod must have the same fields after partial decoding. If a field were missing, its rank could seem lost."""
     if not isinstance(raw, dict):
         return
     try:
@@ -113,7 +113,7 @@ def test_any_json_is_read_as_pod_service_and_node_or_gives_an_error(raw: Any) ->
 @example({"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 2**31 - 1}}}]}, {})
 @example({}, {"deletionTimestamp": "9999-12-31T23:59:59Z", "deletionGracePeriodSeconds": 30})
 def test_a_job_is_planned_whatever_its_pod_reports(status: Any, metadata: Any) -> None:
-    """The worst effect of a pod must be that its own job fails."""
+    """A pod's report may fail its own job, but must not stop the operator."""
     known = {"name": "digits-1-0", "namespace": "default", "uid": "u", "labels": {naming.LABEL_ATTEMPT: "1"}}
     known["labels"] |= {naming.LABEL_RANK: "0", naming.LABEL_JOB: "digits"}
     known["ownerReferences"] = [{"uid": UID, "kind": "DDPJob", "controller": True}]

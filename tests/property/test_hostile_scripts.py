@@ -25,7 +25,7 @@ GROWING = {
 
 
 def calls(script: str) -> int:
-    """Return the function calls needed to follow a script; unlike seconds, they do not depend on the machine."""
+    """Return the number of function calls to follow a script. Unlike seconds, it does not depend on the machine."""
     shell.read.cache_clear()
     profile = cProfile.Profile()
     profile.runcall(exit_codes.launcher_exits, ["sh", "-c", script])

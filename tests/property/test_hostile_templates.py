@@ -73,8 +73,8 @@ PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
 
 @pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
 def test_any_value_in_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
-    """Otherwise a job could get no pod, even after days of training, and not say why. The operator's log would have a
-    traceback at each reconcile."""
+    """If the template were accepted and then gave no pod, a job could stand still for ever without a message. The
+    operator's log would have a traceback at each reconcile."""
     for value in VALUES:
         job, problems = validation.parse(with_value(path, value))
         if problems:

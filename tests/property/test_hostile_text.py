@@ -115,7 +115,7 @@ def test_a_shown_status_is_stable() -> None:
 
 
 def test_names_for_machines_stay_unchanged() -> None:
-    """A job's name may look like a credential, but tools must find the job by its name."""
+    """A job's name must not be masked although it looks like a credential, because tools find the job by its name."""
     world = World(job("sk-abcdefghijklmnopqrstuvwxyz")).running().exits(0, 1, message="x")
     world.settle()
     status = world.job.status

@@ -36,7 +36,7 @@ def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_gener
 
 @given(NODES, PRESENT)
 def test_no_state_of_this_or_a_later_generation_is_loaded(nodes: list[Held | None], present: Version) -> None:
-    """A state of a later generation comes from processes that should have ended: of another job or another leader."""
+    """No state of a later generation may be loaded: its processes belong to another job or another leader."""
     late = [None if held is None or held.version < present else held for held in nodes]
     assert newest(late, present) == ""
 
@@ -55,7 +55,7 @@ def test_contradicting_holders_are_not_believed(held: Held, ranks: int, data: st
     st.integers(0, 3),
 )
 def test_the_lost_step_is_the_last_one_of_the_previous_ranks(marks: list[Mark | None], generation: int) -> None:
-    """Only earlier generations count. If a script loads again, the steps of its own generation are not lost."""
+    """The lost step is the last one of earlier generations. Steps of a script's own generation are not lost."""
     last = memory.last_known(marks, Version(1, generation, 0))
     before = [mark for mark in marks if mark is not None and mark.generation < generation]
     newest_of_them = max((mark.generation for mark in before), default=0)
@@ -64,7 +64,7 @@ def test_the_lost_step_is_the_last_one_of_the_previous_ranks(marks: list[Mark | 
 
 @given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
 def test_ranks_that_were_no_replicas_do_not_load_the_state_of_another(proofs: list[Proof | None]) -> None:
-    """A script may train a different model on each rank, so a survivor's state is not the dead rank's."""
+    """A script may train a different model on each rank. Then a survivor's state must not be given to the dead rank."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     differ = any(
         one is not None and other is not None and one[:2] == other[:2] and one.total != other.total
@@ -76,7 +76,7 @@ def test_ranks_that_were_no_replicas_do_not_load_the_state_of_another(proofs: li
 
 @given(st.lists(st.none() | st.builds(Mark, st.integers(0, 1), st.integers(5, 9), st.integers(1, 4)), max_size=4))
 def test_ranks_that_count_steps_differently_resume_from_the_folder(marks: list[Mark | None]) -> None:
-    """If one rank counts micro-batches as steps, its state would be taken for a step that no other rank has made."""
+    """If one rank counts micro-batches as steps, memory must not be used: its step numbers have another meaning."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     apart = any(
         mark is not None and mark.generation == 0 and mark.step - 5 > max(1, mark.step - mark.before) for mark in marks
@@ -104,8 +104,8 @@ def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
 
 @pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
 def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -> None:
-    """If only rank 0 calls `save(step, …, epoch=epoch)`, the nodes of other ranks hold less of the same generation. The
-    memory must still count."""
+    """If only rank 0 calls `save(step, …, epoch=epoch)`, the nodes of other ranks hold fewer values of the same
+    generation. The state in memory must still count."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
     assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
     assert newest([assumed, named], Version(1, 1, 0)) == FoundState(named, (1,))
@@ -133,7 +133,7 @@ def test_the_folder_counts_only_if_its_generation_or_step_is_later(folder: Versi
 
 @given(VERSIONS, HELD)
 def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version, own: Held) -> None:
-    """If only rank 0 saves values such as an epoch, the state that another rank assumes lacks these values."""
+    """If only rank 0 saves values such as an epoch, a state that another rank has not saved lacks these values."""
     own = own._replace(assumed=True)
     saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
     assert memory.is_newer(folder, own) is saved_in_it
@@ -141,7 +141,7 @@ def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version,
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
 def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
-    """If the furthest rank waited too, two ranks would wait for each other until the time-out, and write nothing."""
+    """The furthest rank must not wait. Otherwise two ranks could wait for each other until the time-out."""
     clocks = [own, *others]
     waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
     assert waiting[clocks.index(max(clocks))] == "write"
@@ -151,15 +151,15 @@ def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
 def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(
     own: int, living: list[int], gone: list[int]
 ) -> None:
-    """An optimizer with a closure runs backward inside its step, for which it needs all ranks. If one rank is lost, the
-    step would never end, and its state would be lost."""
+    """A rank must not begin a step that needs a lost rank. With a closure, the optimizer runs backward inside its step,
+    which would never end, and the state would be lost."""
     turn = memory.turn(own, living, gone)
     assert (turn == "wait") is any(2 * (clock // 2) > own for clock in (*living, *gone))
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
 
 
 def test_each_memory_area_has_its_own_cells() -> None:
-    """If areas shared cells, a copy would be described by the cells of another state."""
+    """Each area needs cells of its own. Otherwise a copy would be described by the cells of another state."""
     cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
     assert len(set(cells)) == len(cells)
     assert min(cells) > memory.WROTE
@@ -200,7 +200,7 @@ def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_other
     version: tuple[int, int],
     is_of_it: bool,
 ) -> None:
-    """A rank must not get the random states of an older step, and draw the same numbers again."""
+    """A rank must not get the random states of an older step, because it would draw the same numbers again."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

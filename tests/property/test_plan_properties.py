@@ -39,7 +39,7 @@ containers = st.one_of(
                 "ValueError: x",
                 "RuntimeError: Connection closed by peer",
                 '{"ddpjob": 1, "ended": true}',
-                # These ranks come from a log, so nobody has checked the numbers.
+                # These rank numbers come from a log, so they may be invalid.
                 "Root Cause (first observed failure):\n[0]:\n  rank      : -1 (local_rank: 0)\n  exitcode  : 1",
                 "[rank999999999]: ValueError: x\n[rank-2]: ValueError: y",
             ]
@@ -160,7 +160,7 @@ def test_no_object_of_another_owner_is_ever_deleted(what: api.DDPJob, seen: Obse
 def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """The pod that proves a failure, a charge or a completed rank must stay until the status has this fact."""
+    """A pod that shows a failure, a restart or a completed rank must stay until the status has this fact."""
     recorded = what.status
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
@@ -251,7 +251,7 @@ def test_after_a_write_of_progress_alone_nothing_is_left_to_do(
 ) -> None:
     """The operator does not reconcile after a write of progress, so any action left would wait for the next change."""
     what, seen = world
-    for _ in range(4):  # until the status is that of a job that has run for a while
+    for _ in range(4):  # repeat until the status is that of a job that has run for a while
         before = plan(what, seen, now)
         what = replace(what, status=before.status or what.status)
     if before.status is not None or before.actions:

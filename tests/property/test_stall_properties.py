@@ -75,7 +75,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_causes_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
-    """Neither a lost trainer nor lost reports mean a hang."""
+    """A silent trainer must not count as a hang, because the trainer or its reports may be lost."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
     assert stall.find(trackers, spec(timeout), later) is None

@@ -1,4 +1,4 @@
-"""The memory for stored jobs never exceeds its room, and the operator always knows when to read a job again."""
+"""Stored jobs never take more memory than their share, and the operator knows when to read a job again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ steps = st.tuples(st.sampled_from(["ask", "ask", "leave", "forget"]), st.integer
 
 
 class Jobs:
-    """Jobs that request room, and the sizes that the test expects."""
+    """Jobs that request memory, and the sizes that the test expects."""
 
     def __init__(self) -> None:
         self.room = storage.Room(TOTAL, OF_NAMESPACE)
@@ -44,7 +44,7 @@ class Jobs:
         self.waiting.pop(key, None)
 
     def hear(self) -> list[storage.Key]:
-        """Let waiting jobs take the room that they are offered."""
+        """Let waiting jobs take the memory that they are offered."""
         told = self.room.next()
         assert all(self.ask(key, self.waiting[key]) for key in told), "who is told has room"
         return told
@@ -58,7 +58,7 @@ class Jobs:
 
 @given(st.lists(steps, max_size=80))
 def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(walk: list[tuple[str, int, int]]) -> None:
-    """One namespace must not fill the operator's memory, and a job that could begin must not wait forever."""
+    """Memory must not be given twice, and a waiting job must be woken as soon as there is enough memory for it."""
     jobs = Jobs()
     for what, number, needs in walk:
         getattr(jobs, what)((f"team-{number % 3}", f"job-{number}"), needs)
@@ -73,7 +73,7 @@ def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(wa
 
 
 def lives(chance: random.Random) -> World:
-    """Generate a job that is settled: the operator has nothing left to do."""
+    """Generate a job for which the operator has mostly nothing left to do; some were just resumed."""
     ttl = chance.choice([None, 0, 50])
     more: dict[str, Any] = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
     world = digits(nodes=1, suspend=chance.random() < 0.3, **more)
@@ -186,7 +186,7 @@ def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
 
 @given(jobs)
 def test_an_idle_job_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
-    """If the operator still had work, the job would not be read for it: a job that must be deleted would stay."""
+    """The operator reads a settled job only when it changes, so the job must need no action at any time."""
     raw = of_size(1, *given_job)
     for seconds in (None, 0, 100):
         timed = raw | {"spec": raw["spec"] | ({} if seconds is None else {"ttlSecondsAfterFinished": seconds})}

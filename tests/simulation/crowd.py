@@ -48,7 +48,7 @@ def crowd_scenario(seed: int) -> Scenario:
     deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
     return replace(
         jobs[0],
-        # One more node for a queue: a job avoids a node after two failures, and might find no place.
+        # One more node for a queue: a job avoids a node after two failures, and might otherwise find no node.
         cluster_nodes=all_nodes + 1 if in_queue else min(most + 1, all_nodes),
         slots=1,
         clusterwide=rng.random() < 0.5,
@@ -233,7 +233,7 @@ class Crowd(Simulation):
         return bool(ranks) and ranks[0].job_uid == uid and not group.closed and all(p.alive for p in ranks)
 
     def _is_told(self, process: Process, grace_seconds: int) -> None:
-        """Stop a process. If all ranks train, they agree on a step, save and end."""
+        """Send SIGTERM to a process. If all ranks train, they agree on a step, save and end."""
         if process.is_elastic:
             return self._is_told_elastically(process, grace_seconds)
         group = self.training.groups.get(process.run)
@@ -249,7 +249,7 @@ class Crowd(Simulation):
         return None
 
     def _is_told_elastically(self, process: Process, grace_seconds: int) -> None:
-        """Stop a process of an elastic job. Nodes that wait to join have nothing to save."""
+        """Send SIGTERM to a process of an elastic job. Nodes that wait to join have nothing to save."""
         group = self.training.elastic.groups.get(process.run)
         full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
         if group is None or process not in group.training or not self._trains_elastically(group, process.job_uid):

@@ -71,7 +71,7 @@ class Faults:
         return found
 
     def happens(self, key: str, what: str) -> bool:
-        """Return False only if shrinking has left out this planned fault."""
+        """Return False if shrinking has left out this planned fault; otherwise True."""
         if self._only is not None and key not in self._only:
             return False
         self.taken[key] = what
@@ -92,22 +92,22 @@ def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return faults like swarm(), for points that only agents pass."""
+    """Return a random subset of the faults at points that only agents pass, at random rates."""
     return _some(rng, AGENTS)
 
 
 def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return faults like swarm(), for PodGroups."""
+    """Return a random subset of the faults of PodGroups, at random rates."""
     return _some(rng, GANGS)
 
 
 def swarm_of_queues(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return faults like swarm(), for Workloads."""
+    """Return a random subset of the faults of Workloads, at random rates."""
     return _some(rng, QUEUES)
 
 
 def swarm_of_memory(rng: random.Random) -> dict[str, dict[str, float]]:
-    """Return faults like swarm(), for writing a state into memory."""
+    """Return a random subset of the faults while a state is written into memory, at random rates."""
     return _some(rng, MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever goes wrong. It is checked at every change of an object and every start."""
+"""Rules that must hold at every moment, whatever fails. They are checked when an object changes or a trainer starts."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # The operator may use up the same restarts before it learns which restarts an agent has made.
+        # Until the operator learns of an agent's restarts, it may spend the same restarts of the budget itself.
         if _own_charges(old, new)["application"] > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
         if application > limit + self._spent_twice[uid]:
@@ -244,7 +244,7 @@ class Judge:
         return is_charged and is_hidden and not is_first
 
     def _check_cause(self, uid: str, old: Raw, new: Raw, operator: str) -> None:
-        """Check that a rank that failed by itself is blamed and charged, if nobody has disturbed the attempt."""
+        """Check that a rank that failed by itself is blamed and counted, if nobody has disturbed the attempt."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         culprit = self._training.culprits.get(place)
@@ -322,7 +322,7 @@ class Judge:
         return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
 
     def _has_said_all(self, uid: str, status: Raw) -> bool:
-        """True if the last agent of node 0 left its final report in a pod that the operator must have seen."""
+        """True if the final report of node 0's last agent is in a pod that the operator must have seen."""
         for raw in self._cluster.pods():
             place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
             if place == (uid, status.get("attempt", 0), 0, _replacement_of(status, 0)):

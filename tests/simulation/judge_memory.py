@@ -1,4 +1,4 @@
-"""What must hold for the state with which each generation begins, and for what the status reports about it."""
+"""Rules for the state with which each generation begins, and for the status about that state."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class MemoryJudge:
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            # Ranks know only this number: after a restart the agent of a recreated pod counts from generation 0.
+            # Ranks know only the number of a generation. The agent of a recreated pod counts from 0 again.
             named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
@@ -130,8 +130,8 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # If the newest state is useless, states one step earlier do not count either, but the folder does: an earlier
-        # state may contain the cause of the failure too (docs/memory.md).
+        # If the newest state is useless, states one step earlier are useless too. The folder may be loaded,
+        # although its state may be the cause of the failure too (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 

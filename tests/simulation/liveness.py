@@ -46,7 +46,7 @@ class Doomed(Simulation):
     """A job with a fault that never ends. It runs to its end, or for more than a day."""
 
     def __init__(self, what: Scenario, *, peers_complain: bool = True) -> None:
-        """peers_complain: True if ranks that wait for a rank which ended with 0 ever notice its end."""
+        """peers_complain: True if ranks that wait for a rank which has exited with 0 report this after a time."""
         super().__init__(what)
         self._peers_complain = peers_complain
         self._fails = self.training._fail
@@ -55,7 +55,7 @@ class Doomed(Simulation):
     def _fail(self, process: Process, failure: Failure) -> None:
         if failure.code != EARLY:
             self._fails(process, failure)
-            self.training.culprits.clear()  # failures here need not be charged to a rank
+            self.training.culprits.clear()  # failures in this simulation need not be blamed on a rank
             return
         group = self.training.groups[process.run]
         if process.alive:
@@ -76,7 +76,7 @@ class Doomed(Simulation):
             self._check_that_it_says_why()
 
     def _floods(self) -> bool:
-        return False  # a hundred restarts need more writes than a healthy job
+        return False  # do not judge endless loops: a hundred restarts need more writes than a healthy job
 
     @property
     def status(self) -> Raw:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from model_training import Training
 
 RETRY_SECONDS = (0.3, 3.0)
-# A gap that a TCP connection survives: ranks continue if their node is cut off for less.
+# Seconds that a TCP connection survives without a network. If a node is cut off for less, its ranks continue.
 HELD_UP_SECONDS = 5.0
 SUPERSEDED = "ddpjob.Superseded: a newer generation has written"
 
@@ -363,7 +363,7 @@ class Agents:
         if fault != "lost":
             seconds = self._faults.number("post", 5, 25) if fault == "late" else self._random.uniform(0.02, 0.5)
             self._loop.call_later(seconds, self._arrives, leader, account, body, fault == "lost answer", leader.posts)
-        # Every request has failed after half a minute at the latest.
+        # All requests that are still open fail within half a minute.
         self._loop.call_later(posting.CHILD_SECONDS_MAX, self._failed, leader, leader.posts)
 
     def _arrives(self, leader: Agent, account: Any, body: bytes, is_unheard: bool, number: int) -> None:
@@ -430,7 +430,7 @@ class Agents:
             self._signal(agent, patient=False)
 
     def _stands(self, life: Life) -> None:
-        """Stop all steps of a generation."""
+        """Stop the steps of a generation at their present number."""
         if life.loaded is not None and life.ended_at is None:
             self._memories.stop(life, int(min(self._step(life), self._training.seconds)))
 
@@ -506,7 +506,7 @@ class Agents:
             self._look(agent)
 
     def _breaks(self, agent: Agent) -> None:
-        """Remove an agent's rank, and let its peers notice."""
+        """Remove an agent's rank, and let the other ranks notice the closed connection."""
         agent.runs = False
         if agent.life is not None:
             self._break(agent.life)
@@ -584,7 +584,7 @@ class Agents:
             self._loop.call_later(max(0.1, min(SAVE_SECONDS, left)), self._advance, life)
 
     def _check_alone(self, life: Life) -> None:
-        """Check that no other generation trains: within an attempt, nothing in a checkpoint distinguishes groups."""
+        """Check that no other generation of the attempt trains. Its checkpoints could not be told apart."""
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         alive = self._lives[uid] = [
             other for other in self._lives[uid] if not other.broken and not other.leader.process.terminated
@@ -634,7 +634,7 @@ class Agents:
     # ---------------------------------------------------------------- connections
 
     def _say(self, agent: Agent, what: Callable[[LeaderState, float], None], *, of_now: bool = True) -> None:
-        """Send a message to the leader, which may be the agent itself. of_now: ignore it in a later generation."""
+        """Send a message to the leader, which may be the agent. of_now: ignore the message in a later generation."""
         if agent.lead is not None:
             what(agent.lead, self._loop.time())
             return self._turn(agent)

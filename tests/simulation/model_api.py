@@ -99,7 +99,7 @@ class ModelApi:
 
     @property
     def version(self) -> int:
-        """The newest resourceVersion."""
+        """Return the newest resourceVersion."""
         return self._version
 
     def request(

@@ -55,7 +55,7 @@ class Place:
 
 @dataclass
 class Area:
-    """The memory of one agent, which is lost with it."""
+    """The memory of one agent. It is lost with the agent."""
 
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(AREAS)])
     slots: dict[int, list[Version]] = field(default_factory=dict)
@@ -73,13 +73,13 @@ class Area:
 
     @property
     def newest(self) -> Place:
-        """The area that `Shared.held` would choose."""
+        """Return the area that `Shared.held` would choose."""
         none = Version(0, 0, 0)
         return max(self.places, key=lambda place: place.held.version if place.held else none)
 
     @property
     def held(self) -> Held | None:
-        """The description of the newest state, as the agent reads it."""
+        """Return the description of the newest state, as the agent reads it."""
         return self.newest.held
 
     @property

@@ -1,5 +1,5 @@
-"""The operator's connection to the model: methods and errors of kube.client.Client, with everything that can go
-wrong."""
+"""The operator's connection to the model API server. It has the methods and errors of kube.client.Client, and all
+faults of a connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob_operator.kube.api.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
-# A stale server is at most this many versions behind.
+# Number of versions that a stale server may be behind.
 STALE_VERSIONS_MAX = 25
 
 

@@ -46,7 +46,7 @@ class At(NamedTuple):
 
 @dataclass(eq=False)
 class Copying:
-    """The copies of one rank in one generation."""
+    """The periodic copies that one rank makes in one generation."""
 
     rank: int
     ranks: int
@@ -100,8 +100,7 @@ class Copying:
 
     @property
     def least(self) -> int:
-        """The earliest step from which the job may resume if it fails now and this node survives.
-
+        """Return the earliest step from which the job may resume if it fails now and this node survives.
         0: no copy is required yet, or the script decides when to copy.
         """
         plan = self.plan
@@ -113,7 +112,7 @@ class Copying:
 
     @property
     def local(self) -> int:
-        """The local rank."""
+        """Return the local rank."""
         return self.rank % self.per_node
 
     @property

@@ -91,7 +91,7 @@ class Elastic:
             self._loop.call_later(LAST_CALL_SECONDS, self._start, group, group.generation)
 
     def _again(self, group: Rendezvous) -> None:
-        """Restart all ranks in their pods, together with nodes that are waiting."""
+        """Restart all ranks in their pods, and let waiting nodes join them."""
         group.training = ()
         self._meets(group)
 
@@ -117,7 +117,7 @@ class Elastic:
             self._later(group, 0.2, lambda: self._report(group))
 
     def _later(self, group: Rendezvous, seconds: float, work: Callable[[], None]) -> None:
-        """Do the work later, if this generation is still alive and connected."""
+        """Do the work after this time, if the generation is still alive and connected."""
         generation = group.generation
 
         def if_it_still_trains() -> None:

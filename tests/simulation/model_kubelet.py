@@ -85,7 +85,7 @@ class Cluster:
             yield from (p for p in node.processes.values() if p.alive)
 
     def reachable(self, process: Process) -> bool:
-        """True if the API server reaches the node of a process."""
+        """True if the API server can reach the node of a process."""
         return self.nodes[process.node].reachable
 
     def pods(self) -> list[Raw]:
@@ -96,7 +96,7 @@ class Cluster:
         return self._loop.time()
 
     def connected(self, one: Process, other: Process) -> bool:
-        """True if the nodes of two processes reach each other."""
+        """True if the nodes of the two processes can reach each other."""
         here, there = self.nodes[one.node], self.nodes[other.node]
         return here is there or (here.reachable and there.reachable) or (here.side == there.side != "")
 
@@ -113,7 +113,7 @@ class Cluster:
     # ---------------------------------------------------------------- faults and users
 
     def cut(self, name: str, side: str = "") -> None:
-        """Cut the node off, with the others of its side; its containers continue."""
+        """Cut off the node, together with the other nodes of its `side`; its containers continue."""
         node = self.nodes[name]
         if node.silent_since is None:
             node.reachable, node.silent_since, node.side = False, self._loop.time(), side
@@ -307,7 +307,7 @@ class Cluster:
                 self._stop(node, process, int(process.pod["spec"]["terminationGracePeriodSeconds"]))
         elif "deletionTimestamp" in raw["metadata"]:
             if process is not None and alive:
-                self._report(node, process)  # the node controller's report is out of date
+                self._report(node, process)  # the node controller's earlier report is out of date
                 self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
             else:
                 if process is None and not _has_ended(raw):
@@ -342,7 +342,7 @@ class Cluster:
         self._later(0.05, 0.8, self._report, node, process)
 
     def _never_made(self, node: Node, raw: Raw) -> None:
-        """Report a container that was missing when its pod was deleted, as a kubelet does."""
+        """Report a container that was not created before its pod was deleted, as a kubelet does."""
         text = "The container could not be located when the pod was terminated"
         unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": text, "startedAt": None}
         self._status(node, raw, "Failed", {"terminated": {**unknown, "finishedAt": None}})
@@ -402,7 +402,7 @@ class Cluster:
         why = "" if phase_later else process.phase_reason
         state = {"terminated": process.terminated}
         if why == "DeadlineExceeded" and raw["status"]["phase"] == "Running":
-            # The container statuses are from before the end (syncPod in pkg/kubelet, mergePodStatus).
+            # The container statuses are those before the end (syncPod in pkg/kubelet, mergePodStatus).
             self._status(node, raw, phase, {"running": {}}, reason=why)
             self._loop.call_later(0.5, self._report, node, process, False, True)
             return
@@ -463,7 +463,7 @@ class Cluster:
         if self._api.find("nodes", name, "") is not None:
             self._say_node(name, "Unknown")
         for raw in self._on(name):
-            # Like the node controller: without a reason, and the containers' statuses stay.
+            # Like the node controller: give no reason, and keep the containers' statuses.
             self._condition(raw, "Ready", "False", "")
         self._loop.call_later(EVICTION_SECONDS, self._evict_all, name, loss)
 

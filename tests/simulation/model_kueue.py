@@ -66,7 +66,7 @@ class Kueue:
         self._look_soon()
 
     def _refusal(self, plural: str, workload: Raw) -> str:
-        """Return why the schema or the webhook refuses a new Workload; "" if they accept it."""
+        """Return the reason why the schema or the webhook refuses a new Workload; "" if they accept it."""
         if plural != "workloads":
             return ""
         spec, of_class = workload["spec"], CLASS_FIELDS[self.version]
@@ -205,7 +205,7 @@ def is_true(workload: Raw, kind: str) -> bool:
 
 
 def _asks(workload: Raw) -> bool:
-    """True if the Workload is considered for admission."""
+    """True if Kueue considers the Workload for admission."""
     return workload["spec"].get("active") is not False and _condition(workload, "Requeued").get("status") != "False"
 
 

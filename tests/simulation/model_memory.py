@@ -119,7 +119,7 @@ class Memories:
         return "the random states of this step are gone"
 
     def _kept(self, life: Life, loaded: Loaded, first: int, loads: int, local: int) -> Kept:
-        """Return what a rank keeps. If the script saves more than it gave `load`, keep nothing until the next save."""
+        """Return a rank's record. If the script saves more objects than it gave `load`, keep none until that save."""
         knows_all = not self.script.names_more or loaded.assumed or not loaded.origin
         assumed = loaded.assumed or not loads
         return Kept(life, first, local, self.script.memory and knows_all, assumed, loads)
@@ -148,7 +148,7 @@ class Memories:
         )
 
     def _comes_to(self, life: Life, lasts: dict[Kept, int], named: Collection[Kept] = ()) -> None:
-        """Let ranks make steps up to these, and copy. named: the ranks that call `save` at their last step."""
+        """Let ranks make the steps up to `lasts`, and copy. named: the ranks that call `save` at their last step."""
         copying = [(kept, one) for kept in lasts if (one := kept.copying) is not None]
         begun = min((one.step for _, one in copying if one.step), default=0)
         first = max(begun, life.loaded.state.step if life.loaded is not None else 0)
@@ -160,7 +160,7 @@ class Memories:
                         one.comes_to(At(step, is_named))
 
     def _of(self, life: Life) -> dict[Kept, Agent]:
-        """Return what the ranks of a generation keep, each with its agent."""
+        """Return the record of each rank of a generation, with the rank's agent."""
         return {kept: agent for agent in life.ranks.values() for kept in agent.kepts if kept.life is life}
 
     def save(self, life: Life, step: int) -> bool:
@@ -182,11 +182,11 @@ class Memories:
         return True
 
     def _names(self, agent: Agent, kept: Kept, step: int) -> None:
-        """Note that `save` has passed everything that the script has."""
+        """Note that the script has passed all its objects to `save`."""
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
-            if kept.is_on:  # earlier records and proofs are about fewer objects, so drop them
+            if kept.is_on:  # drop earlier records, because they are about fewer objects
                 generation = kept.life.generation
                 agent.area.forget(generation)
                 agent.area.proven = False
@@ -212,7 +212,7 @@ class Memories:
         self._stop_copies(life)
 
     def _stop_copies(self, life: Life) -> None:
-        """Stop all copies. Ranks that others have overtaken finish their copy; another copy may be cut off anywhere."""
+        """Stop all copies. Ranks that others have overtaken finish their copy; other copies may be cut off anywhere."""
         ranks = self._of(life)
         self._comes_to(life, {kept: kept.clock // 2 for kept in ranks})
         furthest, order = max((kept.clock for kept in ranks), default=0), list(ranks)

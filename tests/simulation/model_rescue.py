@@ -34,7 +34,7 @@ BYTES, BYTES_MORE = 300, 301
 
 @dataclass(eq=False)
 class Kept:
-    """A rank after its `load`, and how far it is with writing its state."""
+    """A rank after its `load`, with its progress in writing its state."""
 
     life: Life
     first: int
@@ -46,12 +46,12 @@ class Kept:
     loads: int = 0
     """How often the state with which the rank began was loaded from memory."""
     alive: bool = True
-    clock: int = 0  # set when its group has stopped
+    clock: int = 0  # set when the group has stopped
     written: int = -1
     """Number of written parts; -1 before it begins."""
     answer: int = memory.NONE
-    copying: Copying | None = None  # set if it makes periodic copies
-    place: Place | None = None  # where it writes its state after a failure
+    copying: Copying | None = None  # set if the rank makes periodic copies
+    place: Place | None = None  # area to which the rank writes its state after a failure
 
     @property
     def copies_instead(self) -> bool:

@@ -91,7 +91,7 @@ class Process:
 
     @property
     def is_agent(self) -> bool:
-        """True if the process is a `ddprun` with its rank."""
+        """True if the process is a `ddprun` with one rank."""
         return bool(self.pod["spec"]["containers"][0]["command"][0] == "ddprun")
 
     @property

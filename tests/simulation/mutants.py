@@ -134,12 +134,12 @@ def early_end_unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def complaints_free() -> contextlib.AbstractContextManager[Any]:
-    """Bug: attempts in which ranks only complain about lost peers are never charged."""
+    """Bug: no budget counts attempts in which ranks only report lost peers."""
     return mock.patch.object(rules, "of_complaints", lambda found, *_: found)
 
 
 def silence_forgotten() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a silent node explains no failure after it reports again."""
+    """Bug: a node that reports again after a silence explains no failure, so the application is blamed."""
     return mock.patch.object(settlement, "_with_silent_node", lambda _, failure, first: failure)
 
 
@@ -192,7 +192,7 @@ def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
-    """Bug: an agent's total charges are added again at each report."""
+    """Bug: each report of an agent has the total of its restarts, and the operator adds this total again."""
     with_agent = agent_restarts.with_agent
     return mock.patch.object(
         agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)
@@ -200,7 +200,7 @@ def words_added_up() -> contextlib.AbstractContextManager[Any]:
 
 
 def words_dropped() -> contextlib.AbstractContextManager[Any]:
-    """Bug: restarts in place by agents are not counted."""
+    """Bug: the operator ignores restarts in place that agents report."""
     return mock.patch.object(agent_restarts, "with_agent", lambda status, *_: status)
 
 

@@ -87,7 +87,7 @@ class Scenario:
 
 
 def accepts(**spec: Any) -> bool:
-    """True if the validation accepts such a job."""
+    """True if the validation accepts a job with this spec."""
     manifest = Scenario(spec={"nodes": 2, **spec}).manifest()
     return not validation.parse(manifest)[1]
 
@@ -100,7 +100,7 @@ OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut
 CREATES = ("quota", "conflicting pod", "conflicting service")
 PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced", "pod's deadline")
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
-# Faults that break one pod of a job whose other pods wait for its replacement, in any order and repeatedly.
+# Faults that break one pod of a job. The other pods wait for its replacement. Faults come in any order, repeatedly.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
 # Faults of a gang: pods of others take nodes, or somebody deletes its group.
 NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
@@ -109,7 +109,7 @@ HOSTILE = ("hostile pod",)
 DDPRUN_SHARE = 0.25
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
-# More attempts than any budget allows.
+# Number of attempts; each budget allows fewer.
 ATTEMPTS_MAX = 300
 # Edits that leave the operator with a status or spec that it cannot read or must not start from.
 EDITS = ("status edited", "spec made invalid")
@@ -117,9 +117,9 @@ EDITS_SHARE = 0.15
 
 # Kinds of faults that may be needed together, in this order or in any order.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
-    # Answers are lost while the watch is late too.
+    # The answers to requests are lost, and the watch is late too.
     ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
-    # Requests are carried out after their sender has died.
+    # Requests are executed after their sender has died.
     ({"write": ("slow",)}, ("suspend", "crash", "delete and apply")),
     ({"watch.pods": ("late", "gone", "broken")}, ("suspend", "pod deleted", "drained", "delete and apply")),
     ({"watch.pods": ("late",), "sigterm": ("ignored",)}, ("suspend", "crash")),

@@ -47,7 +47,7 @@ REST_SECONDS = 120.0
 # allowed.
 WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
-# The effects of a node's absence go on after its return: its kubelet ends pods that are no longer wanted.
+# A node's absence has effects after its return too: its kubelet ends pods that are no longer wanted.
 NODES_HEAL_SECONDS = 120.0
 KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
@@ -284,7 +284,7 @@ class Simulation:
             self._check_end()
 
     async def _until(self, end: float, is_true: Any) -> bool:
-        """Return True as soon as is_true() or something is wrong; False if neither happens by `end`."""
+        """Wait until is_true() or an error. Return True if one of them happens before `end`, otherwise False."""
         while self.loop.time() < end:
             if self.judge.wrong or self._floods():
                 return True
@@ -507,7 +507,7 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
-        if deed.what != "suspend":  # a suspension is told when it is written
+        if deed.what != "suspend":  # a suspension is announced when its write succeeds
             self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
@@ -536,7 +536,7 @@ class Simulation:
             self.loop.call_later(5, self._disturb, seconds - 5)
 
     def _aim(self, deed: Deed) -> str:
-        """Return the job to which an action of a user, a machine or a clock applies."""
+        """Return the name of the job to which a planned action applies."""
         return list(self.jobs)[deed.number % len(self.jobs)]
 
     def _user(self, deed: Deed) -> None:

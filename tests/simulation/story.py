@@ -80,7 +80,7 @@ def _pod_state(raw: Raw) -> str:
 
 
 def _decisions(job: Raw, old: Raw, new: Raw) -> list[str]:
-    """Return a line for each attempt that a new status has started, and for each pod that it has replaced."""
+    """Return a line for each new attempt and each replaced pod that a new status shows."""
     before, after = old.get("attempt", 0), new.get("attempt", 0)
     lines = []
     if after > before and (charged := _restarts(new) - _restarts(old)):

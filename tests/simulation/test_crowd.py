@@ -65,7 +65,7 @@ def test_crowded_jobs_end_correctly_in_thousands_of_simulations(first: int) -> N
 
 
 def test_a_job_of_another_manager_is_left_alone_next_to_a_running_one() -> None:
-    """MultiKueue runs such a job in another cluster and writes its status here. With pods here it would run twice."""
+    """MultiKueue runs the job in another cluster and writes its status here. Pods here would train it twice."""
     plain = Scenario(cluster_nodes=4, training_seconds=20, quota=4, labels={"kueue.x-k8s.io/queue-name": "main"})
     spec = {**plain.spec, "managedBy": "kueue.x-k8s.io/multikueue"}
     crowd = Crowd(replace(plain, more=(replace(plain, name="theirs", spec=spec),)))
@@ -164,7 +164,7 @@ def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
 
 
 def end_untold() -> contextlib.AbstractContextManager[Any]:
-    """Bug: the queue is not told that a job has ended. Later jobs wait forever."""
+    """Bug: the operator does not tell the queue that a job has ended. Later jobs wait forever."""
     to_tell = gang.to_tell
 
     def never(view: View) -> tuple[TellGroup, ...]:
@@ -179,7 +179,7 @@ def more_pods_than_admitted() -> contextlib.AbstractContextManager[Any]:
 
 
 def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
-    """Bug in the model: the queue forgets the quota that an evicted job still uses. The judge must notice."""
+    """Bug in the model: the queue forgets the quota that an evicted job still uses. The judge must report this."""
     holders = Kueue.holders
 
     def forgets(queue: Kueue) -> list[Any]:
@@ -200,7 +200,7 @@ SEEDS: dict[Mutant, int] = {
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
 def test_two_jobs_reveal_a_deliberate_bug(mutant: Mutant) -> None:
-    """If these bugs were not found, the tests above would prove nothing."""
+    """Without this test, the tests of two jobs could miss bugs."""
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
         found = next((o for seed in seeds if (o := simulate_crowd(crowd_scenario(seed))).wrong), None)

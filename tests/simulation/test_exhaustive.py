@@ -29,7 +29,7 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# Other tests cover parts of the remaining runs: one attempt, two attempts, a deletion (below, with slow requests).
+# The other points are covered elsewhere: one attempt, two attempts, a deletion (below, with slow requests).
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",
@@ -53,7 +53,7 @@ def planned(outcome: Outcome) -> dict[str, str]:
 
 
 def part(places: Iterable[T], one_of: int) -> Iterator[T]:
-    """Yield every n-th point."""
+    """Yield one of every `one_of` points."""
     return itertools.islice(places, this_tree.number() % one_of, None, one_of)
 
 

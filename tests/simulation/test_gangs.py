@@ -49,7 +49,7 @@ def group_outlives_its_attempt() -> contextlib.AbstractContextManager[Any]:
 
 
 def group_goes_with_its_job_alone() -> contextlib.AbstractContextManager[Any]:
-    """Bug: only the group of a job's last attempt is deleted; those of older attempts stay."""
+    """Bug: the operator deletes only the group of a job's last attempt. Groups of older attempts stay."""
     unneeded = gang.unneeded
 
     def of_the_last(view: Any) -> Any:

@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_silently_next_to_an_ended_one_is_reported_with_one_wa
 
 @pytest.mark.parametrize(("minutes", "at"), [(1, 14.0), (60, 24.0), (600, 30.0)])
 def test_a_clock_that_is_set_back_does_not_keep_a_job_from_its_end(minutes: int, at: float) -> None:
-    """The next attempt must not wait for as long as the clock was wrong."""
+    """After a clock was wrong for some time, the next attempt must not wait for that time."""
     deed = Deed(at, "clock jumps", number=0, seconds=float(minutes))
     run = check(live(scenario(failures=SCRIPTS["an error in the script"], deeds=(deed,))))
     assert run.state == "Failed", run.status["message"]

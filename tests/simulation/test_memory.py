@@ -55,7 +55,7 @@ ONCE_WRONG = {
     # The model had two operators with the same name, which shared one Lease. One of them wrote a report of the previous
     # generation.
     "an operator that crashes while it stops has one successor": 721310,
-    # Both pods begin with generation 0, so nobody knows which one has saved. Memory may lack values of the folder.
+    # Both pods begin with generation 0, so nobody knows which pod has saved. Memory may lack values of the folder.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
     # lostSteps was 144, but 131 steps were repeated. Users who pay for the GPUs rely on that number.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
@@ -91,7 +91,7 @@ def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def old_memory_accepted() -> Iterator[None]:
-    """Bug: the generation of a state is ignored, and the highest step counts."""
+    """Bug: the generation of a state is ignored, so the state with the highest step counts."""
     newest, is_newer = memory.newest, memory.is_newer
 
     def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> FoundState | str:

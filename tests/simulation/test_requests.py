@@ -90,7 +90,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 def test_the_end_of_a_long_job_adds_an_event_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
-    """Users who keep Events in a log store can see there how a long training has ended."""
+    """A user who keeps Events in a log store must see there how a long training has ended."""
     scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
     found = writes(scenario)
     assert found["event AllNodesCompleted"] == 1
@@ -98,7 +98,7 @@ def test_the_end_of_a_long_job_adds_an_event_and_with_all_events_each_job_has_tw
 
 
 def test_a_failure_has_its_events_too() -> None:
-    """Users look for restarts in the Events of a namespace."""
+    """A failure must have its own Events, because users search the Events of a namespace for restarts."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
     warnings = {"event RankFailed"}

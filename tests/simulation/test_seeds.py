@@ -59,7 +59,7 @@ def without_room(seed: int) -> Scenario:
 
 
 def test_jobs_end_correctly_if_the_operator_keeps_little_of_them() -> None:
-    """The operator must read the dropped parts again in time: on resume, at the end, as a new leader, after a fault."""
+    """The operator must read dropped parts in time: at a resume, at the end, as a new leader, after a fault."""
     check(range(BLOCK), without_room)
 
 

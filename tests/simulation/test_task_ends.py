@@ -92,7 +92,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def is_over(world: World, name: str) -> None:
-    """End a task, and check that the operator ends with a reason or works as before."""
+    """End a task, and check that the operator then ends with a reason or works as before."""
     operator = world.running()
     began = time.monotonic()
     assert name in task_ender.tasks(world.socket, end=name), name
@@ -137,7 +137,7 @@ def test_whichever_task_ends_the_operator_continues_or_ends_with_a_reason(world:
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_sigterm_ends_the_operator_soon(world: World, silent: bool) -> None:
-    """The next leader waits for the Lease, which the operator gives back. A silent API server never answers."""
+    """The operator must give back the Lease within seconds at SIGTERM, even if the API server never answers."""
     operator = world.running()
     world.server.silent = silent
     began = time.monotonic()

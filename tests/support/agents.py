@@ -72,7 +72,7 @@ def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subp
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"it did not end\n{out}\n{err}") from None
-    # The fork server's path may appear without an error, because the stacks of a stopped rank contain it.
+    # The fork server's path may appear without an error: if a rank is stopped, its stack contains the path.
     assert "Traceback" not in err or "ddprun/" not in err, err  # the agent has a traceback
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

@@ -1,4 +1,4 @@
-"""Work that runs during a part of a test, and its cancellation."""
+"""Run work during a part of a test, and cancel it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ async def turns(count: int) -> None:
 
 
 async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait at most this many seconds until the condition is true. Check it in every iteration of the loop."""
+    """Wait at most this many seconds until `true()` holds. Check it in each iteration of the event loop."""
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0)
 
 
 async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
-    """Cancel `work` in the same iteration of the event loop in which `comes` completes its wait. It must end."""
+    """Cancel `work` in the iteration of the event loop in which `comes` ends its wait. Fail if `work` does not end."""
     running = asyncio.create_task(work)
     await turns(10)  # `work` is waiting now
     comes()

@@ -16,7 +16,7 @@ from ddpjob_core.members import Members
 from ddprun.core import leader_state
 
 JOIN_SECONDS = 600.0
-RESTARTS = 1000  # the budget is not what is tested
+RESTARTS = 1000  # large, because these tests are not about budgets
 BACK_OFF_SECONDS = 300.0
 STABLE_SECONDS = 600.0
 
@@ -45,7 +45,7 @@ class Node:
         return self.linked_at is not None
 
     def may_join_at(self, snooze: float) -> float:
-        """Return when this node may interrupt the others. Its snooze doubles each time it left soon after it came."""
+        """Return when this node may interrupt the others. The delay doubles each time it left soon after it came."""
         assert self.linked_at is not None
         since, count = self.linked_at, 0
         for at in reversed(self.departures):
@@ -162,7 +162,7 @@ class Walk:
         self.lead.lost(place, self.now)
 
     def _tell(self, place: int) -> None:
-        """Let a node get SIGTERM: its ranks end soon, and then its agent."""
+        """Send SIGTERM to a node: its ranks end soon, and then its agent."""
         node = self.nodes[place]
         self._tell_story(f"node {place} is told to stop")
         node.told = True
@@ -193,7 +193,7 @@ class Walk:
     def _answer(self, place: int) -> None:
         node = self.nodes[place]
         if node.told and place:
-            return self._lose(place)  # its agent ends with its ranks
+            return self._lose(place)  # the node's agent ends together with its ranks
         self._tell_story(f"the ranks of node {place} have ended")
         node.has_ranks = node.stopping = False
         return self.lead.stopped(place, [self._failure(place)] if node.failed else [], self.now)
@@ -205,7 +205,7 @@ class Walk:
     def _wait(self, _: int) -> None:
         for place, node in enumerate(self.nodes):
             if place and node.is_here and node.told and not node.has_ranks:
-                self._do(self._lose, place)  # its agent ends at once
+                self._do(self._lose, place)  # the node's agent ends at once
         until = self.now + self.random.choice([0.1, 1, 5, 20, 40, 100, 400])
         for _ in range(100):
             if self.over or self.lead.deadline is None or self.lead.deadline > until:
@@ -304,7 +304,7 @@ class Walk:
             raise Wrong(f"it ends without a reason: {order.why}")
 
     def _check_that_it_goes_on(self) -> None:
-        """Check that the group trains after a while if enough nodes are here and none has to end its ranks."""
+        """Check that the group trains after a while, if enough nodes are connected and no rank has to end."""
         ready = sum(node.is_here and not node.told for node in self.nodes)
         if self.over or self.lead.state == "running" or ready < self.least or any(node.stopping for node in self.nodes):
             self._idle_since = self.now

@@ -56,7 +56,7 @@ def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS
 
 
 def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
-    """Return stdout and stderr as one text. If `check`, assert that kubectl succeeds."""
+    """Run kubectl; return stdout and stderr as one text. If `check`, assert that it succeeds."""
     done = subprocess.run(
         ["kubectl", "--request-timeout=20s", *arguments],
         input=None if stdin is None else json.dumps(stdin),
@@ -235,7 +235,7 @@ class Namespace:
             self.set_pod(name, "Running", {"running": {"startedAt": _now()}})
 
     def exits(self, name: str, code: int = 0, message: str = "") -> None:
-        """Let the trainer of this pod end by itself."""
+        """Let the trainer of this pod exit with this code."""
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now(), "message": message}
         self.set_pod(name, "Failed" if code else "Succeeded", {"terminated": ended})
 

@@ -119,13 +119,13 @@ class FaultyApi:
     # ---------------------------------------------------------------- faults
 
     def break_(self, what: str, status: int = 0, **more: Any) -> Fault:
-        """Add a Fault."""
+        """Break the next requests that match `what`. more: other fields of the Fault."""
         fault = Fault(what, status, **more)
         self.faults.append(fault)
         return fault
 
     def lose_event(self, resource: str, kind: str, where: Callable[[Any], bool] = lambda _: True) -> LostEvent:
-        """Add a LostEvent. kind: ADDED, MODIFIED or DELETED."""
+        """Drop one watch event of this resource that `where` accepts. kind: ADDED, MODIFIED or DELETED."""
         lost = LostEvent(resource, kind, where)
         self.lost.append(lost)
         return lost

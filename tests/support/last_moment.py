@@ -1,5 +1,5 @@
-"""A device that copies as late as allowed: when the next optimizer step begins, or long afterwards if that step does
-not wait. The tensors are on the CPU; a script changes them as it would change tensors of a device."""
+"""A fake device that copies as late as allowed: when the next optimizer step begins. If that step does not wait, it
+copies long afterwards. The tensors are on the CPU; a script changes them as it would change tensors of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memories of a node's agents, and a small training that keeps its state there. Each generation is forked."""
+"""A small training that keeps its state in the memories of its nodes' agents. Each generation is forked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Node:
 
 
 def rescue() -> None:
-    """Write the state as a survivor does after a failure."""
+    """Write the state as a survivor does after another rank's failure."""
     if process.current.keeper is not None:
         process.current.keeper.survivor.save()
 

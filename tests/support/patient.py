@@ -1,4 +1,4 @@
-"""Requests of a test itself to an API server that may be busy."""
+"""Requests that a test itself sends to an API server that may be busy."""
 
 from __future__ import annotations
 

@@ -186,13 +186,13 @@ def result(space: Space, pod: str) -> dict[str, Any]:
 
 
 def charged(status: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the restarts charged to application, infrastructure and stall."""
+    """Return the restarts counted against the budgets for application, infrastructure and stall."""
     restarts = status["restarts"]
     return (restarts["application"], restarts["infrastructure"], restarts["stall"])
 
 
 def says(space: Space, pod: str, word: str) -> None:
-    """Wait until the log of a pod contains this text."""
+    """Wait until the log of a pod contains `word`."""
 
     def said() -> bool:
         try:

@@ -42,7 +42,7 @@ def one_at_a_time(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(what: str) -> Iterator[Path]:
-    """Lock the file that counts the users of a resource. The last user removes the file."""
+    """Lock the file that counts the processes using a resource. The last user removes the file."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     file = Path(tempfile.gettempdir(), f"ddpjob-tests-{run}-{what}")
     while True:

@@ -66,7 +66,7 @@ class SlowServer:
         return {"kind": "Status"}
 
     async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """Return no versions: there are no watches here that could miss a change."""
+        """Return no versions, because this server has no watches that could miss a change."""
         yield Page([], "0")
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class Town:
         return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
 
     def why_unhealthy(self) -> str:
-        """Return the answer of the health probe. It regards all watches as healthy, because this server has none."""
+        """Return the answer of the health probe. Mark all watches as healthy first, because this server has none."""
         for reflector in self.operator.watches():
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()

@@ -53,7 +53,7 @@ def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[by
 
 
 def _copy(module: str, words: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    gc.freeze()  # otherwise each fork collects pytest's objects when it ends
+    gc.freeze()  # without this, each fork would collect pytest's objects when it ends
     try:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
@@ -76,7 +76,7 @@ def _begin(module: str, words: Sequence[str], env: Mapping[str, str]) -> NoRetur
 
 
 def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Replace os.execvpe: run a fork server in this process, and execute any other program."""
+    """Replace os.execvpe: fork servers run in this process, all other programs are executed."""
     if list(argv[1:3]) != ["-u", preload.PROGRAM]:
         return os.execve(file, argv, environ)
     _as_a_new_program(environ, argv[2:], kept)
@@ -152,7 +152,7 @@ def _run(work: Any) -> int:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != preload.PROGRAM:
-            trace = trace.tb_next  # a new Python would not have these frames
+            trace = trace.tb_next  # drop the frames that a new Python would not have
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace or error.__traceback__
         sys.excepthook(type(error), error, trace or error.__traceback__)
         return 1

@@ -26,7 +26,7 @@ GOOD = Fate()
 
 
 class Wire:
-    """Connection of a process to the server. A request in flight arrives, even if its sender has given up."""
+    """Connection of a process to the server. A request that was sent arrives, even if its sender has given up."""
 
     def __init__(self, fates: Callable[[], Fate] = lambda: GOOD) -> None:
         self.fates = fates

@@ -88,7 +88,7 @@ class World:
 
     @property
     def seen(self) -> Observed:
-        """What plan() observes."""
+        """Return the observation that plan() gets."""
         return Observed(
             service=self.service,
             pods=(*self.conflicting_pods, *self.pods.values()),
@@ -187,7 +187,7 @@ class World:
 
     @property
     def status(self) -> api.Status:
-        """The status that a user sees."""
+        """Return the status that a user sees."""
         return self.job.status
 
     def is_true(self, kind: str) -> bool:
@@ -243,7 +243,7 @@ class World:
         return self._change(place, phase="Failed", reason=reason)
 
     def stops(self, place: int, code: int = 143) -> World:
-        """End a pod whose deletion was requested, and remove its object."""
+        """End a pod whose deletion was requested, and remove the pod object."""
         pod = self._pod(place)
         assert pod.deletion_requested_at is not None, "nobody requested its deletion"
         del self.pods[pod.name]
@@ -300,7 +300,7 @@ class World:
         return self
 
     def reports_step(self, step: int, **more: Any) -> World:
-        """Report a rank's progress; without `rank` that of rank 0."""
+        """Report the progress of a rank; the default is rank 0."""
         attempt, rank = self.job.status.attempt, more.get("rank", 0)
         self.reports[rank] = Report(step=step, attempt=attempt, received_at=self.now, **more)
         pace = update(self.trackers.get(rank), self.reports[rank], self.now)
@@ -327,7 +327,7 @@ class World:
         return self
 
     def _hears(self, action: TellGroup) -> None:
-        """React like a queue that reads the job."""
+        """React to an action like a queue that reads the job."""
         self.told.append(action.what)
         group = self.groups[action.name]
         if action.what == "quota returned":

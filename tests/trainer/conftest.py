@@ -27,7 +27,7 @@ import ddpjob
 from ddpjob.process import replace as new_process_state
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
-LIMIT_SECONDS = 120.0  # no test takes 15 s on an idle machine
+LIMIT_SECONDS = 120.0  # seconds; on an idle machine each test takes less than 15 s
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
     try:
-        # send() would share tensors with this process, which ends.
+        # send() would share tensors with this process, which is about to end
         answer.send_bytes(pickle.dumps((body(rank), "")))
     except BaseException as error:
         answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))

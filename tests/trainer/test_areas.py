@@ -49,7 +49,7 @@ def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
 
 
 def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -> bool:
-    """Write a state as a survivor does that is killed after so many pieces; return if it is complete."""
+    """Write a state like a survivor that is killed after this many pieces; return True if the state is complete."""
     state, written, copy_piece = packed_state(step), [], packed.copy_piece
 
     def copy_some(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -
 
 
 def newest(rank: Shared) -> tuple[int, float]:
-    """Return the step that a restart would use, and a value of its state."""
+    """Return the step that a restart would use, and a value of the state of that step."""
     held = rank.held()
     assert held is not None
     return held.version.step, float(packed.in_place(rank.newest(held.size))["weight"][-1])
@@ -99,7 +99,7 @@ def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complet
 
 
 def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shared]) -> None:
-    """With a saved and an assumed state of one step, it would be unclear which of them a restart uses."""
+    """A copy by `save` and a survivor's state may have the same step. Only the saved copy may then count."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
@@ -107,7 +107,7 @@ def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shar
 
 
 def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared]) -> None:
-    """A half overwritten copy mixes two states, and no training had such a state."""
+    """A copy that is half overwritten mixes two states, so it must not count."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, pieces=1)

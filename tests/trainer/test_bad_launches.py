@@ -147,7 +147,7 @@ def late_hosts(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
 
 
 def test_ranks_wait_for_a_host_name_that_does_not_resolve_yet(late_hosts, tmp_path, free_port):
-    """In a cluster the DNS learns of a new pod only after it has started."""
+    """A rank must wait for the host name, because in a cluster the DNS learns of a pod only after its start."""
     own, hosts = late_hosts
     (tmp_path / "ranks.py").write_text(TWO_RANKS)
     words = [*own, sys.executable, "-u", str(tmp_path / "ranks.py"), str(free_port)]

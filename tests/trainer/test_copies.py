@@ -42,8 +42,8 @@ def digest(model: Any) -> str:
 
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Train with weights clipped at this place in each step, and save at these steps. Return the first step and a hash
-    of the parameters."""
+    """Train with weights clipped at this place in each step, and save at these steps. Return the first step, and a
+    hash of the parameters."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -99,7 +99,7 @@ def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -
 def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without copies memory could keep no state of a script that changes its weights before each forward."""
+    """If a script changes its weights before each forward pass, only a copy can keep its state in memory."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -127,7 +127,7 @@ def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd
 
 
 def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(node: Node) -> None:
-    """Before the first save it is unknown if a step begins with the weights before or after the script's change."""
+    """Before the first save the library cannot know if a step begins with the weights before or after the change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 
@@ -190,7 +190,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(
     nodes: Node, who_saves: str, until: int
 ) -> None:
-    """A restart would use weights with which no step begins."""
+    """Once save() has seen other weights than should_stop(), a copy at should_stop() would have wrong weights."""
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40

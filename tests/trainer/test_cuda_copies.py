@@ -1,5 +1,5 @@
-"""Copies of a state on a real GPU, and without one the order of calls of torch.cuda. Scripts run in new processes,
-because a process that has used CUDA cannot fork ranks for other tests."""
+"""Copies of a state on a real GPU. Without a GPU, the order of torch.cuda calls is tested. Scripts run in new
+processes, because a process that has used CUDA cannot fork ranks for other tests."""
 
 from __future__ import annotations
 
@@ -207,8 +207,8 @@ def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str
 def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(
     tmp_path: Path, backend: str, nodes: int, how: str, kill: str
 ) -> None:
-    """The state has parameters, buffers, optimizer state and random states, partly on the CPU. The host waits for no
-    copy."""
+    """The state (parameters, buffers, optimizer state, random states, partly on the CPU) must come back with the same
+    bits. The host waits for no copy."""
     of = {"BACKEND": backend, "HOW": how}
     _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
     began, ended, said = ends(tmp_path / "other", nodes, **of, KILL=kill)

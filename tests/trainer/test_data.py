@@ -131,7 +131,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     drop=st.booleans(),
 )
 def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
-    """The last batch would be smaller than global_batch, and with a DataLoader a rank without samples crashes."""
+    """If the last batch were smaller than global_batch, a rank without samples would crash in a DataLoader."""
     first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
     seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
     second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
@@ -146,7 +146,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
-    """After a resume the batches count from the start of the epoch, or a second resume trains samples twice."""
+    """After a resume the batch number must count from the start of the epoch. Otherwise samples are trained twice."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
     for global_batch in (16, 8, 24):
@@ -272,7 +272,7 @@ def test_shares_that_accelerate_would_divide_again_are_refused():
 
 
 def test_epochs_that_are_all_left_early_get_a_warning_that_they_are_the_same(capfd):
-    """Without set_epoch, a loop with a fixed number of steps per epoch trains the same samples each time."""
+    """If a loop has a fixed number of steps per epoch and never calls set_epoch, each epoch has the same samples."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = DataLoader(range(32), batch_sampler=sampler)
     for _ in range(2):
@@ -399,7 +399,7 @@ class Holder(torch.nn.Module):
 
 
 def test_a_model_containing_ddp_learns_the_same_from_two_processes_as_from_one(run_ranks, tmp_path):
-    """DDP inside the model averages already, so gradients must not be divided by the number of ranks again."""
+    """DDP inside the model averages gradients, so the library must not divide them by the number of ranks again."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -456,7 +456,7 @@ def test_accumulate_accepts_tensors_of_a_data_loader_and_runs_the_backward_of_th
 @pytest.mark.parametrize("share", [0.5, torch.tensor(0.5), np.float32(0.5)], ids=["float", "tensor", "numpy"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: bool) -> None:
-    """A plain number cannot be split, and must not raise `object of type 'float' has no len()`."""
+    """A number in a batch must reach each micro-batch unchanged, not raise `object of type 'float' has no len()`."""
     x, model = torch.ones(10, 3), torch.nn.Linear(3, 1)
     whole = {"share": share, "name": "digits", "none": None}
     fields = whole | {"x": x} if first else {"x": x} | whole
@@ -576,7 +576,7 @@ def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None
     ],
 )
 def test_the_error_about_a_loss_function_without_a_scalar_tensor_says_what_to_return(returned, said):
-    """A forgotten `return` otherwise raises: unsupported operand type(s) for *: 'NoneType' and 'float'."""
+    """If `return` is forgotten, Python only reports: unsupported operand type(s) for *: 'NoneType' and 'float'."""
     with pytest.raises(ddpjob.ConfigurationError, match=said + r'.*reduction="sum"'):
         ddpjob.accumulate(torch.nn.Linear(2, 1), torch.zeros(4, 2), 4, lambda piece: returned)
 

@@ -63,7 +63,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
     node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The restart must bring back buffers, optimizer state and random states of the same step."""
+    """Buffers, optimizer state and random states must come back from the same step as the parameters."""
     _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
     node.lose(0)
     assert node.run(0, lambda: train(30, ranks=ranks, fails=True), ranks=ranks)[0] == 0
@@ -119,7 +119,7 @@ def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node:
 def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The host must then wait for each copy, so copies are made less often."""
+    """Without pinned memory the host waits for each copy, so copies are made less often."""
     device.cannot_pin = "cudaHostRegister answers 1"
     node.run(0, lambda: train(30))
     assert node.run(1, lambda: train(31))[0] in (20, 24)
@@ -143,7 +143,7 @@ def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
 
 
 def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
-    """A copy may be in flight into the memory that has become too small."""
+    """The copy may still be writing into the old memory while larger memory is reserved."""
 
     def grow() -> int:
         objects, _snapshot, step = begin()
@@ -196,7 +196,7 @@ def test_under_ddprun_an_nccl_error_ends_a_rank_without_an_earlier_abort(environ
 
 
 def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
-    """A copy is summed as bytes in memory, and the next generation sums the tensors that it reads from there."""
+    """A copy's checksum is of bytes in memory; the next generation compares it with that of loaded tensors."""
     tensors = [torch.randn(3), torch.randn(200, 100).t(), torch.randn(70_001).bfloat16(), torch.zeros(0)]
     state = packed.pack(tensors)
     memory = torch.zeros(state.size, dtype=torch.uint8)

@@ -20,7 +20,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
     block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
 ) -> None:
-    """A user's first try of the library must not end with NameError."""
+    """A script on a page must run as printed, twice, because it is a user's first try of the library."""
     (tmp_path / "train.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -32,7 +32,7 @@ def test_the_first_script_of_the_library_page_runs_in_a_new_interpreter(tmp_path
     """The other tests fork a process that has imported torch and ddpjob, so they would not notice a missing import."""
     block = next(b for b in documents.blocks("python") if b.page.name == "library.md")
     (tmp_path / "train.py").write_text(block.text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in a job: more threads than idle cores are slow
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in a job; more threads than idle cores would be slow
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
@@ -46,7 +46,7 @@ def test_the_first_script_of_the_library_page_runs_in_a_new_interpreter(tmp_path
 
 
 def test_a_code_block_that_is_not_run_gives_the_reason() -> None:
-    """Without a reason, marked snippets would silently go untested."""
+    """Each code block that no test runs must give a reason, or blocks would silently stay untested."""
     marked = {b.page.name: b.not_run for b in documents.blocks("python") if b.not_run}
     known = [
         "debugging.md",

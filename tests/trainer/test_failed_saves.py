@@ -24,7 +24,7 @@ from ddpjob_core.failures import Failure
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Return a function that makes torch.save fail with this errno from now on; 0: torch.save works again."""
+    """Return a function that lets torch.save fail with this errno; with 0 torch.save works again."""
     number = [0]
 
     class Failing(io.FileIO):
@@ -60,7 +60,7 @@ def test_a_training_whose_saves_fail_continues_and_saves_again_when_it_can(tmp_p
 
 
 def test_the_end_writes_the_state_that_the_last_save_could_not(tmp_path, disk):
-    """The disk has room again after the last save() of the script failed."""
+    """The disk has free space again after the script's last save() failed, so the end must write that state."""
     snapshot = ddpjob.Snapshot(tmp_path)
     disk(errno.ENOSPC)
     snapshot.save(7, weights=torch.full((3,), 7.0))

@@ -104,7 +104,7 @@ def test_the_wait_for_endless_work_ends_at_its_limit(monkeypatch: pytest.MonkeyP
     gloo_teardown.settle(failed=True, seconds_max=30)  # returns although there is work, because the rank has failed
 
 
-# Three ranks, one after the other, whose watchdogs call C++ for 20 ms at a time without the interpreter lock.
+# Three ranks run one after the other. Their watchdogs call C++ for 20 ms at a time without the interpreter lock.
 ENDS = """
 import datetime, os, torch.distributed as dist
 from ddpjob.reporting import watchdog

@@ -20,7 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """After a save in the middle of a step each restart silently loses two of four micro-batches."""
+    """The message must name the save: each restart from it would lose two of four micro-batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -30,7 +30,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
         step += 1
         if step % every == 0:
             optimizer.step()
-            if every > 1:  # with 1 the gradients stay until the next step
+            if every > 1:  # if `every` is 1, the gradients stay until the next step
                 optimizer.zero_grad()
         if step == 4:
             snapshot.save(step, model=model, optimizer=optimizer)
@@ -63,7 +63,7 @@ def test_a_first_partial_save_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """LBFGS runs backward in its step, and a generator's backward leaves gradients in the critic. Both are fine."""
+    """LBFGS runs backward in its step, and a generator's backward leaves gradients in the critic. Both are correct."""
     model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer, other = torch.optim.LBFGS(model.parameters(), max_iter=2), torch.optim.SGD(critic.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")

@@ -51,7 +51,7 @@ def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Nod
     def objects_of() -> dict[str, Any]:
         first = Keeping if who_keeps == "a layer" else torch.nn.Linear
         model = torch.nn.Sequential(first(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-        if who_keeps == "the model":  # some scripts set assign=True to save memory
+        if who_keeps == "the model":  # some scripts set assign=True to use less memory
             model.load_state_dict = functools.partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
@@ -103,7 +103,7 @@ def test_loading_a_snapshot_takes_no_extra_memory_for_existing_tensors(node: Nod
 
 
 def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_position(node: Node) -> None:
-    """The sampler counts batches that are still in a queue as trained, so a restart would skip these samples."""
+    """The sampler counts queued batches as trained. With its position a restart would skip their samples."""
 
     def train() -> int:
         sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -157,13 +157,13 @@ def test_two_calls_of_load_use_the_same_step_however_often_it_was_loaded(
 
 
 def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> None:
-    """Memory is newer here, so an optimizer from memory does not fit the model from the folder."""
+    """The model came from the folder, so the optimizer must too, although memory has a newer step."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
 def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """The object of the second call is only in the folder, at an earlier step than the loaded parameters."""
+    """The second object is only in the folder, at an earlier step than the loaded parameters: refuse the call."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
@@ -178,7 +178,7 @@ def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: No
 
 
 def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
-    """If the count began again, a script that always fails in its next step would load the same state for ever."""
+    """The number of loads must not start again, or a script that always fails in its next step would never give up."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -202,7 +202,7 @@ def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(nod
 def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Some scripts load the last state again when the loss becomes infinite."""
+    """A script that loads again, for example after an infinite loss, must get its newest state."""
 
     def train() -> tuple[int, ...]:
         objects, snapshot, step = begin()
@@ -219,7 +219,7 @@ def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
 
 
 def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -> None:
-    """The script would continue from step 6 with the best loss of step 0."""
+    """load() must not keep a state without the script's values: step 6 would continue with the best loss of step 0."""
 
     def train() -> float:
         objects, snapshot, step = begin()
@@ -235,7 +235,7 @@ def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -
 def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The best loss belongs to the moment when it was passed, not to the parameters of a later step."""
+    """A value such as the best loss must be that of its last save, even if later steps have changed the parameters."""
 
     def train(until: int, *, steps_after: int = 0) -> Any:
         objects, snapshot, step = begin()
@@ -343,7 +343,7 @@ def ended_process() -> int:
 def test_a_script_that_counts_differently_for_should_stop_and_save_resumes_from_the_folder(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Many scripts count from 0. If step 8 of should_stop() is step 9 of save(), a restart would repeat a step."""
+    """If should_stop() counts steps from 0 and save() from 1, a restart from memory would repeat a step."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, made = begin()
@@ -707,7 +707,7 @@ def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
 
 
 def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
-    """Many scripts save the best state into a folder of its own."""
+    """A second Snapshot for the best state, in a folder of its own, must not take the memory from the first."""
 
     def train(until: int) -> int:
         objects, best = parts(), ddpjob.Snapshot("best")

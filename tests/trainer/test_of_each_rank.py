@@ -72,7 +72,7 @@ def test_each_rank_gets_its_own_reader_and_values_back(run_ranks: Any, tmp_path:
 
 
 def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, tmp_path: Path) -> None:
-    """Two readers' positions cannot be divided among three."""
+    """The positions of two ranks' readers cannot be divided among three ranks, so the load must name the reader."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
         with pytest.raises(
@@ -192,7 +192,7 @@ def test_replicas_that_differ_are_named_at_a_save(
 
 
 def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
-    """To start at step 0 instead would be as wrong as to use another rank's reader."""
+    """The load must be refused. A start at step 0 would be as wrong as the use of another rank's reader."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:

@@ -92,7 +92,7 @@ def test_a_state_of_several_pieces_has_the_same_checksum_with_any_number_of_thre
 
 
 def test_a_small_state_is_packed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting threads takes longer than the copy."""
+    """A small state must be packed by one thread, because starting threads takes longer than the copy."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     assert packed.threads(2, 1 << 20) == 1
     assert packed.threads(2, 1500 << 20) == packed.THREADS_MAX
@@ -167,7 +167,7 @@ def test_the_small_part_is_that_of_the_boundary_even_if_the_module_has_continued
 
 
 def test_a_parameter_changed_without_the_optimizer_is_noticed() -> None:
-    """A state could be half from before and half from after the change."""
+    """A parameter that changes without an optimizer step must be noticed, or a state could mix old and new values."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     before = kept.versions()

@@ -10,7 +10,7 @@ from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops_counting() -> None:
-    """The mark is the call of should_stop(). A scheduler that steps after it would come back one epoch late."""
+    """A rate that changes between should_stop() and save() must be named: a restart would repeat or skip the change."""
     places = Places()
     places.boundary({"scheduler": 1}, named=False)
     assert places.named({"scheduler": 2}) == {"scheduler"}
@@ -34,7 +34,7 @@ def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() 
 
 
 def test_values_are_compared_by_their_bits() -> None:
-    """NaN does not equal itself, and `==` of tensors gives no bool."""
+    """Values are compared by their bits, because NaN does not equal itself and `==` of tensors gives no bool."""
     one, other = {"a": float("nan"), "b": torch.zeros(3)}, {"a": float("nan"), "b": torch.zeros(3)}
     assert same(one, other)
     assert not same(one, {**other, "b": torch.ones(3)})

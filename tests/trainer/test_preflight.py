@@ -31,7 +31,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
         return Peer(b, GB_PER_SECOND / gb, max(of("ms", a, 0.1), of("ms", b, 0.1)) * MS)
 
     def report(node: int, local_rank: int) -> RankMeasures:
-        slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one process of the node is slow
+        slow = of("gflops", node, 100.0) if local_rank == ranks - 1 else 100.0  # one process of the slow node is slow
         mine = RankMeasures(node, node * ranks + local_rank, of("machine", node, f"m{node}"), 1e-9 / slow)
         return mine if local_rank else mine._replace(
             disk_seconds_per_byte=1e-6 / of("mb", node, 500.0),
@@ -54,7 +54,7 @@ def beside_each_other(reports: list[RankMeasures]) -> list[RankMeasures]:
     return [report._replace(peers=tuple(near(report.node, peer) for peer in report.peers)) for report in reports]
 
 
-JUDGED: dict[str, tuple[list[RankMeasures], str]] = {  # "" = no node is bad
+JUDGED: dict[str, tuple[list[RankMeasures], str]] = {  # "" if no node is bad
     "healthy nodes": (job(), ""),
     "one node alone": (job(1), ""),
     "a slow link to all peers": (
@@ -192,13 +192,13 @@ def test_a_node_with_a_slow_link_is_named_and_all_ranks_exit_to_be_resumed(four_
     def run(rank: int) -> None:
         if rank == 2:
             preflight.swap = delayed(preflight.swap)
-        preflight.CONFIRMATIONS, preflight.PAYLOADS = 1, 2  # each exchange is slow here
+        preflight.CONFIRMATIONS, preflight.PAYLOADS = 1, 2  # each exchange is slow in this test
         with ddpjob.init():
             preflight.run()
 
     def delayed(swap: Callable[..., None]) -> Callable[..., None]:
         def after_a_while(peer: int, out: Any, into: Any) -> None:
-            time.sleep(1e-6 * len(out))  # 1 MB/s, for which the peer has to wait
+            time.sleep(1e-6 * len(out))  # 1 MB/s; the peer has to wait for the exchange
             swap(peer, out, into)
 
         return after_a_while

@@ -58,7 +58,7 @@ class Unreadable(torch.nn.Module):
         raise RuntimeError("the shard is elsewhere")
 
 
-WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # on four ranks; "": no difference is reported
+WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # "" if there is no difference
     "equal": (lambda rank: net(), ""),
     "every kind of tensor, equal": (lambda rank: every_dtype(), ""),
     "nothing at all": (lambda rank: torch.nn.Identity(), ""),
@@ -159,7 +159,7 @@ def test_a_single_rank_has_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
-CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # (draw, words) → changed words
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # a word has an element's bits
     "signs": lambda draw, words: words ^ (some(draw, words) * torch.tensor(-(2**31), dtype=torch.int32)),
     "one bit in several words": lambda draw, words: words ^ (some(draw, words) << draw(st.integers(0, 30))),
     "several bits in several words": lambda draw, words: words ^ (some(draw, words) * draw(st.integers(1, 2**31 - 1))),
@@ -186,13 +186,13 @@ def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
 
 
 def turned(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the words with the rows of this matrix in reverse order."""
+    """Reverse the order of the rows of this matrix; return the elements as words (integers with their bits)."""
     whole = len(words) // columns * columns
     return torch.cat([words[:whole].view(-1, columns).flip(0).reshape(-1), words[whole:]])
 
 
 def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """Change four words in two rows and two columns of the matrix, without a change of any sum."""
+    """Change four elements in two rows and two columns of the matrix, without a change of any sum."""
     columns = draw(st.sampled_from((2, 4, 32, 64, 1024)))
     if len(words) < 2 * columns:
         return words

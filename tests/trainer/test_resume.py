@@ -32,7 +32,7 @@ def test_a_saved_step_is_reported_at_once(receiver: Any, tmp_path: Path, monkeyp
 
 
 def test_a_resume_is_shown_and_sent_once(receiver: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A second run of a complete training ends in seconds, and must say why."""
+    """The output and a report must have the step of a resume: a second run of a complete training ends in seconds."""
     first = ddpjob.Snapshot(tmp_path / "s")
     assert first.load() == 0
     assert "resumed" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Does a state fit into the memory of its container? If not, the message names the limit that is needed."""
+"""A state may be too large for the memory of its container. A message then names the limit that is needed."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_a_limit_of_cgroups_version_1_counts(tmp_path: Path) -> None:
 
 
 def test_reclaimable_page_cache_counts_as_room(tmp_path: Path) -> None:
-    """A training that reads its data fills the page cache up to the limit, and would never get memory for a state."""
+    """Page cache that the kernel can free must not count as used, or training data in it would leave no memory."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB, cache=200 * MIB)
     assert room.shortage(100 * MIB, *where) is None
 
 
 def test_no_limit_is_suggested_if_the_machine_itself_has_no_room(tmp_path: Path) -> None:
-    """On a full node, a higher limit of the pod would not help."""
+    """If the node is full, the message must not suggest a higher limit, because this would not help."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
     assert short is not None

@@ -1,4 +1,4 @@
-"""The small state that a rank writes at each step is always correct, although parts of its predecessor are reused."""
+"""The small state that a rank writes at each step is correct, although unchanged parts of the last one are reused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rank:
         self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
 
     def writes_the_truth(self) -> bool:
-        """Make a step, and write the small state during it and at its end. True if what was written is correct."""
+        """Make a step, and write the small state during and after it. Return True if the written state is correct."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
             small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())
@@ -128,7 +128,7 @@ def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
 
 
 def test_another_process_can_read_the_written_state() -> None:
-    """When the state is read, the rank that wrote it is dead."""
+    """Another process reads the state, because the rank that wrote it is dead by then."""
     rank = Rank()
     if (pid := os.fork()) == 0:
         rank.slots.write(0, 1, rank.kept, random_states.compact(), rank.kept.settings())
@@ -160,7 +160,7 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
 
 
 def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
-    """A killed rank must not get other random numbers in each script that uses torch's AveragedModel."""
+    """An average that starts after the first step must not change the random numbers of a killed rank."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
     for _ in range(2):

@@ -204,12 +204,12 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_pat
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """If a script creates a Snapshot for each save, two of them may write a file with the same name at once."""
+    """If a script creates a Snapshot for each save, two Snapshots may write files of one name at once."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
     def slow_sync(descriptor: int) -> None:
-        if len(begun) < 2:  # one call for each file, one after the other
+        if len(begun) < 2:  # the writes of both files call this function
             begun.append(may_end[len(begun) + 1])
             begun[-1].wait(20)
         sync(descriptor)
@@ -296,7 +296,7 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
 def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
-    """Rank 0 must not end with a traceback while the other ranks wait for its answer."""
+    """A damaged claim (writer-N.json) must be ignored. A traceback on rank 0 would leave the other ranks waiting."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
@@ -308,7 +308,7 @@ def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt,
 
 @pytest.mark.parametrize("keep", [2.5, "3", None])
 def test_an_invalid_number_of_states_to_keep_is_refused_before_training(tmp_path, keep):
-    """keep=2.5 must not fail only at a later save."""
+    """keep=2.5 must be refused when the Snapshot is created, and not at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
         ddpjob.Snapshot(tmp_path / "s", keep=keep)
 
@@ -600,7 +600,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_is_running(tmp_path
 
 
 def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
-    """A notebook, or a script that reads the step before it spawns the ranks, only loads and must not block a run."""
+    """A script that only loads, for example a notebook, must not block a training in the same folder."""
 
     def training(folder: Path, step: int) -> None:
         ddpjob.process.current.writers.clear()  # the list was inherited from the parent process

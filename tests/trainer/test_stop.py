@@ -128,7 +128,7 @@ def test_a_rank_blocked_in_a_collective_handles_the_signal_and_answers(end_ranks
                 dist.all_reduce(torch.ones(1))
             else:
                 sigterm(steps.wait_for("pid"))
-                wait_until(process.current.agreement.decided.is_set)  # rank 1 answers although it waits in all_reduce
+                wait_until(process.current.agreement.decided.is_set)  # rank 1 agrees while it waits in all_reduce
                 dist.all_reduce(torch.ones(1))
             assert ddpjob.should_stop(2)
             raise ddpjob.Stopped(2)
@@ -221,7 +221,7 @@ def test_a_stopped_rank_stays_until_rank_0_has_written(end_ranks, steps, meeting
 
 
 def test_a_rank_that_exits_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
-    """With any other exception in `with init()` a rank that does not end within 2 s would be ended as failed."""
+    """A rank that exits with 75 must get time to end. After any other exception it would be ended after 2 s."""
     monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than any delay on this machine
 
     def body(rank: int) -> None:
@@ -240,7 +240,7 @@ def test_a_rank_that_exits_by_sys_exit_75_waits_for_nobody(end_ranks, steps, mee
 
 def test_a_stopped_rank_that_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):
     def once_more() -> None:
-        wait_until(lambda: process.current.agreement is None)  # the rank is leaving, and waits for the lost one
+        wait_until(lambda: process.current.agreement is None)  # the rank is leaving and waits for the lost rank
         sigterm()
 
     def body(rank: int) -> None:
@@ -344,7 +344,7 @@ def test_a_process_forked_by_a_rank_ends_on_sigterm_and_its_parent_does_not_noti
         "time.sleep(1)\n"
         "assert not ddpjob.should_stop(2)\n"
     )
-    # Python 3.12 and newer warns of a fork in a process with threads. Every rank has threads.
+    # Python 3.12 and newer warn of a fork in a process with threads. Every rank has threads.
     process = start_script(script, PYTHONWARNINGS="ignore::DeprecationWarning")
     assert process.communicate(timeout=30)[1] == ""
     assert process.returncode == 0

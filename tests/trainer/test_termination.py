@@ -120,7 +120,7 @@ def test_a_child_of_multiprocessing_reports_its_exception_although_it_runs_no_ho
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_child_that_imports_the_library_itself_tells_before_it_leaves_its_peers(log, start_script, method):
-    """Leaving the group may take longer than the time that a failed rank gets."""
+    """A child that imports the library must report its failure first: leaving the group may take too long."""
     script = (
         "import multiprocessing, os\n"
         "def rank():\n"
@@ -222,13 +222,13 @@ def test_the_first_failure_is_kept_and_replaces_an_error_about_a_lost_peer(log, 
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_no_message(log, error):
-    """The kubelet uses the log's end only if the message file is empty. The peer may have crashed without a message."""
+    """The message file must stay empty: only then the kubelet uses the log's end, which may show the peer's crash."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 
 
 def test_the_signal_that_killed_a_data_loader_worker_is_reported(log):
-    """`exited unexpectedly` does not say that memory was too small, for the worker or in /dev/shm."""
+    """`exited unexpectedly` does not show that the worker, or /dev/shm, had too little memory."""
     error = RuntimeError("DataLoader worker (pid(s) 2032) exited unexpectedly")
     error.__cause__ = RuntimeError("DataLoader worker (pid 2032) is killed by signal: Killed. ")
     termination.tell(error)
@@ -287,7 +287,7 @@ class GroupError(Exception):
     "inner", [GroupError("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")]
 )
 def test_an_exception_group_is_reported_by_the_exception_that_is_no_lost_peer(log, inner):
-    """`unhandled errors in a TaskGroup (1 sub-exception)` names no reason."""
+    """`unhandled errors in a TaskGroup (1 sub-exception)` names no cause, so the inner exception is reported."""
     termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 

@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-EPOCH = 10  # steps per epoch
+EPOCH = 10  # steps in an epoch
 TOTAL = 40
-KILLS_MAX = 6  # kills per run
-PLAIN = (0.8, 0.6, 0.3)  # probabilities for the first option of each choice; a script draws one of these
+KILLS_MAX = 6  # largest number of kills in a run
+PLAIN = (0.8, 0.6, 0.3)  # probabilities for the plain (first) option of each choice; a script draws one of the three
 
 # The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -187,7 +187,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     ends = _epoch_ends(recipe)
     # At least a fifth of the kills are at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
-    if steps != ends and chance.random() < 0.3:  # some options do something at every fifth step
+    if steps != ends and chance.random() < 0.3:  # other options of the script do something at every fifth step
         steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
@@ -203,7 +203,7 @@ def _epoch_ends(recipe: Recipe) -> list[int]:
 
 # ---- options that cannot be combined -----------------------------------------------------------------------------
 
-# (choice, option) → the options that it requires. Applied in this order.
+# (choice, option) → options that it requires of other choices. Applied in this order.
 RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     (("optimizer", "lbfgs"), {"accumulation": "none", "scaler": "none", "clip": "none", "second": "none"}),
     (("optimizer", "lbfgs"), {"model": "linear", "surgery": "none", "hook": "none"}),
@@ -471,7 +471,7 @@ class _Writer:
         options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
         if self.has(
             "parameters", "thawed", "thawed_group"
-        ):  # DDP only registers parameters that require gradients when it is constructed
+        ):  # because DDP registers only parameters that require gradients when it is constructed
             lines.append("net.late.requires_grad_(True)")
         lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
         lines += self._hook()
@@ -631,7 +631,7 @@ class _Writer:
         }[self.r["extra"]]
 
     def names(self) -> dict[str, str]:
-        """Return the names of what the script saves as objects."""
+        """Return the names of the objects that the script saves."""
         found = {"model": "model", "optimizer": "optimizer"}
         if not self.has("scheduler", "none", "by_hand"):
             found["scheduler"] = "scheduler"
@@ -652,7 +652,7 @@ class _Writer:
         return found
 
     def values(self) -> dict[str, str]:
-        """Return the names of what the script saves as values."""
+        """Return the names of the values that the script saves."""
         found = {}
         if self.has("data", *BY_WORKERS):
             found["sampler"] = "sampler.state_dict(epoch=epoch, batches=batches)"

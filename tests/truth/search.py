@@ -151,7 +151,7 @@ def _one(seed: int, runs: int) -> int:
 
 
 class _Tally:
-    """Counts of kills and seeds by kind of verdict."""
+    """Counts of kills and of seeds by the kind of their verdict."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -174,7 +174,7 @@ class _Tally:
 
     def text(self) -> str:
         seconds = time.monotonic() - self._began
-        cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # only of workers that have ended
+        cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # CPU seconds of all workers that have ended
         scripts = len({seed for seeds in self.seeds.values() for seed in seeds})
         counts = ", ".join(f"{kills} {kind}" for kind, kills in sorted(self.kills.items()) if kills)
         drawn = max(self.drawn, 1)

@@ -1,4 +1,4 @@
-"""A restart never changes the result of a script silently, whatever the script does between two steps."""
+"""A script never silently gets another result because of a restart, whatever it does between two steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPTS = {
 
 
 def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined() -> None:
-    """A failing seed must be repeatable."""
+    """A seed must always draw the same script, so that a failure can be repeated."""
     for seed in range(500):
         found = drawn(seed)
         assert found == drawn(seed)
@@ -36,14 +36,14 @@ def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined()
 
 
 def test_every_option_is_drawn_by_some_seed() -> None:
-    """An option that a rule always replaces is never tested."""
+    """Each option must be drawn by some seed. An option that other rules always replace would never be tested."""
     seen = {part for seed in range(3000) for part in parts_of(drawn(seed).recipe).items()}
     options = {(name, option) for name, its in CHOICES.items() for option in its[1:]}
     assert options - seen == set()
 
 
 def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
-    """The two parts that matter must not be hidden among twelve."""
+    """The reduced draw must have only the two parts that matter, not twelve others."""
     wrong = {"model": "dropout", "data": "loader"}
     large = Draw(normal({**recipe(**wrong), "clip": "norm", "extra": "counter", "every": "4"}), (TOP, TOP))
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
@@ -73,7 +73,7 @@ def names_excused(*lines: str, **parts: str) -> set[str]:
 
 
 def test_a_refusal_allows_differences_in_what_it_names_and_what_depends_on_it() -> None:
-    """A script with a communication hook must not lose its sampler unnoticed."""
+    """A refusal about a communication hook must not hide that the script has lost its sampler's position."""
     excuses = names_excused(HOOK, STRUCK, FROM_FOLDER)
     assert {"model", "optimizer"} <= excuses
     assert excuses.isdisjoint({SAMPLES, "reader", "scheduler", "torch"})
@@ -81,7 +81,7 @@ def test_a_refusal_allows_differences_in_what_it_names_and_what_depends_on_it() 
 
 
 def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -> None:
-    """If training draws no random numbers, different weights have another cause."""
+    """If training draws no random numbers, lost random states do not explain different weights."""
     assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER)
     assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER, draws="none", evaluation="all_ranks")
     assert "model" in names_excused(LATE, STRUCK, FROM_FOLDER, model="dropout")
@@ -90,7 +90,7 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 
 
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
-    """One late save must not hide every error of a restart from memory."""
+    """A file that one rank's late save left incomplete does not explain an error after a restart from memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
     assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # logged before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
@@ -107,13 +107,13 @@ def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_res
 
 
 def test_a_refusal_after_the_failure_or_in_favor_of_the_folder_allows_no_difference() -> None:
-    """PLACES is about memory only: a restart from the folder must be correct."""
+    """The refusal PLACES is about memory only, so it must not allow differences after a restart from the folder."""
     assert names_excused(STRUCK, HOOK, FROM_FOLDER) == set()
     assert names_excused(PLACES, STRUCK, FROM_FOLDER, scheduler="step") == set()
 
 
 def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() -> None:
-    """If each kill needed a run of its own, the test would take five times as long."""
+    """A refusal that is logged between two kills must allow differences, because a run per kill would take too long."""
     log = "\n".join([STRUCK, FROM_FOLDER, HOOK, STRUCK, FROM_FOLDER])
     assert excused(log, recipe())[0] == set()
     assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
@@ -122,7 +122,7 @@ def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() ->
 
 
 def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
-    """An extra step trains samples twice."""
+    """A step that only one run makes is a difference, because its samples are trained once more."""
     step, its_loss = (SAMPLES, 1), (LOSS, 1)
     whole = Outcome((0,), {0: {}, 1: {}}, {0: {step: [[4]], its_loss: ["0x1"]}, 1: {step: [[5]]}}, "")
     others = {
@@ -138,7 +138,7 @@ def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 
-# Each of these once had a wrong result without a report.
+# Kinds of scripts that once had a wrong result without a report.
 WERE_WRONG = (
     {"average": "averaged_model"},
     {"buffers": "of_each_rank"},
@@ -191,12 +191,12 @@ FIVE = (
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -> None:
-    """The script must not train something else while its last line reports that no step was repeated."""
+    """A killed script must have the result of an undisturbed run, unless a message says what is lost."""
     for _, verdict in verdicts(SCRIPTS[name]):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS has typical scripts, and tests/trainer has each rule
+@pytest.mark.long  # slow; SCRIPTS tests typical scripts by day, and tests/trainer tests each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
     """Random draws alone would test a known kind of failure only once in thousands."""
@@ -204,11 +204,11 @@ def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(part
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS has typical scripts
+@pytest.mark.long  # slow; SCRIPTS tests typical scripts by day
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:
-    """More draws: `make truth N=5000`."""
+    """Draw random scripts and kill their runs. For more draws use `make truth N=5000`."""
     wrong = [
         (found, verdict.why) for found, _, verdict in searched(list(range(seed, seed + 100)), 2) if verdict.is_wrong
     ]

@@ -1,4 +1,4 @@
-"""The objects that the operator creates, point by point."""
+"""The objects that the operator creates for a job: their fields, one by one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_autoscalers_must_not_move_a_training_unless_the_user_allows_it() -> Non
     what = job()
     what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "false"}}
     assert pod(what)["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "false"
-    # An administrator with short, cheap jobs may want the autoscaler to consolidate nodes.
+    # If jobs are short and cheap, an administrator may let the autoscaler consolidate their nodes.
     given = build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"]
     assert given == {"karpenter.sh/do-not-disrupt": "false"}
     assert build.pod(job(), 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"] == {}
@@ -152,7 +152,7 @@ def test_gpu_jobs_get_one_pod_per_node_in_addition_to_the_affinity_of_the_user()
 
 @pytest.mark.parametrize("affinity", [None, {"podAntiAffinity": None, "nodeAffinity": None}])
 def test_a_null_field_equals_an_unset_field(affinity: Any) -> None:
-    """Helm charts write `affinity:` with no value. A job with it must not stay Pending for ever."""
+    """Helm charts write `affinity:` with no value. The operator must treat this field as unset."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     what, plain = job(container={**gpu, "terminationMessagePolicy": None, "env": None}), job(container=gpu)
     unset = {"affinity": affinity, "enableServiceLinks": None, "dnsPolicy": None, "initContainers": None}
@@ -178,7 +178,7 @@ def test_the_container_named_trainer_is_the_trainer_at_any_position() -> None:
 
 
 def test_variables_of_the_user_can_refer_to_those_of_the_job() -> None:
-    """Kubernetes expands $(NNODES) only from variables that come before it."""
+    """Kubernetes expands $(NNODES) only from earlier variables, so the job's must come before the user's."""
     what = job(container={"env": [{"name": "WORLD_SIZE", "value": "$(NNODES)"}]})
     names = [e["name"] for e in trainer(pod(what))["env"]]
     assert names.index("NNODES") < names.index("WORLD_SIZE")

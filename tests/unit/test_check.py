@@ -124,7 +124,7 @@ def test_one_wrong_change_to_a_sound_script_is_found(name: str, right: str, wron
 
 
 def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_several() -> None:
-    """Tutorials use localhost, which is correct on one machine; on two nodes it is a mistake."""
+    """localhost is an error only in a job of several nodes. On one machine, as in tutorials, it is correct."""
     text = (FIXTURES / "clean/ddp_tutorial.py").read_text()
     assert rules_in(text) == set()
     assert rules_in(text, CheckedJob(nodes=1, nproc=8)) == {"master-port-fixed"}
@@ -148,7 +148,7 @@ def test_a_mistake_that_needs_several_nodes_is_an_error_only_if_the_job_has_seve
 def test_a_global_rank_as_device_is_an_error_if_a_node_has_fewer_gpus_than_the_job_has_ranks(
     gpus: int | None, nproc: int, severity: str
 ) -> None:
-    """With one process on each of two nodes, only ranks 0 and 1 are used as devices, and both nodes have those."""
+    """On two nodes with one process each, the global ranks 0 and 1 are valid devices if each node has two GPUs."""
     text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
     found = [f for f in check.check("t.py", text, CheckedJob(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
     assert {f.severity for f in found} == {severity}
@@ -156,7 +156,7 @@ def test_a_global_rank_as_device_is_an_error_if_a_node_has_fewer_gpus_than_the_j
 
 @pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
 def test_a_mistake_that_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
-    """In a local run all nodes see the same files and reach each other by localhost, so it must not be refused."""
+    """A local run must not be refused: all nodes are on this machine, so they share files and localhost."""
     text = (FIXTURES / f"mistakes/{name}.py").read_text()
     for local, severity in ((False, "error"), (True, "warning")):
         found = check.check("t.py", text, CheckedJob(nodes=2, nproc=1, known=True, local=local))
@@ -274,7 +274,7 @@ def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, ru
 def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_in_a_job(
     lines: str, rules: set[str]
 ) -> None:
-    """Without the finding a job exits with 0, and trains nothing. A file without a job may be a module for others."""
+    """A training that is never called ends with exit code 0. A file that is not in a job may be a module for others."""
     head = f"{HEAD}from concurrent.futures import ProcessPoolExecutor, wait\n"
     text = f"{head}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
     ours = {"nothing-runs", "process-failure-ignored"}
@@ -383,7 +383,7 @@ ALONE = (
 @pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
 def test_code_that_runs_only_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
-    """An error would refuse insightface's ArcFace, which uses tcp:// in `except KeyError`, for one GPU alone."""
+    """insightface's ArcFace uses tcp:// in `except KeyError`, for one GPU without a launcher. That must be no error."""
     job = CheckedJob(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
     assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
     assert rules_in(HEAD + alone, job)
@@ -426,7 +426,7 @@ if __name__ == "__main__":
     ],
 )
 def test_a_spawn_of_one_process_per_gpu_is_found_if_there_is_no_gpu(right: str, wrong: str, found_there: bool) -> None:
-    """Without a process the job would be Succeeded after a second, with nothing trained."""
+    """Without a GPU the script would start no process, and the job would succeed with nothing trained."""
     text = SPAWN.replace(right, wrong) if right else SPAWN
     assert ("spawn-without-gpu" in rules_in(text, CheckedJob(nodes=1, nproc=2, gpus=0))) == found_there
     for gpus in (None, 2):
@@ -567,7 +567,7 @@ def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
 def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
-    """Old scripts with DataParallel use all GPUs in one process."""
+    """A script with DataParallel uses all GPUs of a node in one process. It must get no finding."""
     nproc = 1 if command[0] == "torchrun" else 4
     container = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     result = ran(job_file(ALONE, *command, nodes=1, nprocPerNode=nproc, container=container))
@@ -582,7 +582,7 @@ def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, comm
     ],
 )
 def test_a_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
-    """Users who are only told to use LOCAL_RANK edit the script, and never find the command in docs/launching.md."""
+    """The finding must name the command in docs/launching.md that needs no edit, or users edit the script."""
     assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
     assert (
         f"with the script unchanged: {command};"
@@ -592,14 +592,14 @@ def test_a_command_that_needs_no_edit_of_the_script_is_named(job_file, names: st
 
 @pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
 def test_a_command_is_named_if_the_local_rank_option_is_required_or_refused(job_file, by: list[str]) -> None:
-    """A message that only says to change the script hides the simpler fix."""
+    """If the local rank is an option, a command can pass it. The message must name this command."""
     required = P + OLD.replace("type=int", "required=True") + PARSE
     said = ran(job_file(required, *by, "train.py")).stdout
     assert 'with the script unchanged: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
 
 
 def test_a_script_that_a_shell_starts_for_each_rank_is_checked(job_file) -> None:
-    """`torchrun --no-python sh -c "exec python train.py …"` has a script, too."""
+    """`torchrun --no-python sh -c "exec python train.py …"` also has a script, which must be checked."""
     words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]
     result = ran(job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *words))
     assert "error[backend-mpi]" in result.stdout
@@ -660,7 +660,7 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
 def test_launcher_options_from_variables_that_the_launcher_itself_sets_are_an_error(
     job_file, script: str, nproc: int, said: int
 ) -> None:
-    """Variables that the launcher sets are empty when the shell expands them: torchrun gets `--nnodes=` and exits."""
+    """A shell expands $WORLD_SIZE before the launcher sets it. torchrun then gets `--nnodes=` and exits."""
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
@@ -778,7 +778,7 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(
     ],
 )
 def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
-    """torchrun without a script only prints its usage and exits."""
+    """torchrun without a script must be an error, because it only prints its usage and exits."""
     assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
 
 
@@ -955,7 +955,7 @@ def test_the_local_rank_option_is_found_in_all_documented_spellings(
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python reads it")
 @pytest.mark.parametrize("line", ["def f[T](x: T) -> T: ...", "type X = int", "x = f'{d['a']}'"])
 def test_the_syntax_of_a_newer_python_is_a_warning(tmp_path: Path, line: str) -> None:
-    """The image may have that Python, so a healthy job must not be refused."""
+    """Newer syntax must be a warning, not an error, because the image may have a newer Python than this machine."""
     (tmp_path / "train.py").write_text(f"{line}\n")
     result = ran(tmp_path / "train.py")
     assert (result.return_value, "warning[syntax]: not valid Python 3" in result.stdout) == (0, True)
@@ -973,7 +973,7 @@ def test_a_script_in_the_style_of_the_official_tutorials_is_left_alone(path: Pat
 
 
 def test_at_most_one_of_thirty_healthy_scripts_gets_a_false_warning() -> None:
-    """The scripts have common shapes, each in a job that fits it. Users switch off a checker with false warnings."""
+    """Each script fits its job and is correct. Users switch off a checker with many false warnings."""
     assert len(HEALTHY) >= 30
     false_alarms = [
         str(finding)
@@ -988,13 +988,13 @@ def test_at_most_one_of_thirty_healthy_scripts_gets_a_false_warning() -> None:
 def test_our_own_examples_have_no_finding_and_support_a_changing_number_of_ranks(path: Path) -> None:
     jobs = (
         (CheckedJob(), ELASTIC) if path.parent.name == "examples" else (CheckedJob(),)
-    )  # the scripts in clean/ only show ways to start, so they need not be elastic
+    )  # the scripts in clean/ show ways to start, and need not be elastic
     assert [str(f) for job in jobs for f in check.check(path.name, path.read_text(), job)] == []
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda p: p.stem)
 def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Example jobs may have warnings, because some show old ways to start on purpose."""
+    """Our example jobs may have warnings but no errors. Some show old ways to start on purpose."""
     monkeypatch.chdir(ROOT)
     report = check_files.check_all([str(path)], {str(path): sources.load(sources.Source(str(path)))})
     assert [str(f) for f in report.findings if f.severity == "error"] == []
@@ -1097,7 +1097,7 @@ def test_a_script_that_does_not_parse_is_a_finding(text: str, message: str) -> N
     ],
 )
 def test_resolving_values_defined_by_themselves_ends(lines: str) -> None:
-    """An endless search would be reported as "nested too deeply", an error that a healthy script must not get."""
+    """The search for a value must end. Otherwise a healthy script would get the error "nested too deeply"."""
     assert "syntax" not in rules_in(HEAD + "class C:\n    rank: int\n" + lines, TWO_NODES)
 
 
@@ -1180,7 +1180,7 @@ def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> 
 
 
 def test_a_script_with_an_impossible_file_name_is_not_on_this_machine(job_file) -> None:
-    """A name that no file can have must not cause a traceback."""
+    """A script name that no file can have must give an error in one sentence, not a traceback."""
     result = ran(job_file("", "python", "x" * 5000 + ".py"))
     assert "is not on this machine" in result.stderr
 
@@ -1236,7 +1236,7 @@ def test_findings_about_the_yaml_itself_have_its_line_and_can_be_suppressed(job_
 
 
 def test_volumes_and_claims_of_a_job_are_known() -> None:
-    """A rendezvous file on a claim is shared, on an emptyDir it is not; and a resource claim may be a GPU."""
+    """A rendezvous file is shared on a claim but not on an emptyDir. A resource claim may be a GPU."""
     mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("own", "claim", "host", "typo")]
     body = manifest(container={"volumeMounts": mounts})
     body["spec"]["template"]["spec"]["volumes"] = [
@@ -1314,8 +1314,8 @@ def test_the_script_is_found_in_a_shell_and_after_a_launcher_with_a_path(
 def test_the_script_is_found_after_the_launchers_of_frameworks(
     line: str, launcher: str, files: list[str], words: str
 ) -> None:
-    """A job of Accelerate or Lightning would be checked without its script, and "nothing found" would only be about the
-    YAML."""
+    """The script must be found after `accelerate launch` and others. Otherwise only the YAML would be checked, and
+    "nothing found" would mislead."""
     found = read(line.split())
     assert (found.launcher, found.files, list(found.words)) == (launcher, files, words.split())
     assert read(["bash", "-lc", f"set -e; cd /app && {line}"]).files == files
@@ -1331,7 +1331,7 @@ def test_the_script_is_found_after_the_launchers_of_frameworks(
     ],
 )
 def test_commands_of_a_shell_before_the_launcher_are_not_the_training(before: str) -> None:
-    """If packages are installed first, the script of that step must not be checked instead of the training."""
+    """The script of a step that installs packages must not be checked instead of the training script."""
     assert read(["bash", "-c", f"{before} && torchrun --nproc-per-node 2 train.py --x"]).script == "train.py"
 
 
@@ -1350,7 +1350,7 @@ def test_commands_of_a_shell_before_the_launcher_are_not_the_training(before: st
     ],
 )
 def test_a_launcher_command_that_starts_no_ranks_is_not_the_training(before: str) -> None:
-    """The first command would count as a launcher without a script, and train.py would not be checked."""
+    """A launcher command that starts no ranks must be skipped. Otherwise train.py would not be checked."""
     for end in (" &&", ";"):
         words = ["bash", "-c", f"{before}{end} python train.py"]
         found = read(words)
@@ -1374,7 +1374,7 @@ def test_a_launcher_command_that_starts_no_ranks_is_not_the_training(before: str
     ],
 )
 def test_all_readers_recognize_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
-    """If readers differ, `which torchrun; python t.py` gets torchrun's variables, or debugpy hides options."""
+    """All code that searches for a launcher must find the same one. In `which torchrun; python t.py` it is python."""
     found = by_torchrun(words)
     assert (found and found.options) == options
     assert found is None or found.script == "t.py"
@@ -1434,7 +1434,7 @@ def test_a_module_is_searched_as_its_file(job_file, tmp_path: Path) -> None:
     ],
 )
 def test_a_backend_in_the_command_overrides_that_of_the_script(job_file, option: list[str], errors: int) -> None:
-    """A job with --backend=gloo must not be refused for a default that it does not use."""
+    """--backend=gloo in the command overrides the script's default, so this default must cause no error."""
     script = 'import torch.distributed as dist\ndist.init_process_group("nccl")\ndist.destroy_process_group()\n'
     assert ran(job_file(script, "torchrun", "train.py", *option)).return_value == errors
 
@@ -1452,7 +1452,7 @@ def test_a_missing_script_is_reported_and_may_be_passed_next_to_the_job(job_file
     ("command", "meant"), [(["torchrun", "trian.py"], "train.py"), (["torchrunn", "train.py"], "torchrun")]
 )
 def test_a_typo_in_the_command_is_named(job_file, command: list[str], meant: str) -> None:
-    """The name may be right in the image, so it is no error; but "nothing found" alone would hide the typo."""
+    """A wrong name in the command gets a warning. It is no error, because the image may have a file of this name."""
     result = ran(job_file("print()", *command))
     assert (result.return_value, result.stderr.count(f"; did you mean {meant}?, so only the job was checked")) == (0, 1)
 
@@ -1465,7 +1465,7 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
 
 @pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
 def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
-    """Messages about utils.py must not be about a job that never starts utils.py."""
+    """A script next to a job must be checked only if the job's command starts this script."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     path = job_file("", "torchrun", command, nodes=2, container=gpu)
     (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
@@ -1487,7 +1487,7 @@ def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file
 def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
     job_file, tmp_path: Path, command: list[str], shebang: str
 ) -> None:
-    """Most jobs start with a shell script. A branch of the script may not run, so its findings refuse no run."""
+    """A shell script in the folder is read like a command. Its findings are warnings, because a branch may not run."""
     (tmp_path / "train.sh").write_text(f'{shebang}torchrun --standalone train.py "$@" | tee log.txt\n')
     path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *command, nodes=2)
     result = ran(path)
@@ -1518,7 +1518,7 @@ def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, 
 
 
 def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
-    """`torchrun train.py $ARGS` may contain --launcher pytorch, so the option must not be called missing."""
+    """`$ARGS` in `torchrun train.py $ARGS` may contain --launcher pytorch, so this option must not count as missing."""
     launcher = (FIXTURES / "mistakes/group-needs-option.py").read_text()
     for arguments, expected in (("", True), ("$ARGS", False), ('"${ARGS[@]}"', False), ("--data $DATA", True)):
         result = ran(job_file(launcher, "bash", "-c", f"exec torchrun train.py {arguments}", nodes=2))
@@ -1611,7 +1611,7 @@ def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     ],
 )
 def test_a_line_that_ipython_accepts_is_no_syntax_error(tmp_path: Path, line: str) -> None:
-    """A notebook with such a line runs, so it must not be refused."""
+    """A line that only IPython accepts, such as a magic, must not be reported as a syntax error."""
     path = tmp_path / "train.ipynb"
     path.write_text(notebook(line))
     assert (ran(path).return_value, ran(path).stdout) == (0, "")
@@ -1738,7 +1738,7 @@ def test_a_missing_script_is_reported_with_the_line_of_the_command(job_file) -> 
 
 
 def test_two_jobs_with_one_name_in_a_file_get_no_advice_to_choose_by_name(job_file) -> None:
-    """If two jobs in a file have one name, the advice "choose one by its name" does not help."""
+    """If two jobs in a file have one name, the message must not advise to choose a job by its name."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)

@@ -73,7 +73,7 @@ def shell(text: str) -> api.DDPJob:
 def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(
     words: list[str], joined: str | None, meant: str
 ) -> None:
-    """No container can start `["torchrun train.py"]`."""
+    """`["torchrun train.py"]` is a program name with a space, which no container can start."""
     found = [text for _, rule, text in mistakes(job(*words)) if rule == "words-in-one"]
     joined = words[-1] if joined is None else joined
     why = "no shell reads the command, so this is one word with spaces"
@@ -81,7 +81,7 @@ def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(
 
 
 def test_an_address_of_one_machine_is_no_error_before_a_local_run() -> None:
-    """MASTER_ADDR=localhost works in `ddpjob run`, and fails only in a cluster."""
+    """MASTER_ADDR=localhost is an error only in a cluster, because it works in `ddpjob run`."""
     at_localhost = job("python", "train.py", env={"MASTER_ADDR": "localhost"}, nproc=1)
     same_rank = job("python", "train.py", env={"RANK": "0"}, nproc=1)
 
@@ -144,7 +144,7 @@ def test_the_rank_variables_exist_in_a_pod_with_one_rank_and_env_may_set_them() 
 
 
 def test_a_rank_variable_that_kubernetes_cannot_expand_is_named() -> None:
-    """Kubernetes expands only variables of the pod's env, so the script gets the text $(RANK)."""
+    """Kubernetes expands only variables in the pod's env, so the script would get the literal text $(RANK)."""
     for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
         ((rule, text),) = said(what)
         assert (rule, text.partition(":")[0]) == ("variable-of-ranks-unset", "$(RANK)")
@@ -219,7 +219,7 @@ def test_a_slurm_variable_that_has_a_value_or_is_tested_first_is_left_alone(text
     ],
 )
 def test_words_that_only_a_shell_expands_are_named_if_no_shell_reads_them(words: list[str], fix: str) -> None:
-    """The script gets the text `$DATA_DIR`, and the job continues with a folder of that name."""
+    """A variable that no shell reads must be named. Otherwise the job uses a folder with the name `$DATA_DIR`."""
     what = job("torchrun", "t.py", *words, env={"DATA_DIR": "/data"})
     ((rule, text),) = said(what)
     assert (rule, text.partition(": ")[0] in words) == ("not-expanded", True)

@@ -95,7 +95,7 @@ def test_a_script_that_takes_too_long_in_total_gets_one_warning() -> None:
 
 
 LARGE = {
-    # name: a line with its own number ({0}) and the next one ({1}), the text before the lines, the text after them
+    # name: (a repeated line with its number {0} and the next number {1}, the text before it, the text after it)
     "barriers under conditions": ("if rank == {}: dist.barrier()\n", "", ""),
     "returns before each": (" if rank == {}: return\n dist.barrier()\n", "def main():\n", "main()\n"),
     "functions that call each other": ("def f{0}(rank): f(rank); f{0}(rank); dist.barrier()\n", "", ""),
@@ -190,7 +190,7 @@ def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, na
 
 @pytest.mark.parametrize("piece", ["{rank}", "a{rank!r:>{w}}"])
 def test_an_f_string_that_would_block_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
-    """Python 3.11 reads an f-string again for each value in it, and no signal interrupts this: 1 MB takes minutes."""
+    """Python 3.11 parses an f-string again for each value in it: 1 MB would take minutes, and no signal stops this."""
     text = f"x = f'{piece * 30_000}'\n"
     (finding,) = check.check("train.py", text)
     assert (finding.rule, finding.severity) == ("left-out", "warning")

@@ -62,7 +62,7 @@ FAILURE = WHERE | {
 def test_a_single_context_is_used_if_no_current_context_is_set(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, current: str | None
 ) -> None:
-    """Some users unset it (`kubectl config unset current-context`), so that no command goes to the wrong cluster."""
+    """Some users have no current context (`kubectl config unset current-context`), but only one context."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     del config["current-context"]
     config |= {} if current is None else {"current-context": current}
@@ -103,7 +103,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
 
 @pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
 def test_the_request_timeout_may_be_unlimited(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
-    """0 means no limit, as in kubectl."""
+    """`--request-timeout 0` means no limit, as in kubectl."""
     cluster.add("ddpjobs", stored())
     assert "digits" in ddpjob("get", "--request-timeout", time_).out
 
@@ -140,7 +140,7 @@ def test_an_unreachable_server_or_a_closed_connection_is_described_in_words(
 def test_the_error_without_a_kubeconfig_names_the_local_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
-    """Users without a cluster have probably chosen the wrong command."""
+    """The error must name `ddpjob run`, because a user without a cluster probably wants a local run."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -193,7 +193,7 @@ def test_the_error_without_an_installed_operator_tells_how_to_install_it(cluster
 
 
 def test_a_missing_right_is_named_by_verb_resource_and_namespace(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The user sends the line about a missing right to an administrator."""
+    """A missing right must be named completely, because the user sends this line to an administrator."""
     cluster.forbidden = {"list ddpjobs.training.ddpjob.io"}
     ddpjob(
         "get",
@@ -266,7 +266,7 @@ def test_a_job_may_be_given_in_the_form_that_get_prints(cluster: FakeCluster, dd
 
 
 def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The jobs of a sweep share a label."""
+    """Jobs of a sweep share a label, so a command must accept a label instead of names."""
     for name in ("a", "b", "c"):
         body = stored(name)
         body["metadata"]["labels"] = {"sweep": "1"} if name != "c" else {}
@@ -311,7 +311,7 @@ def test_a_job_name_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpj
 
 
 def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Users read the same sentence as after a local run."""
+    """`ddpjob describe` must show the same sentence about a failure as a local run."""
     restarts = {"application": 1, "total": 1}
     cluster.add("ddpjobs", stored(state="Restarting", lastFailure=FAILURE, restarts=restarts, attempt=2))
     cluster.add("pods", pod("digits", 2, 0, node="gpu-01"))
@@ -421,7 +421,7 @@ def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they
 
 
 def test_suspending_a_finished_job_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The API server accepts the change, but nothing happens."""
+    """The command must refuse, because the API server accepts the change but the change has no effect."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     for words in (["suspend", "digits"], ["restart", "digits"], ["scale", "digits", "--nodes", 3]):
         ddpjob(*words, code=2, says="has Succeeded")
@@ -436,7 +436,7 @@ def _stops(job: dict[str, Any]) -> None:
 def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """The number of nodes cannot change while the job is running."""
+    """The command must suspend a running job first, because its number of nodes cannot change while it is running."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     seen: list[tuple[Any, Any]] = []
 
@@ -452,7 +452,7 @@ def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
 
 
 def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The operator itself restarts the job, so an interrupted command cannot leave the job suspended."""
+    """An elastic job is scaled without a suspension, so an interrupted command cannot leave the job suspended."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     job["spec"]["minNodes"] = 1
     done = ddpjob("scale", "digits", "--nodes", 4)
@@ -498,7 +498,7 @@ def test_a_restart_that_times_out_reports_that_the_job_stays_suspended(cluster: 
 def test_one_failing_job_does_not_prevent_get_suspend_or_resume_of_the_others(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """A loop in the shell would stop at the first missing job."""
+    """If one job is missing, the command must still handle the others. A loop in a shell would stop."""
     running = [cluster.add("ddpjobs", stored(name)) for name in ("b", "c")]
     cluster.add("ddpjobs", stored("over", state="Succeeded"))
     for verb, said in (("suspend", "b is suspended"), ("resume", "b is resumed")):
@@ -520,7 +520,7 @@ def test_one_failing_job_does_not_prevent_get_suspend_or_resume_of_the_others(
 
 
 def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """If they were waited for one by one, a job that ttlSecondsAfterFinished deletes meanwhile would be missing."""
+    """The command must watch all jobs at once: ttlSecondsAfterFinished may delete a job while it waits for another."""
     first, second = cluster.add("ddpjobs", stored("a")), cluster.add("ddpjobs", stored("b", state="Succeeded"))
     path = next(at for at in cluster.objects if at.endswith("/b"))
 
@@ -540,7 +540,7 @@ def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpj
 
 
 def test_a_wait_for_several_jobs_ends_with_the_first_that_fails_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """A pipeline must not wait hours for the last job before it learns of a typo or the first failure."""
+    """The command must end with the first failure. A pipeline must not wait hours for the last job."""
     cluster.add("ddpjobs", stored("runs"))
     cluster.add("ddpjobs", stored("failed", state="Failed"))
     done = ddpjob("wait", "runs", "typo", "--for", "ended", code=2)
@@ -680,7 +680,7 @@ def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: Fak
 
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob: Ddpjob, form: str) -> None:
-    """kubectl hides them too: they are longer than the job."""
+    """managedFields are longer than the job, so they are hidden, as in kubectl."""
     job = cluster.add("ddpjobs", stored())
     job["metadata"]["managedFields"] = [{"manager": "ddpjob", "operation": "Update"}]
     for words in (["digits"], []):
@@ -710,7 +710,7 @@ def test_describe_shows_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> 
 
 
 def test_describe_shows_no_time_left_for_a_silent_rank(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """kubectl's ETA column is empty for a silent rank, too."""
+    """A silent rank has no time left in `describe`, as in kubectl's column ETA."""
     progress = {"step": 812, "totalSteps": 6000, "etaSeconds": 312, "attempt": 1, "updated": "2026-01-01T00:00:00Z"}
     job = cluster.add("ddpjobs", stored(progress=progress, display={"step": "812/6000", "eta": "5m12s"}))
     assert "5m12s left" in ddpjob("describe", "digits").out
@@ -742,7 +742,7 @@ def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpj
 def test_lines_that_carry_the_result_of_a_function_are_not_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
 ) -> None:
-    """Results of functions are printed as base64. The 450 lines of 1 MB must not appear between ranks' own lines."""
+    """Results of functions are printed as base64: 1 MB takes 450 lines, which must not be shown."""
     answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
     shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
     runs(
@@ -761,7 +761,7 @@ def test_lines_that_carry_the_result_of_a_function_are_not_shown(
 def test_the_last_minutes_of_a_log_are_shown_with_their_times(
     cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
 ) -> None:
-    """Users search for the time of an NCCL warning in days of output, where --tail is of no help."""
+    """Users search for the time of an NCCL warning in days of output, with --since and --timestamps."""
     runs(cluster, [f"step {number}" for number in range(300)], exit_code=1, state="Failed")
     prefix = "[0:0] " if follow else ""
     # Code 0, as from kubectl logs, although the job has failed.
@@ -773,7 +773,7 @@ def test_the_last_minutes_of_a_log_are_shown_with_their_times(
 
 
 def test_a_followed_tail_shows_all_output_of_later_pods(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`--tail 0 -f` means output from now on, which includes all output of the next attempt."""
+    """`--tail 0 -f` shows only output from now on, which includes the complete output of the next attempt."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
     cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
@@ -788,7 +788,7 @@ def test_a_followed_tail_shows_all_output_of_later_pods(cluster: FakeCluster, dd
 
 
 def test_the_log_of_a_node_that_was_scaled_away_is_shown(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`ddpjob scale --nodes 2` while the logs are followed must not end them."""
+    """Logs that are followed must continue after `ddpjob scale --nodes 2`."""
     cluster.add("ddpjobs", stored())
     for place in (0, 2):
         cluster.add("pods", pod("digits", 1, place))
@@ -836,7 +836,7 @@ def test_a_followed_log_continues_after_an_error_message_of_the_kubelet(cluster:
 
 
 def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) -> None:
-    """Messages in Latin-1 must be the same bytes with -f, without it, and in kubectl logs."""
+    """A log in Latin-1 must have the same bytes with -f, without -f, and in kubectl logs."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     cluster.add("pods", pod("digits", exit_code=0))
     printed = b"caf\xe9 \xff\n"
@@ -870,7 +870,7 @@ def test_logs_of_many_nodes_are_complete_and_in_order(cluster: FakeCluster, ddpj
 
 
 def test_followed_logs_name_the_node_whose_log_is_missing(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The API server answers, but the kubelet of a lost node does not. Its log must not be silently missing."""
+    """The kubelet of a lost node does not answer. The output must say that the log of this node is missing."""
     refusal = 500, {"kind": "Status", "message": "dial tcp 10.0.0.5:10250: connection refused"}
     job = runs(cluster, *[["epoch 1"]] * 3)
     job["spec"]["nodes"] = 3
@@ -911,7 +911,7 @@ def test_logs_of_a_container_that_has_not_started_are_not_yet_available(cluster:
 def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the_job(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """A job that passed its deadline has no pods left."""
+    """If a job has no logs, the error must give the reason: no operator, or pods deleted after a deadline."""
     job = cluster.add("ddpjobs", stored(state=None))
     assert "no node has a log yet: no operator has seen the job" in ddpjob("logs", "digits", "--cluster").err
     described = ddpjob("describe", "digits").out
@@ -931,7 +931,7 @@ def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the
 def test_followed_logs_show_what_the_job_is_waiting_for(
     cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong image, or a missing operator, must not show as an empty screen."""
+    """The output must show a wrong image or a missing operator, and not stay empty."""
     monkeypatch.setattr(watch.StateLines, "UNSEEN_SECONDS", 0.0)
     job = cluster.add("ddpjobs", stored(state=None))
 
@@ -976,7 +976,7 @@ def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(
 
 
 def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
-    """Users may close the laptop; the training continues."""
+    """Ctrl-C must end only the command. The training continues, so users may close the laptop."""
     cluster.add("ddpjobs", stored())
     argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster", "-f"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

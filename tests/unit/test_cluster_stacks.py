@@ -48,7 +48,7 @@ def text(rank: int, function: str) -> list[str]:
 def answered_by(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, code: int = 0, error: str = ""
 ) -> list[list[str]]:
-    """Return the list of calls of a fake kubectl, which writes to the logs what the agents would write."""
+    """Return the list of kubectl calls. A fake kubectl handles them, and writes the agents' texts to the logs."""
     called: list[list[str]] = []
 
     def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def test_a_job_without_stacks_gives_one_sentence(
 
 
 def test_the_command_in_a_pod_signals_only_agents(tmp_path: Path) -> None:
-    """The signal would kill a shell, or a rank without a handler for it. If PID 1 is killed, the pod ends."""
+    """Only agents may get the signal: it would kill a shell, a rank without a handler, or PID 1 and thus the pod."""
     script = tmp_path / "train.py"
     script.write_text("import time; print('up', flush=True); time.sleep(600)")
     agent = subprocess.Popen(

@@ -30,14 +30,14 @@ def said(*arguments: str, **environ: str) -> str:
 
 
 def test_help_and_version_work_as_words_too() -> None:
-    """Users of git or kubectl type these words first."""
+    """`ddpjob help` and `ddpjob version` must work, because users of git or kubectl type these words first."""
     assert said("help") == said("--help")
     assert said("help", "check").splitlines()[1:] == said("check", "--help").splitlines()[1:]
     assert said("version").startswith("ddpjob ")
 
 
 def test_the_list_of_commands_truncates_no_summary() -> None:
-    """A cut summary such as `each node becomes a...` has no meaning."""
+    """Summaries must not be cut, because `each node becomes a...` has no meaning."""
     assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
 
 
@@ -82,7 +82,7 @@ def test_a_shell_that_loads_the_script_completes_commands_and_options() -> None:
 
 @pytest.mark.parametrize("command", ["logs", "stacks", "report"])
 def test_a_shell_completes_the_runs_of_this_machine(command: str, tmp_path: Path) -> None:
-    """Without completion users run `ddpjob list` first and copy a long name."""
+    """A shell must complete names of runs. Otherwise users run `ddpjob list` and copy a long name."""
     for name in ("digits-long", "digits", "other"):
         RunFolder(name, tmp_path).close()
     typed = ["ddpjob", command, "--dir", str(tmp_path), "dig"]
@@ -95,13 +95,13 @@ def test_a_shell_completes_the_runs_of_this_machine(command: str, tmp_path: Path
 
 
 def wrong(body: Any, rules: dict[str, Any]) -> list[str]:
-    """Return where an editor marks a body, and why."""
+    """Return the places that an editor would mark in a body, and the reasons."""
     return [f"{error.json_path}: {error.message}" for error in jsonschema.Draft7Validator(rules).iter_errors(body)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_editor_finds_the_schema_by_the_first_line_of_each_example_and_marks_no_error_there(path: Path) -> None:
-    """Red lines below correct fields teach users to ignore red lines."""
+    """An editor must mark no error in an example. Otherwise users learn to ignore its marks."""
     first, *_ = path.read_text(encoding="utf-8").splitlines()
     relative = first.removeprefix("# yaml-language-server: $schema=")
     found = json.loads((path.parent / relative).read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def test_the_operator_without_its_packages_names_what_to_install() -> None:
 
 
 def test_the_help_of_run_fits_on_one_screen_with_all_its_options() -> None:
-    """Users who must scroll up miss options."""
+    """All options of `ddpjob run` must fit on one screen, because users who must scroll miss options."""
     lines = CliRunner().invoke(cli, ["run", "--help"], prog_name="ddpjob", terminal_width=80).output.splitlines()
     assert len(lines) <= 24
     text = "\n".join(lines)

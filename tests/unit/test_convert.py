@@ -174,7 +174,7 @@ def test_a_field_of_run_policy_becomes_the_field_of_the_same_meaning(spec: Any, 
     ],
 )
 def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str) -> None:
-    """Without this message users notice a dropped field only when the job does something else at night."""
+    """Each field that is dropped must be named. Otherwise users notice it only when the job runs differently."""
     assert named in remarks(converted(**spec))
 
 
@@ -249,14 +249,14 @@ def test_references_to_the_container_name_follow_its_renaming() -> None:
 
 
 def test_a_job_with_generateName_gets_a_name() -> None:
-    """A file with generateName has no name, so a name is made from it instead of refusing the file."""
+    """A file with generateName has no name. The job must get a name made from it, and not be refused."""
     result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))
     assert result.metadata == {"name": "mnist", "namespace": "a"}
     assert "change it for each job" in remarks(result)["metadata.generateName"]
 
 
 def test_the_suspension_that_a_queue_has_written_is_dropped() -> None:
-    """Kubeflow's own example for Kueue has suspend: true, which Kueue removes; in a DDPJob nobody would."""
+    """Kubeflow's own example for Kueue has suspend: true, which Kueue removes. Nobody would remove it from a DDPJob."""
     labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}
     pytorch = pytorchjob(runPolicy={"suspend": True}) | {"metadata": labelled}
     train = yaml.safe_load(TRAINJOB) | {"metadata": labelled}
@@ -345,7 +345,7 @@ ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes:
     ],
 )
 def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: Any) -> None:
-    """The job would be refused if --nnodes=2 stayed in the TrainJob's own command."""
+    """--nnodes=2 in the command of a TrainJob must be removed, because the elastic job would be refused with it."""
     words = " ".join(command.split("|")[:1]).split() + command.split("|")[1:]
     result = trainjob(runtime, trainer={**yaml.safe_load(TRAINJOB)["spec"]["trainer"], "command": words})
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
@@ -369,7 +369,7 @@ def test_a_trainjob_without_gpus_gets_a_process_for_each_cpu(resources: Any, com
 
 
 def test_a_pytorchjob_without_gpus_gets_a_remark_about_its_number_of_processes() -> None:
-    """Kubeflow's torchrun gets PET_NPROC_PER_NODE=auto, which is the number of the machine's CPUs."""
+    """Kubeflow's torchrun gets PET_NPROC_PER_NODE=auto, the number of the machine's CPUs. The remark must name this."""
     without = replicas(resources={"limits": {"cpu": 8}})
     assert (
         "set spec.nprocPerNode"
@@ -389,7 +389,7 @@ def test_options_that_continue_in_args_are_removed_too() -> None:
 
 
 def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None:
-    """A DDPJob has one template, so users with another image for workers must learn it before the job runs."""
+    """A DDPJob has one template. Each field in which the Worker differs from the Master must be named."""
     given = replicas()
     given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
     given["Worker"]["template"]["spec"]["containers"][0]["image"] = "registry.example/mnist:2"
@@ -436,7 +436,7 @@ def test_jobs_that_cannot_be_converted_are_refused_at_the_field(spec: dict[str, 
 
 @pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
 def test_the_port_of_the_master_service_is_named_and_not_compared(groups: tuple[str, ...]) -> None:
-    """The port must not disappear silently, nor count as the Master's own when only the Master has it."""
+    """The port must be named, not dropped silently. If only the Master has the port, this is no difference."""
     other = {"name": "metrics", "containerPort": 8000}
     given = copy.deepcopy(replicas(ports=[other]))
     given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
@@ -520,7 +520,7 @@ def test_without_a_master_the_first_worker_is_rank_0() -> None:
 
 
 def test_the_name_of_the_first_pod_of_a_trainjob_becomes_the_variable_of_the_job() -> None:
-    """No pod of a DDPJob has the JobSet's pod name."""
+    """The name of a JobSet's first pod must become MASTER_ADDR, because no pod of a DDPJob has this name."""
     env = [{"name": "MASTER_ADDR", "value": "gpt-node-0-0.gpt"}, {"name": "LR", "value": "1"}]
     words = ["python", "x.py", "--url=tcp://gpt-node-0-0.gpt:29500", "--peer=gpt-node-0-1.gpt"]
     result = trainjob(trainer={"command": words, "env": env})
@@ -556,7 +556,7 @@ def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]
 
 
 def test_parts_of_a_patch_that_do_not_concern_pods_are_named() -> None:
-    """Kubeflow's example sets labels and annotations of the JobSet in such a patch."""
+    """Kubeflow's example sets labels and annotations of the JobSet in a patch. They must be named as not converted."""
     job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
     template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
     told = remarks(trainjob(runtimePatches=[{"manager": "me", "trainingRuntimeSpec": {"template": template}}]))
@@ -566,7 +566,7 @@ def test_parts_of_a_patch_that_do_not_concern_pods_are_named() -> None:
 
 
 def test_parts_of_a_runtime_outside_its_pods_are_named() -> None:
-    """Examples are billing labels, a Job that others wait for, and a number of restarts."""
+    """Labels for billing, a Job that others wait for, and a number of restarts must be named as not converted."""
     own = yaml.safe_load(
         ELASTIC_RUNTIME.replace("torch: {elasticPolicy: {", "torch: {elasticPolicy: {maxRestarts: 5, ")
     )
@@ -680,7 +680,7 @@ def test_a_command_line_keeps_everything_except_what_identifies_the_machine(
     ],
 )
 def test_a_command_after_a_wrapper_program_is_read(words: list[str], made: list[str]) -> None:
-    """`uv run torchrun …` is not a file named uv."""
+    """In `uv run torchrun …` the launcher is torchrun. `uv` must not be taken for a script."""
     for result in (run("--", *words), run(*words)):
         job = yaml.safe_load(result.stdout)
         assert (job["spec"]["nodes"], job["metadata"]["name"]) == (2, "train")
@@ -713,21 +713,21 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
 @pytest.mark.parametrize(
     ("script", "made", "named"),
     [
-        (  # Volcano's pods, by its variables and names
+        (  # for Volcano's pods, with its variables and names
             "cd /w && torchrun --nnodes=3 --node_rank=$VK_TASK_INDEX --master_addr ddp-worker-0.ddp "
             "--master_port='29500' t.py",
             "cd /w && torchrun --nnodes=3 --node_rank=$NODE_RANK --master_addr $MASTER_ADDR --master_port=$MASTER_PORT "
             "t.py",
             "--node_rank=$VK_TASK_INDEX is now $NODE_RANK, --master_addr ddp-worker-0.ddp is now $MASTER_ADDR",
         ),
-        (  # PyTorch's example for Slurm: in pods $RANDOM differs by node
+        (  # PyTorch's example for Slurm; in pods $RANDOM differs by node
             "torchrun --nnodes 3 --rdzv_id $RANDOM --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
             "$head_node_ip:29500 t.py",
             "torchrun --nnodes 3 --rdzv_id $PET_RDZV_ID --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
             "$MASTER_ADDR:$MASTER_PORT t.py",
             "--rdzv_id $RANDOM is now $PET_RDZV_ID",
         ),
-        (  # a command substitution does not end the options
+        (  # options continue after a command substitution
             "set -e; torchrun --master_addr=$(scontrol show hostnames | head -n 1) --nnodes=3 t.py",
             "set -e; torchrun --master_addr=$MASTER_ADDR --nnodes=3 t.py",
             "is now $MASTER_ADDR",
@@ -805,7 +805,7 @@ def test_a_shell_script_without_a_launcher_becomes_one_node() -> None:
 def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(
     words: list[str], named: str, started: str
 ) -> None:
-    """`mpirun: No such file or directory` does not explain that a DDPJob runs one command per node."""
+    """The message must say that a DDPJob runs one command per node: `mpirun: No such file or directory` does not."""
     said = str(run("--", *words).exception)
     assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
     assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
@@ -858,13 +858,13 @@ def test_a_multiline_script_is_unchanged_when_it_is_read_again(script: str) -> N
 
 
 def test_a_multiline_script_stays_multiline() -> None:
-    """One quoted line can hardly be edited."""
+    """A script of several lines must keep them in the YAML, because one quoted line can hardly be edited."""
     text = command.convert(["bash", "-c", "set -e\ntorchrun \\\n  --nnodes=2 t.py\n"], image="i").to_yaml()
     assert "- |\n          set -e\n          torchrun \\\n            --nnodes=2 t.py\n" in text
 
 
 def test_a_command_that_is_not_utf_8_is_refused() -> None:
-    """Undecodable bytes are shown as the replacement character, so the job would name a file that does not exist."""
+    """A command with undecodable bytes must be refused. Otherwise the job would name a file that does not exist."""
     result = CliRunner().invoke(cli, ["convert", "--", "torchrun", "\udcff.py"])
     assert result.stdout == ""
     assert "not UTF-8" in str(result.exception)
@@ -1012,7 +1012,7 @@ def test_a_list_that_kubectl_prints_is_read_item_by_item(kind: str) -> None:
     """`kubectl get pytorchjobs -o yaml` prints a List of everything that is to be migrated."""
     items = [as_kubectl_prints(pytorchjob(runPolicy={"schedulingPolicy": {"queue": name}})) for name in "ab"]
     items[1]["metadata"]["name"] = "second"
-    if kind != "List":  # the API server's own list does not repeat the kind
+    if kind != "List":  # the API server's own list has items without a kind
         items = [{name: value for name, value in item.items() if name not in ("apiVersion", "kind")} for item in items]
     text = yaml.safe_dump({"apiVersion": "kubeflow.org/v1", "kind": kind, "items": items}, sort_keys=False)
     result = run("-", stdin=text)
@@ -1062,7 +1062,7 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
 def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_its_command_line(
     version: str, kind: str, spec: str, fix: str
 ) -> None:
-    """For Volcano's users `no PyTorchJob and no TrainJob in it` would be a dead end."""
+    """The message must name `ddpjob convert -- COMMAND`. `no PyTorchJob and no TrainJob in it` would not help."""
     text = f"apiVersion: {version}\nkind: {kind}\nmetadata: {{name: mine}}\nspec: {spec}\n"
     line = f"stdin:1: {kind} mine: not converted: make one of its command: {fix}"
     result = run("-", stdin=text)
@@ -1117,7 +1117,7 @@ def test_wrong_input_gives_one_line_with_its_position_and_no_output(text: str, s
 
 
 def test_run_and_check_name_the_convert_command(tmp_path: Path) -> None:
-    """`kind: must be DDPJob` alone does not help users of Kubeflow."""
+    """Users of Kubeflow need the convert command. `kind: must be DDPJob` alone does not help them."""
     assert yamlfile.CONVERTED == room.KINDS
     file = tmp_path / "job.yaml"
     file.write_text(PYTORCHJOB)

@@ -46,7 +46,7 @@ def test_if_a_cpp_thread_aborts_the_main_thread_shows_what_waits_for_it() -> Non
 
 
 def test_stacks_that_were_asked_for_before_are_no_crash() -> None:
-    """faulthandler writes them into the same file, without its first line."""
+    """Requested stacks must not count as a crash. faulthandler writes them into the same file, without a first line."""
     asked = SEGFAULT.partition("\n\n")[2]
     assert stack(asked)[-1] == ("/app/train.py", 7, "<module>")
     assert calls(asked) == []

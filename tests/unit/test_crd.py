@@ -51,7 +51,7 @@ def test_the_yaml_equals_the_mapping_and_names_its_generator() -> None:
 
 
 def test_the_crd_fits_into_the_annotation_of_plain_kubectl_apply() -> None:
-    # 256 KiB is the limit of all annotations; a person can still review 52 kB.
+    # All annotations of an object together have at most 256 KiB. A person can still review 52 kB.
     assert len(crd.to_yaml().encode()) < 52_000
 
 
@@ -214,7 +214,7 @@ def test_each_column_shows_a_field_that_exists(path: str) -> None:
 
 @pytest.mark.parametrize("selectable", VERSION["selectableFields"], ids=str)
 def test_fields_for_selectors_are_strings_in_the_schema(selectable: dict[str, str]) -> None:
-    """Other fields give `field label not supported`, so nobody could list the failed jobs among thousands."""
+    """Selectable fields must be strings. Otherwise the API server answers `field label not supported`."""
     schema = ROOT
     for name in selectable["jsonPath"].split(".")[1:]:
         schema = schema["properties"][name]

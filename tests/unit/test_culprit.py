@@ -20,7 +20,7 @@ LOG = "step 60\nwaiting for shard-7 of the data set"
 
 
 def stalled(**spec: Any) -> tuple[World, Plan]:
-    """Return a job whose rank 0 has made no step for long, and the plan once that is recorded."""
+    """Return a job whose rank 0 has made no step for too long, and the plan after the stall was recorded."""
     world = digits(stall={"timeoutSeconds": 300}, **spec).running().reports_step(60)
     for _ in range(31):
         world.after(10).reports_step(60)
@@ -52,7 +52,7 @@ def test_the_hanging_pod_is_ended_and_kept_and_its_peers_are_deleted() -> None:
 
 @pytest.mark.parametrize(("processes", "rank", "who"), [(1, 0, "rank 0"), (8, None, "node 0")])
 def test_a_hang_names_the_node_because_only_its_first_rank_reports(processes: int, rank: int | None, who: str) -> None:
-    """No report shows that rank 1 hangs, so rank 0 must not be blamed for it."""
+    """Only rank 0 of the node reports, so the node is named. Nobody knows which of its ranks hangs."""
     world, _ = stalled(nprocPerNode=processes)
     failure = world.status.last_failure
     assert (failure.rank, failure.node_rank) == (rank, 0)

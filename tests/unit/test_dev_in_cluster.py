@@ -90,7 +90,7 @@ def test_a_save_reaches_all_pods_and_then_the_ranks_start_again(pods: Pods) -> N
     pods.dev.save()
     assert (pods.texts(), pods.signalled) == (["2", "2"], ["digits-1-0"])
     pods.dev.look()
-    pods.dev.save()  # Enter: nothing has changed
+    pods.dev.save()  # Enter was pressed, but no file has changed
     assert pods.signalled == ["digits-1-0"] * 2
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_sent_is_named_and_the_ranks_go_on(pods: Pods) -> None:
 
 
 def test_a_job_whose_client_is_dead_ends_within_the_idle_limit_and_no_other_does(cluster: FakeCluster) -> None:
-    """A closed laptop would hold eight GPUs until somebody notices. activeDeadlineSeconds counts from the start."""
+    """If the client dies, for example with its laptop, the job must end after the idle limit and free its GPUs."""
     stored = cluster.add("ddpjobs", {**manifest(), "status": {"state": "Pending"}})
     deadline = MovingDeadline(connection.connect(namespace="default"), "digits", 1800)
 
@@ -172,7 +172,7 @@ def test_a_session_begins_with_a_deadline(
 
 @given(CODES, CODES)
 def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) -> None:
-    """Files become folders, links and executables, and the other way round."""
+    """A file may become a folder, a link or an executable, and the other way round."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.chdir(folder)
         in_pod.write(changes({}, before))
@@ -187,7 +187,7 @@ def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) ->
 
 
 def test_only_an_agent_that_handles_the_signal_gets_it() -> None:
-    """The signal would end a process that has no handler for it."""
+    """Only an agent with a handler may get the signal, which ends any other process."""
     catches = f"import signal, time; signal.signal({RERUN_SIGNAL}, print); print('up', flush=True); time.sleep(60)"
     plain = "import time; print('up', flush=True); time.sleep(60)"
     started = [

@@ -65,7 +65,7 @@ LOOKED_UP = ("index.md", "tutorial.md", "reference.md", "check.md", "messages.md
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
 def test_a_page_for_users_opens_with_the_question_that_it_answers(page: Path) -> None:
-    """Readers who skim leave a page that does not answer their question after its first line."""
+    """A user's page must open with its question, because readers who skim leave after the first line."""
     text = page.read_text(encoding="utf-8")
     leads_on = "This page is now a part of" in text
     if page.parent == documents.ROOT / "docs" and page.name not in LOOKED_UP and not leads_on:
@@ -118,7 +118,7 @@ def test_every_command_in_a_page_has_the_shown_options(place: str, words: list[s
     """A renamed option would leave a page that fails at its first line."""
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"{place}: no such command: {words[0]}"
-    command.make_context(words[0], words[1:])  # raises for an unknown option
+    command.make_context(words[0], words[1:])  # raises an error for an unknown option
 
 
 def test_the_tutorial_shows_the_real_output_of_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

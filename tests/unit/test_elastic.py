@@ -34,7 +34,7 @@ def problems(command: list[str], **spec: Any) -> list[str]:
 
 
 def test_torchrun_gets_the_range_and_the_rendezvous_address() -> None:
-    """Without is_host each torchrun compares host names, and then two of them may open the store, or none."""
+    """torchrun must get is_host. Otherwise it compares host names, and two nodes may open the store, or none."""
     what = job(nodes=3, minNodes=2)
     first, second = variables(what), variables(what, 1)
     assert first["PET_NNODES"] == "2:3"
@@ -48,7 +48,7 @@ def test_torchrun_gets_the_range_and_the_rendezvous_address() -> None:
 
 
 def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> None:
-    """PyTorch's tutorials and Kubeflow's elasticPolicy have such commands."""
+    """PyTorch's tutorials and Kubeflow's elasticPolicy set only the range, so the job must add the rendezvous."""
     what = job(nodes=4, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
     assert launcher.facts(what.spec).min_nodes == 1
     assert variables(what)["PET_RDZV_BACKEND"] == "c10d"
@@ -70,7 +70,7 @@ def test_contradictions_to_an_elastic_job_are_refused_with_the_fix(command: list
 
 
 def test_one_node_may_be_elastic_because_a_job_may_be_scaled_down_to_one() -> None:
-    """`kubectl scale --replicas 1` must work for a job with minNodes: 1."""
+    """A job with minNodes: 1 must accept `kubectl scale --replicas 1`."""
     assert problems(["torchrun", "x.py"], nodes=1, minNodes=1) == []
     assert variables(job(nodes=1, minNodes=1))["PET_NNODES"] == "1:1"
 
@@ -87,7 +87,7 @@ DDPRUN = {"command": ["ddprun", "train.py"]}
 
 
 def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
-    """ddprun's nodes keep their places; only its ranks get new numbers."""
+    """ddprun must get the range and its node's number, because nodes keep their numbers and only ranks get new ones."""
     second = variables(job(nodes=3, minNodes=2, container=DDPRUN), 1)
     assert (second["PET_NNODES"], second["PET_NODE_RANK"]) == ("2:3", "1")
     assert not second.keys() & {"PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_MAX_RESTARTS", "RANK"}
@@ -119,7 +119,7 @@ def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
 
 
 def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> None:
-    """One missing GPU must not keep seven others from training."""
+    """If one of eight GPUs is missing, the job must train with seven and show what the other node waits for."""
     world = elastic().started().runs(0, 1).unschedulable(2, "0/3 nodes are available: 1 Insufficient nvidia.com/gpu")
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
@@ -128,14 +128,14 @@ def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> 
 
 
 def test_pods_that_start_within_the_last_call_of_torchrun_are_waited_for() -> None:
-    """torchrun accepts more nodes for some seconds. A start must not have two Events, the first with a node too few."""
+    """torchrun accepts more nodes for some seconds. The start must have one Event, with the final number of nodes."""
     world = elastic().started().runs(0, 1).after(29).settle()
     assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
     assert world.after(1).settle().status.state == "Running"
 
 
 def test_fewer_than_minNodes_or_a_group_without_node_0_does_not_count_as_training() -> None:
-    """Node 0's torchrun holds the store for the rendezvous."""
+    """A group without node 0 cannot train, because node 0's torchrun holds the store for the rendezvous."""
     assert elastic().started().runs(0).settle().status.state == "Starting"
     assert elastic().started().runs(1, 2).settle().status.state == "Starting"
 
@@ -150,7 +150,7 @@ def test_a_late_node_joins_without_a_restart() -> None:
 
 
 def test_a_lost_pod_restarts_the_group_with_the_remaining_pods() -> None:
-    """A new pod that joined a running rendezvous hung or failed in 6 of 12 trials."""
+    """All pods must restart: a new pod that joined a running rendezvous hung or failed in 6 of 12 trials."""
     world = elastic().running().exits(1, code=137).restarted()
     assert world.status.attempt == 2
     assert world.runs(0, 2).settle().status.state == "Restarting"
@@ -174,7 +174,7 @@ def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
 
 
 def test_the_job_succeeds_when_all_nodes_that_trained_have_completed() -> None:
-    """A pod that still waits for a node would find no group to join."""
+    """The pod that still waits to join must not keep the job running, because its group has ended."""
     world = elastic().started().runs(0, 1).after(31).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
     assert world.status.message == "2 of 3 nodes trained, and completed"
@@ -182,7 +182,7 @@ def test_the_job_succeeds_when_all_nodes_that_trained_have_completed() -> None:
 
 
 def test_a_node_that_starts_after_the_end_of_training_does_not_fail_the_job() -> None:
-    """The late node finds no store, and exits with 1 while the last of the others completes."""
+    """The late node finds no store and exits with 1, while the last of the others completes. The job must succeed."""
     world = (
         elastic().started().runs(0, 1).after(31).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
     )
@@ -212,14 +212,14 @@ def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = Fal
 
 @pytest.mark.parametrize("message", [NO_STORE, CLOSED, NO_ANSWER, ""], ids=["no store", "closed", "no answer", "mute"])
 def test_a_node_still_importing_at_the_end_of_training_does_not_fail_the_job(message: str) -> None:
-    """A completed training must not begin again, or fail, after days."""
+    """A node that was still importing when training ended must not cause a failure or a new training."""
     world = ended_beside_a_node_that_came(5).after(60).exits(2, 1, message=message).settle()
     assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
     assert world.status.last_failure is None
 
 
 def test_a_late_node_does_not_fail_the_job_while_others_train_or_after_its_pod_is_gone() -> None:
-    """With more nodes than minNodes the others do not complete at the same time."""
+    """The job must not fail while the other nodes are still completing, or after the late node's pod is gone."""
     world = elastic(nodes=4).started().runs(0, 1, 3).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(0).exits(1).settle().exits(2, 1, message=CLOSED).settle()
     assert (world.status.state, world.status.started_nodes) == ("Running", "0-1,3")
@@ -228,7 +228,7 @@ def test_a_late_node_does_not_fail_the_job_while_others_train_or_after_its_pod_i
 
 
 def test_a_late_node_is_recognized_by_its_container_start_and_not_by_its_binding() -> None:
-    """Pulling its image may take longer than the others need to begin."""
+    """The start of the container must decide if the node was late, because its image may take long to pull."""
     world = elastic().started().runs(0, 1).waits(2, "ContainerCreating").after(31).settle().after(3600).settle()
     got_its_node = world.now - dt.timedelta(seconds=3631)
     world.runs(2).settle().after(5).exits(0).exits(1).settle()
@@ -246,7 +246,7 @@ def test_a_late_node_is_recognized_by_its_container_start_and_not_by_its_binding
     ids=["its own exception", "its own words", "it has trained", "it came long before", "mute, and long before"],
 )
 def test_a_node_that_may_have_trained_must_complete_too(seconds_before: float, message: str, reported: bool) -> None:
-    """A wrong result that is called a success is worse than a restart."""
+    """If a node may have trained, its failure must cause a restart. A wrong result must not count as a success."""
     world = ended_beside_a_node_that_came(seconds_before, reported=reported)
     world.exits(2, 1, message=message).settle()
     assert (world.status.state, world.status.attempt) in (("Failed", 1), ("Restarting", 2))
@@ -254,7 +254,7 @@ def test_a_node_that_may_have_trained_must_complete_too(seconds_before: float, m
 
 @pytest.mark.parametrize("message", [CLOSED, ""])
 def test_a_node_that_started_with_the_others_must_complete_too(message: str) -> None:
-    """If the last node of a script of half a minute fails, that is not a success."""
+    """If all nodes started together and the last one fails, the job must not count as succeeded."""
     world = elastic().started().runs(0, 1).after(12).runs(2).settle().after(20)
     world.exits(0).exits(1).settle().exits(2, 1, message=message).settle()
     assert world.status.state in ("Failed", "Restarting")
@@ -279,7 +279,7 @@ def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
 
 
 def test_an_exception_fails_the_job_because_torchrun_has_used_all_its_restarts() -> None:
-    """If restarts in place did not count, 3 of them and 3 attempts with 2, 1 and 0 more would make ten runs."""
+    """If the operator restarted after torchrun has used its restarts, 3 restarts in place would become ten runs."""
     world = elastic(backoffLimit=3).running()
     world = (
         world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()
@@ -296,7 +296,7 @@ def test_an_exception_fails_the_job_because_torchrun_has_used_all_its_restarts()
     ],
 )
 def test_a_torchrun_with_fewer_restarts_set_by_the_user_has_used_only_those(container: dict[str, Any]) -> None:
-    """Kubeflow's elastic jobs have --max_restarts: one restart must not count as three."""
+    """A user's --max_restarts 1, as in Kubeflow's elastic jobs, must not count as three restarts."""
     world = World(job(container=container, nodes=2, minNodes=1, backoffLimit=3)).running()
     world.exits(1, code=1, message="ValueError: no such shard").restarted()
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
@@ -317,7 +317,7 @@ def test_a_lost_node_is_not_charged_and_torchrun_keeps_its_restarts() -> None:
 
 @pytest.mark.parametrize("nodes", [2, 5])
 def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(nodes: int) -> None:
-    """All ranks save at one step and continue; torchrun cannot accept more nodes than its maximum."""
+    """torchrun accepts no more nodes than its maximum, so scaling must restart all pods. No budget may count this."""
     world = elastic().running().change(nodes=nodes).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "WaitingForOldPods")
     assert all(p.deletion_requested_at is not None for p in world.pods.values())
@@ -331,7 +331,7 @@ def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(nodes
 
 
 def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> None:
-    """The training is complete, and its last node is only saving. Days of training must not be repeated."""
+    """The last node is only saving when the job is scaled. The complete training must not be repeated."""
     world = elastic(minNodes=1).running().exits(0).exits(1).settle().change(nodes=4).settle()
     assert (world.status.state, world.status.attempt, world.names()) == (
         "Running",
@@ -392,7 +392,7 @@ def test_an_invalid_range_is_refused_by_the_option(tmp_path: Path) -> None:
 
 
 def test_the_pod_of_node_0_is_created_before_the_others() -> None:
-    """If one node is free for two pods, another pod would get it, and wait for node 0 in vain."""
+    """Another pod must not take the only free node, because this pod would wait for node 0 in vain."""
     world = elastic()
     made = [[a.place for a in world.step().actions if isinstance(a, CreatePod)] for _ in range(4)]
     assert [places for places in made if places] == [[0], [1, 2]]

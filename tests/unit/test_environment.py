@@ -36,7 +36,7 @@ def test_every_node_gets_the_complete_environment(shape: str, golden: Callable[[
 
 
 def test_rank_and_world_size_are_set_only_if_a_node_has_one_process() -> None:
-    """With several processes per node these variables mislead scripts that multiply WORLD_SIZE by their processes."""
+    """Scripts that multiply WORLD_SIZE by their processes would get a wrong number if it were set for several."""
     script = {"command": ["python", "train.py"]}
     one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
     many = environment.environment(job(nprocPerNode=4, container=script), 1, 1, naming.Endpoint("h", 1))
@@ -101,13 +101,13 @@ BY_LAUNCHER = {"PET_NNODES", "PET_RDZV_ID"}
     ],
 )
 def test_variables_that_the_program_does_not_read_are_omitted(container: dict[str, Any], found: set[str]) -> None:
-    """Unused variables of a job of 8 pods would take more space than its status. A missing one fails the ranks."""
+    """Unused variables of 8 pods would take more space than the job's status. A missing variable fails the ranks."""
     env = environment.environment(job(container=container), 1, 0, naming.Endpoint("h", 1))
     assert ANY & set(env) == found
 
 
 def test_a_script_that_may_start_torchrun_gets_the_variables_of_torchrun() -> None:
-    """Without these variables that torchrun would train on each node alone."""
+    """A script may start torchrun. Without the job's variables, this torchrun would train on each node alone."""
     what = job(nprocPerNode=2, container={"command": ["python", "x.py"]})
     assert environment.environment(what, 1, 0, naming.Endpoint("h", 1)).keys() >= BY_LAUNCHER
 
@@ -144,7 +144,7 @@ def test_auto_resolves_to_what_really_runs_on_a_node(spec: dict, expected: int) 
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
 def test_a_job_with_gpus_uses_nccl_whatever_the_resource_is_called(name: str) -> None:
-    """A shared GPU has a resource name of its own: such a job must not train with gloo."""
+    """A shared GPU has a resource name of its own. A job with it must use nccl, too."""
     spec = job(container={"resources": {"limits": {name: 1}}}).spec
     assert (topology.backend(spec), topology.nproc_per_node(spec), build.wants_one_pod_per_node(spec)) == (
         "nccl", 1, True

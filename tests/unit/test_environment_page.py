@@ -18,7 +18,7 @@ def test_the_checked_in_page_is_generated_from_the_code() -> None:
 
 
 def test_a_variable_without_a_meaning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a text on the page, only the author of a new variable knows its meaning."""
+    """A variable without a description must be refused, because only its author would know its meaning."""
     monkeypatch.delitem(environment_page.MEANINGS, "DDPJOB_UID")
     with pytest.raises(SystemExit, match="no meaning of DDPJOB_UID"):
         environment_page.to_markdown()

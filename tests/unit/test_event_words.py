@@ -18,7 +18,7 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] C
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_failure_of_all_ranks_causes_one_warning(nodes: int) -> None:
-    """RankFailed and Restarting with the same 200 characters in one second would be one fact in two Events."""
+    """A failure must have one Event: RankFailed and Restarting in one second would both have the same text."""
     world = digits(nodes=nodes).running()
     before = len(world.events)
     for rank in range(nodes):
@@ -45,7 +45,7 @@ def test_a_failure_that_ends_a_job_of_one_node_causes_one_event() -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports: bool) -> None:
-    """A job that trained for days must not look as if it had never run, or its next start may fail it for good."""
+    """Steps count even if a restart repeats all of them. Otherwise the job's next start may fail it for good."""
     world = digits(nodes=1).running()
     if reports:
         world.reports_step(1).settle()
@@ -57,7 +57,7 @@ def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports:
 
 
 def test_failures_in_a_row_exclude_uncharged_ones() -> None:
-    """Two preemptions and three failures are not "5 failures in a row", because preemptions do not count."""
+    """Two preemptions and three failures are not "5 failures in a row", because no limit counts preemptions."""
     world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()
     world.exits(0, code=1).settle()
     for code in (143, 143, 1, 1, 1):

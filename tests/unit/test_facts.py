@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
-    """A peer that we stopped must not seem ended by somebody else, or backoffLimit does not count a failing script."""
+    """If the time changed, a peer that we stopped would seem to end by itself, and be blamed for the failure."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -57,14 +57,14 @@ def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_req
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: int) -> None:
-    """A completed rank must not be trained again because its node's clock is ahead."""
+    """A rank that completed must not be trained again only because the clock of its node is ahead."""
     done = exited(0, 9 + clock, phase="Succeeded")
     assert seen((RUNNING, {}), (done, {}), (done, ASKED), (done, LAST)).has_completed
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_exit_0_of_a_drained_pod_is_no_success_even_if_the_clock_of_its_node_is_wrong(clock: int) -> None:
-    """The job would be Succeeded with half of its training."""
+    """A drained pod that exits with 0 has saved but not completed. The job must not be Succeeded."""
     done = exited(0, 12 + clock, phase="Succeeded")
     for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
         assert not seen(*story).has_completed
@@ -88,13 +88,13 @@ DISRUPTIONS = ("TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionBySch
     ],
 )
 def test_exit_0_is_no_success_if_the_pod_has_a_failure_reason_or_is_disrupted(why: Raw) -> None:
-    """Handlers that save and exit with 0 are common: a node shutdown would end the job as Succeeded."""
+    """Many scripts save and exit with 0 at SIGTERM. A node shutdown must then not count as a success."""
     pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", **why), {}))
     assert (pod.has_completed, pod.has_failed) == (False, True)
 
 
 def test_exit_0_counts_as_success_only_once_the_phase_confirms_it() -> None:
-    """The kubelet reports the container's end first, and the shutdown of its node only with the phase."""
+    """The kubelet reports the exit code first, and a shutdown of the node only later, together with the phase."""
     ended, shut = exited(0, 12, phase="Running"), exited(0, 12, phase="Failed", reason="Terminated")
     between = seen((RUNNING, {}), (ended, {}))
     assert (between.has_completed, between.has_failed, between.live) == (False, False, True)
@@ -119,7 +119,7 @@ def test_a_pod_remembers_that_its_node_did_not_report_for_a_while() -> None:
 
 
 def test_a_failing_sidecar_does_not_undo_the_success_of_the_trainer() -> None:
-    """If an ordinary sidecar fails, the phase is Failed without a reason, although the trainer has completed."""
+    """A failing sidecar makes the phase Failed without a reason, but the trainer has completed."""
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
 
 
@@ -174,7 +174,7 @@ def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwar
 
 
 def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
-    """The next pod has the same limit, so the job would restart for ever if backoffLimit did not count this."""
+    """The next pod has the same limit: if backoffLimit did not count this, the job would restart for ever."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

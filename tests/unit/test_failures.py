@@ -75,7 +75,7 @@ def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> No
 
 @given(st.text("ab .;", max_size=900))
 def test_cutting_a_text_twice_equals_cutting_it_once(text: str) -> None:
-    """The same exception must have the same text in a report and in a log."""
+    """A text that is cut again must stay the same, so that an exception has one text in reports and logs."""
     once = failures.abridged(text, failures.BRIEF_MAX)
     assert failures.abridged(failures.abridged(text, failures.EXCEPTION_MAX), failures.BRIEF_MAX) == once
 
@@ -132,5 +132,5 @@ def test_the_cause_among_equal_failures_is_the_first_observed() -> None:
     [(9, "SIGKILL"), (10, "SIGUSR1"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (33, "SIG33"), (99, "SIG99")],
 )
 def test_a_signal_has_one_name_even_if_python_has_no_name_for_it(number: int, name: str) -> None:
-    """Signal 40 must have the same name in an agent and in a local run."""
+    """Signal 40 has no name in Python. It must have the same name in an agent and in a local run."""
     assert failures.signal_name(number) == name

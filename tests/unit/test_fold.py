@@ -56,13 +56,13 @@ def test_the_report_of_torchrun_is_counted_and_later_output_of_the_shell_is_show
 
 
 def test_a_stopped_torchrun_prints_nothing() -> None:
-    """Ctrl-C must not print 40 to 80 lines of SignalException."""
+    """A stopped torchrun prints 40 to 80 lines of SignalException. None of them may be shown after Ctrl-C."""
     shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
     assert not [line for line in shown if "torch" in line or "Signal" in line]
 
 
 def test_cpp_frames_of_torch_are_only_counted_and_useful_warnings_are_shown() -> None:
-    """A successful run must not end with 25 frightening lines."""
+    """A successful run must not end with 25 lines of torch's C++ frames."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
     fold = Fold()
     assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
@@ -91,7 +91,7 @@ def test_a_traceback_is_shown_in_time_even_if_no_process_ends(lines: list[str], 
 
 
 def test_the_traceback_of_the_launcher_is_not_mixed_with_that_of_the_script() -> None:
-    """Before the process group exists no prefix of torch tells the two tracebacks apart."""
+    """Before the process group exists, torch prints no prefix that distinguishes the two tracebacks."""
     fold = Fold()
     assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
     assert [trace.lines for trace in fold.forget()] == [MISTAKE]
@@ -108,7 +108,7 @@ def test_chained_exceptions_are_one_traceback_with_all_lines_of_the_last() -> No
 
 
 def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> None:
-    """CUDA's messages have five lines (torch 2.11 on an H100), which make no sense before their traceback."""
+    """CUDA's error messages have five lines (torch 2.11 on an H100). All must appear after their traceback."""
     message = [
         "torch.AcceleratorError: CUDA error: device-side assert triggered",
         "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "

@@ -115,7 +115,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b",
 def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(
     names: str, command: list[str], default: str
 ) -> None:
-    """Under torchrun each rank would train its own model and the job succeed, or it would end with exit code 2."""
+    """Without the option each rank would train its own model, or end with exit code 2."""
     script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
     job = job_of(text)
@@ -185,7 +185,7 @@ def test_the_job_name_is_valid_in_kubernetes(script: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
 def test_a_script_named_like_a_yaml_keyword_gives_a_job_of_that_name(name: str) -> None:
-    """`ddpjob run y.py` would be refused, because YAML reads the name `y` as true."""
+    """The name must be quoted in YAML, because YAML reads `y` as true, and `ddpjob run y.py` would be refused."""
     assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
 
@@ -234,7 +234,7 @@ def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_the_launcher() -
     ids=repr,
 )
 def test_a_name_that_yaml_cannot_hold_is_refused_and_shown(start: Source) -> None:
-    """A file name with a line break would become YAML, and one that is not UTF-8 a traceback."""
+    """Such a name must be refused: with a line break it would add YAML, with invalid UTF-8 cause a traceback."""
     with pytest.raises(InputError, match=r"rename it|it cannot be part of a job") as refused:
         from_script.job_yaml(start, None if start.module else "")
     assert str(refused.value).isprintable()
@@ -257,7 +257,7 @@ def test_a_number_of_nodes_cannot_inject_a_line_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
 def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) -> None:
-    """Reading such a file takes 50 s and 4 GB of memory."""
+    """A file of 2 GB must be refused without a read, which would take 50 s and 4 GB of memory."""
     path = tmp_path / name
     with path.open("wb") as file:
         file.truncate(2 << 30)
@@ -325,7 +325,7 @@ def test_arguments_after_dashes_replace_those_of_the_yaml_and_keep_launcher_dash
 
 
 def test_two_values_for_one_field_are_refused(mine: Path) -> None:
-    """`--nodes 3 --set spec.nodes=2` is ambiguous."""
+    """The command must refuse `--nodes 3 --set spec.nodes=2`, because it is ambiguous."""
     with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
         sources.load(Source(str(mine), nodes="3", settings=("spec.nodes=2",)))
     with pytest.raises(InputError, match=r"--nodes 1:3 and --set spec.minNodes=2: two values"):
@@ -358,7 +358,7 @@ def test_the_cells_of_a_notebook_become_a_script(tmp_path: Path) -> None:
     ],
 )
 def test_code_that_a_notebook_magic_measures_is_run(tmp_path: Path, cell: str, script: str) -> None:
-    """Without this `%time train()` trains nothing, and the job succeeds."""
+    """The code after a magic must run, or `%time train()` would train nothing and the job would succeed."""
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell}]}))
     with sources.as_file(Source(str(path))) as source:
@@ -366,7 +366,7 @@ def test_code_that_a_notebook_magic_measures_is_run(tmp_path: Path, cell: str, s
 
 
 def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
-    """The script made from it is in /tmp, under a name that users never see."""
+    """A mistake must be named by its cell. The script made from the notebook is in /tmp, under an unknown name."""
     cells = ["import os", "import torch.distributed as d\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))"]
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
@@ -377,7 +377,7 @@ def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
 
 
 def test_no_yaml_is_written_for_a_command_that_starts_a_notebook(tmp_path: Path) -> None:
-    """JSON is Python, so a job that runs a notebook would do nothing."""
+    """A notebook is JSON, which is valid Python, so a job that starts a notebook as a script would do nothing."""
     path = tmp_path / "try.ipynb"
     path.write_text('{"cells": []}')
     with pytest.raises(InputError, match=r"jupyter nbconvert --to script .*then ddpjob init .*try.py"):
@@ -385,7 +385,7 @@ def test_no_yaml_is_written_for_a_command_that_starts_a_notebook(tmp_path: Path)
 
 
 def test_a_variable_without_a_value_is_copied_from_the_environment(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`docker run -e NAME` and kubectl do the same."""
+    """`--env NAME` copies the value of NAME from the environment, as `docker run -e NAME` does."""
     monkeypatch.setenv("TAKEN", "over")
     document, _ = sources.load(Source(str(mine), variables=("TAKEN",)))
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]

@@ -83,7 +83,7 @@ def test_the_pod_group_is_created_before_the_pods_and_the_status_gives_the_reaso
 
 
 def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> None:
-    """Without a gang some pods hold nodes for which another job waits."""
+    """The job must create no pod. Without a gang, some of its pods could hold nodes for which another job waits."""
     world = digits(gang="native").settle()
     assert (world.names(), world.status.state, world.status.reason) == ([], "Pending", "GangUnavailable")
     assert world.status.message == f"no pod is created without its gang: {OFF}"
@@ -92,7 +92,7 @@ def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> No
 
 
 def test_a_job_that_began_without_a_gang_gets_one_only_with_its_next_attempt() -> None:
-    """An operator that was upgraded, or for which gangs were switched on, finds jobs that are already running."""
+    """Jobs that are already running when gangs are switched on must not be restarted to get a gang."""
     world = digits().running().serves().settle()
     assert world.groups == {}
     world.exits(0, code=1).restarted()
@@ -116,7 +116,7 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
 def test_a_finished_or_suspended_job_leaves_no_group(end: str) -> None:
-    """A leftover group still counts against a quota, and users wonder what it is for."""
+    """A group that is left over counts against a quota, and users cannot know its purpose."""
     world = gang(backoffLimit=0).running().admits()
     if end == "suspended":
         world.change(suspend=True).settle()
@@ -138,7 +138,7 @@ def test_a_resumed_job_gets_the_group_of_its_next_attempt() -> None:
 
 
 def test_a_manually_deleted_group_is_created_again_for_waiting_pods() -> None:
-    """A pod whose group is missing waits for ever."""
+    """A deleted group must be created again, because pods without their group wait for ever."""
     world = gang().started()
     world.groups.clear()
     assert world.plan().actions == (CreateGroup("native", 1),)

@@ -47,7 +47,7 @@ def total(goodput: api.Goodput) -> int:
 
 
 def test_a_job_that_hung_until_its_deadline_does_not_count_as_training() -> None:
-    """A cluster's report must not show a ratio of 1.0 for a job that wasted its GPUs."""
+    """A job that hung until its deadline must not have a ratio of 1.0, because it wasted its GPUs."""
     world = trains(digits(activeDeadlineSeconds=1500).running(), *range(1, 11))
     hangs(world, 10, 1500).settle()
     assert world.status.state in ("Failing", "Failed")
@@ -79,14 +79,14 @@ def test_a_pause_that_ends_by_itself_is_idle_and_the_steps_after_it_count_again(
 
 
 def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
-    """Steps of four minutes leave most reconciles without a new step, although the job is healthy."""
+    """If steps take four minutes, most reconciles see no new step. The job is healthy and must not count as idle."""
     world = trains(digits().running(), *range(1, 21), seconds=240).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds, spent(world).ratio) == (4800, 0, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["stall", "application"])
 def test_time_from_the_last_step_to_the_first_after_a_restart_in_place_is_idle(kind: str) -> None:
-    """Under ddprun the job is Running all the time: ten hangs of half an hour each must not give a ratio of 1.0."""
+    """Under ddprun the state is Running in a hang, too. Ten hangs of half an hour must not give a ratio of 1.0."""
     world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 60)
     failure = Failure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_time_from_the_last_step_to_the_first_after_a_restart_in_place_is_idle(k
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])
 def test_waiting_for_a_lost_node_is_not_training(deleted: bool) -> None:
-    """Nothing is trained in the 40 s until Kubernetes gives up a killed node."""
+    """The 40 s until Kubernetes gives up a killed node must not count as training."""
     world = trains(digits().running(), *range(1, 11), seconds=5).after(4)
     (world.node_deleted(1) if deleted else world.node_lost(1)).settle()
     world.after(30).settle()
@@ -107,7 +107,7 @@ def test_waiting_for_a_lost_node_is_not_training(deleted: bool) -> None:
 
 
 def test_a_node_that_only_stopped_reporting_trains_until_its_last_step() -> None:
-    """If a node's kubelet has stopped, its containers still run."""
+    """If only a node's kubelet has stopped, its containers keep training, so time until their last step counts."""
     world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
     trains(world, *range(11, 17), seconds=5).settle()
     assert world.status.reason == "NodeLost"
@@ -121,7 +121,7 @@ def test_a_long_step_that_a_lost_node_interrupts_is_training_until_the_node_may_
 
 
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
-    """Without reports nobody knows if a running job trains or hangs."""
+    """Without reports nobody knows if a running job trains or hangs, so it has no ratio."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
     assert (spent(world).starting_seconds, spent(world).unreported_seconds) == (20, 80)
     assert (spent(world).productive_seconds, spent(world).ratio) == (0, None)

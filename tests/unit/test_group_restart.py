@@ -84,7 +84,7 @@ def test_the_cause_is_unknown_and_nothing_is_charged_until_the_last_pod_has_ende
 )
 @pytest.mark.parametrize("command", ["torchrun", "ddprun"])
 def test_a_message_that_names_the_cause_does_not_call_it_unknown(breaks, known: bool, command: str) -> None:
-    """`ValueError: no such shard; waiting for … the cause` would send readers to look for another cause."""
+    """A message that names the cause must not end with `waiting for … the cause`, as if the cause were unknown."""
     world = breaks(digits(container={"command": [command, "train.py"]}).running())
     world.step()
     assert world.status.state == "Restarting"
@@ -188,7 +188,7 @@ def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> Non
 
 
 def test_a_job_without_restarts_left_fails_if_it_is_suspended_after_a_failure() -> None:
-    """A batch/v1 Job fails in this case, too."""
+    """If no restarts are left, a job that was suspended after a failure must fail, as a batch/v1 Job does."""
     world = digits(backoffLimit=0).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
@@ -200,7 +200,7 @@ def test_the_deadline_also_ends_a_restarting_job() -> None:
 
 
 def test_no_deadline_ends_a_job_that_will_be_suspended_after_its_failure_is_settled() -> None:
-    """The pods may take a minute to stop for the failure. A suspended batch/v1 Job has no deadline, either."""
+    """The pods may take a minute to stop after the failure. The job's deadline must not end the job meanwhile."""
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.restarts and world.status.restarts.application) == ("Suspended", 1)
@@ -326,7 +326,7 @@ def test_a_job_that_has_trained_never_fails_because_it_cannot_start(
 
 @pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
 def test_one_node_that_cannot_start_fails_a_new_job_only_after_other_nodes_were_tried(how: dict[str, object]) -> None:
-    """The first pod on a node without a driver must not fail a job that runs well elsewhere."""
+    """A new job must be tried on other nodes first: one node without a driver must not fail it."""
     world, starts = digits(nodes=3).running(), 0
     while world.status.state != "Failed" and starts < 1000:
         world.runs(0, 1, 2).settle().after(1).exits(1, **{"code": 1, **how})  # type: ignore[arg-type]
@@ -336,7 +336,7 @@ def test_one_node_that_cannot_start_fails_a_new_job_only_after_other_nodes_were_
 
 
 def test_a_module_that_is_missing_in_the_middle_of_training_is_charged_to_the_script() -> None:
-    """If `import wandb` fails at the first checkpoint, uncharged restarts would repeat the failure for ever."""
+    """A failing `import wandb` at the first checkpoint must count against backoffLimit, or it repeats for ever."""
     world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
     assert charges(world) == (1, 0, 0)
 
@@ -356,7 +356,7 @@ LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
 
 
 def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long() -> None:
-    """If each start counted alone, a job with a shorter startDeadlineSeconds would restart for ever."""
+    """The time must count across starts. Otherwise a job with a short startDeadlineSeconds restarts for ever."""
     world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
     assert world.status.reason == "StartBackOff"
     assert world.status.attempt_time is not None
@@ -369,7 +369,7 @@ def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long()
 
 
 def test_the_ten_minutes_without_a_config_map_survive_a_change_of_the_leader() -> None:
-    """If each new leader counted from zero, frequent changes would keep the job from ever failing."""
+    """The ten minutes must continue under a new leader. Otherwise frequent leader changes would prevent the failure."""
     world = digits().started().waits(0, *LACKS).settle()
     for _ in range(4):
         new = digits()
@@ -408,7 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_first_peer_that_noticed()
 
 
 def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
-    """A network failure that nobody saw may explain the first time. The second time counts against backoffLimit."""
+    """If all ranks only lost a peer, a network failure may be the cause. backoffLimit counts the second time."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -428,7 +428,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
 
 
 def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
-    """A switch that restarts each night must not end a training of weeks."""
+    """A switch that restarts each night must not end a training of weeks, so backoffLimit must not count this."""
     world = digits(backoffLimit=0)
     for attempt in range(1, 6):
         world.running()
@@ -443,7 +443,7 @@ def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while
 
 
 def test_a_node_that_did_not_report_explains_complaints_even_after_its_pod_is_gone() -> None:
-    """After its restart the operator knows only the present pods and the recorded failure."""
+    """The operator may restart. It then knows only the recorded failure, which must show that a node was silent."""
     world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
     cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
     world.pods["digits-2-1"] = replace(world.pods["digits-2-1"], was_silent=False)
@@ -458,7 +458,7 @@ def test_an_error_of_the_script_is_charged_even_if_a_node_did_not_report() -> No
 
 
 def test_a_rank_that_exits_with_0_while_its_peer_waits_for_it_is_charged_as_the_cause() -> None:
-    """Uneven data is the most common mistake. Uncharged, such a job would restart for hours without naming a rank."""
+    """A rank with less data exits early with 0. backoffLimit must count this, and the message must name the rank."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
     world.after(2).exits(1, code=1, message=PEER_GONE).settle()
@@ -547,7 +547,7 @@ def test_the_cause_is_kept_after_its_pod_is_gone() -> None:
 
 
 def test_the_message_of_a_pod_that_is_being_stopped_is_the_cause_even_after_its_object_is_gone() -> None:
-    """A launcher often waits for other ranks after a peer's complaint, and ends only by our SIGTERM."""
+    """After a peer's end a launcher may wait for other ranks, and end only when the operator sends SIGTERM."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
     world.exits(1, code=1, message="ValueError: no such shard").settle()
@@ -713,7 +713,7 @@ NO_NODE = "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/s
 
 
 def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
-    """Two reboots of a healthy node must not keep a job off its only free node for an hour."""
+    """If the pods fit on no other node, a node must not be avoided only because it was lost twice."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(59).settle()
@@ -727,7 +727,7 @@ def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
 
 
 def test_the_message_names_the_avoided_node_the_end_of_the_avoidance_and_the_reason() -> None:
-    """The scheduler's message mentions a node affinity that is in no template."""
+    """The message must explain the avoidance, because the scheduler's message mentions an unknown node affinity."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
     until = world.status.avoided_nodes[0].until
     said = f"node node-1 is avoided until {until:%H:%M:%S} UTC (2 failures of this job)"
@@ -763,7 +763,7 @@ def test_the_minute_starts_when_the_pod_finds_no_node_whoever_is_leader() -> Non
 
 
 def test_a_node_that_fails_the_job_again_after_its_avoidance_was_lifted_is_avoided_again() -> None:
-    """By then the job may find another free node."""
+    """After an avoidance was lifted, a new failure on the node must start it again: other nodes may be free by then."""
     world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle().after(60).restarted()
     assert [a.lifted for a in world.status.avoided_nodes] == [True]
     world.runs(0, 1).settle().node_lost(1).after(30).settle().stops_all().settle()
@@ -818,7 +818,7 @@ def test_goodput_excludes_waiting_and_repeated_steps() -> None:
 
 
 def test_a_lost_node_shows_since_when_and_an_operator_restart_keeps_the_times() -> None:
-    """Everything that a restart needs is in the status, so another operator can continue it."""
+    """The status must have everything that a restart needs, so that another operator can continue it."""
     world = digits().running().exits(1, code=1).settle()
     other = World(world.job)
     other.pods, other.service, other.now = dict(world.pods), True, world.now
@@ -828,7 +828,7 @@ def test_a_lost_node_shows_since_when_and_an_operator_restart_keeps_the_times() 
 
 
 def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:
-    """After an outage the scheduler may bind a pod to a node that is not ready yet. That must not cost an attempt."""
+    """A pod on a node that is not ready yet, as after an outage, gets more time. It must not cost an attempt."""
     world = digits().started()
     world.nodes = {"node-1": Node(ready=False, since=world.now)}
     world.after(25).runs(0, 1)
@@ -863,7 +863,7 @@ def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_complete
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Rank 1 may have completed unobserved, so its pod is created again and waits in vain. No limit may count that."""
+    """Rank 1 may have completed unobserved, so its new pod waits in vain. backoffLimit must not count this."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -873,7 +873,7 @@ def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ende
 
 
 def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
-    """The pod was deleted because another rank ended early: that rank must still be named as the cause."""
+    """The pod is only stopping slowly because another rank ended early. That rank must still be named as the cause."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -962,7 +962,7 @@ def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
-    """backoffLimit must count a script that fails in its first second, or the script restarts for ever."""
+    """A script that fails in its first second must count against backoffLimit, or it restarts for ever."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said
@@ -986,7 +986,7 @@ def _again(world: World, line: int, text: str = "no such shard") -> World:
 
 @pytest.mark.parametrize(("line", "is_over"), [(7, True), (8, False)])
 def test_repeating_an_exception_at_the_same_line_ends_the_job_only_on_one_machine(line: int, *, is_over: bool) -> None:
-    """In a cluster a file system or the network may be the cause; on one machine it is the script."""
+    """On one machine a repeated exception is the script's fault; in a cluster a file system may be at fault."""
     world = _again(_again(digits(), 7), line, "another text")
     assert (world.status.state == "Failed") == is_over
     if is_over:

@@ -48,7 +48,7 @@ def reasons_of(world: World) -> list[str]:
 
 
 def test_a_failure_that_ddprun_has_reported_is_one_although_the_command_ended_with_0() -> None:
-    """`ddprun train.py | tee log` must not end as Succeeded when nothing was trained."""
+    """`ddprun train.py | tee log` exits with tee's code 0. If a rank has failed, the job must not succeed."""
     world = ended(by_agent(), told(exitCode=75, ended=True, failed=True))
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
     failure = world.status.last_failure
@@ -65,7 +65,7 @@ def test_it_is_charged_to_the_backoff_limit_as_any_failure() -> None:
 
 
 def test_one_node_is_enough_while_the_other_still_runs() -> None:
-    """The peers of the failed rank would wait for ever in a collective."""
+    """The peers of the failed rank wait in a collective for ever, so the attempt must fail at once."""
     world = digits(container=PIPE).running().exits(0, 0, message=by_agent()).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Restarting", "")
 
@@ -87,9 +87,9 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
     "message",
     [
         told(exitCode=75, resumable=True, step=41),  # timeout 1h torchrun train.py || true
-        told(exitCode=143, signal="SIGTERM", failed=False),  # a ddprun that was ended by a signal
+        told(exitCode=143, signal="SIGTERM", failed=False),  # ddprun itself was ended by a signal
         told(exitCode=130, signal="SIGINT", exception="KeyboardInterrupt"),
-        told(agent={"restarts": {"application": 1}}, ended=True),  # recovered
+        told(agent={"restarts": {"application": 1}}, ended=True),  # the agent restarted its rank, which recovered
         told(exitCode=0),
         "said by the script itself",
         '{"ddpjob": 1, "exitCode": "many"}',
@@ -98,7 +98,7 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
     ],
 )
 def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(message: str) -> None:
-    """If a success counted as a failure, the whole training would run again."""
+    """Stopped ranks and successes must not count as failures, or the whole training would run again."""
     world = ended(message)
     assert (world.status.state, condition(world)) == ("Succeeded", None)
 
@@ -118,7 +118,7 @@ def test_where_the_shell_loses_that_exit_code_as_well_the_success_is_suspicious(
 
 
 def test_what_agents_find_makes_the_success_suspicious() -> None:
-    """N ranks that each trained alone would look like a success."""
+    """A success must be suspicious if agents report that each rank trained alone."""
     found = {"reason": "NoProcessGroup", "message": "2 ranks, and none has formed a process group"}
     message = told(findings=[found, {"reason": "no word"}, 7])
     world = ended(message, message)
@@ -132,7 +132,7 @@ def test_what_agents_find_makes_the_success_suspicious() -> None:
 
 
 def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_once() -> None:
-    """torchrun cannot see that each rank trained a model of its own, and leaves no record of its success."""
+    """torchrun cannot see that each rank trained its own model, so a rank's own report must make this suspicious."""
     by_ddprun = told(findings=[trained_alone(2)._asdict()])
     for message in ("", by_ddprun):
         world = digits().running().reports_step(9, world_size=2, alone=True, final=True)
@@ -142,8 +142,8 @@ def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_
 
 
 def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
-    """With `torchrun --standalone` in a script of the image each node trains a model of its own."""
-    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: a report by the parent of spawned ranks
+    """If `torchrun --standalone` is in a script of the image, each node trains its own model. This is suspicious."""
+    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: reported by the parent of spawned ranks
         world = digits(nprocPerNode=2).running().reports_step(9, world_size=size)
         world.exits(0, 0).exits(1, 0).settle()
         assert [found.reason for found in world.status.findings] == reasons
@@ -152,7 +152,7 @@ def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
 def test_a_launcher_without_the_jobs_variables_makes_the_success_suspicious() -> None:
     sudo = {"command": ["sudo", "torchrun", "train.py"]}
     assert condition(ended("", **sudo)) == ("True", "LauncherOption")
-    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo can keep the variables
+    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo may keep the variables
     assert condition(world.exits(0, 0).exits(1, 0).settle()) is None
 
 
@@ -214,11 +214,11 @@ def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_fo
     ],
 )
 def test_any_traceback_counts_if_the_shell_hides_how_the_ranks_ended(log: str, reasons: list[str]) -> None:
-    """`python train.py; echo done`: what follows the traceback says nothing about the script."""
+    """In `python train.py; echo done` the output after a traceback is not the script's, so any traceback counts."""
     assert [one.reason for one in termination_message.findings(log, trusted=False)] == reasons
 
 
 def test_the_shell_that_loses_an_exit_code_is_warned_of_when_the_job_starts() -> None:
-    """Users who apply the YAML with kubectl do not run `ddpjob check`."""
+    """Jobs that were applied with kubectl need the warning as an Event, because `ddpjob check` did not see them."""
     assert "ExitCodeLost" in reasons_of(digits(container=PIPE).started())
     assert "ExitCodeLost" not in reasons_of(digits().started())

@@ -191,7 +191,7 @@ def test_a_folder_replaced_by_a_link_during_packing_leaks_no_file(folder, monkey
 @pytest.mark.parametrize("name", ["pipe.py", "pipe.yaml", "pipe.ipynb", "pipe"])
 @pytest.mark.parametrize("words", ["check", "init", "convert", "run --dry-run", "submit --dry-run"])
 def test_a_named_pipe_is_refused_without_waiting(folder, words, name) -> None:
-    """An archive can contain a pipe with the name of a script."""
+    """Reading a pipe would block for ever. An archive can contain a pipe with the name of a script."""
     os.mkfifo(folder / name)
     if (words, name) != ("init", "pipe.ipynb"):  # a command cannot start a notebook, so it is not read
         assert "is a pipe" in said(ran(*words.split(), name))
@@ -244,14 +244,14 @@ def test_no_pattern_blocks_submit_or_check(folder, line) -> None:
 
 
 def test_too_many_patterns_for_too_many_files_are_refused_in_one_sentence(folder) -> None:
-    """The limit counts comparisons of a long pattern, so 100 of them for 300 files are too many."""
+    """The limit counts comparisons of long patterns with files. 100 patterns for 300 files exceed it."""
     (folder / ".gitignore").write_text(f"*{'x' * 254}\n" * 100)
     for number in range(300):
         (folder / f"{number}.txt").touch()
     with pytest.raises(InputError, match=r"too many patterns for the files in this folder .*; name a smaller folder"):
         pack.pack(folder)
     for line in ("x", "*a" * 40):
-        (folder / ".gitignore").write_text(f"{line}\n" * 100)  # compiling these takes time before any path is compared
+        (folder / ".gitignore").write_text(f"{line}\n" * 100)  # slow to compile, before any path is compared
         with pytest.raises(InputError, match="too many patterns"):
             gitignore.Ignored(folder, left=5_000).enter("")
     (folder / ".gitignore").write_text("a\n" * 600_000)

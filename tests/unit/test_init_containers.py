@@ -22,7 +22,7 @@ def init_fails(
 
 
 def test_the_failure_names_the_init_container_its_output_and_its_log() -> None:
-    """`rank 0 ended with exit code 5` sends users to the log of a trainer that never started."""
+    """The message must name the init container: `rank 0 ended with exit code 5` points to the wrong log."""
     world = init_fails(digits(backoffLimit=0).started(), 0).restarted()
     failure = world.status.last_failure
     assert (failure.init_container, failure.exit_code, failure.exception) == ("fetch", 5, "cannot fetch data")
@@ -55,7 +55,7 @@ def test_the_message_of_the_restart_names_the_init_container() -> None:
 
 
 def seen(*inits: dict[str, Any], reason: str = "") -> Container:
-    """Return the trainer as observed in a pod that failed while its init containers ran."""
+    """Return the trainer as the operator observes it in a pod whose init containers failed."""
     statuses = [
         {"name": f"i{n}", "state": {"terminated": {"exitCode": one["code"], "reason": "Error", "message": "why"}}}
         for n, one in enumerate(inits)

@@ -41,7 +41,7 @@ def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
 
 
 def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
-    """If a pod is lost at night, training must go on before somebody repairs the spec."""
+    """If a pod is lost at night, the job must restart although nobody has repaired its spec yet."""
     world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
     assert world.status.restarts.application == 1
@@ -111,7 +111,7 @@ def test_events_do_not_repeat_the_remark() -> None:
 def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest_allowed_one(
     spec: dict[str, Any], read: dict[str, Any]
 ) -> None:
-    """A running job's deadline must not vanish, nor its budget become a default."""
+    """If a newer operator allows less, a running job's deadline must not disappear, nor its budget be the default."""
     world = becomes(digits().running(), **spec).settle()
     assert {name: getattr(world.job.spec, name) for name in read} == read
 
@@ -152,7 +152,7 @@ NO_POD = {"template": {"spec": True}}
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
 def test_an_unreadable_spec_does_not_reduce_two_nodes_to_one(spec: dict[str, Any]) -> None:
-    """With one node the job is Succeeded when rank 0 ends, and rank 1 is stopped in the middle of its training."""
+    """With one node the job would succeed when rank 0 ends, and rank 1 would be stopped in its training."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}
     parsed, world.problems = validation.parse({**without, **spec})

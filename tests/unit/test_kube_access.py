@@ -14,7 +14,7 @@ ALL = [{"verbs": list(r.verbs), "apiGroups": [r.group], "resources": [r.resource
 
 
 class Server:
-    """API server that grants `rules`, and also each (verb, resource) in `allows` if it is asked for that one alone."""
+    """API server that grants `rules`, and also each (verb, resource) in `allows` that is requested alone."""
 
     def __init__(self, rules: list[dict[str, Any]], *allows: tuple[str, str]) -> None:
         self.rules, self.allows = rules, allows
@@ -78,7 +78,7 @@ def test_every_verb_is_requested_for_all_namespaces_because_rules_are_listed_per
 
 
 def test_the_rights_for_gangs_are_requested_only_if_gangs_are_switched_on() -> None:
-    """A warning about a right that is not needed would cost an administrator an hour."""
+    """If gangs are off, their rights must not be missed: an administrator would search an hour for nothing."""
     assert missing(Server(ALL)) == []
     lines = asyncio.run(missing_rights(cast(Client, Server(ALL)), "team", ["native"]))
     assert len(lines) == sum(len(right.verbs) for right in GANG_RIGHTS["native"])

@@ -157,7 +157,7 @@ def test_a_long_list_is_read_page_by_page() -> None:
 
 
 def test_a_list_of_large_objects_is_requested_in_pages_that_fit() -> None:
-    """The client gives up pages that are too long. With such pages a list of 560 MB takes half as long again."""
+    """Pages that are too long are given up and requested again, so a list of 560 MB would take half as long again."""
     listed, asked = [{"n": n, "spec": "x" * 50_000} for n in range(30)], 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -175,7 +175,7 @@ def test_a_list_of_large_objects_is_requested_in_pages_that_fit() -> None:
 
 @pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
 def test_metadata_paths_of_the_api_server_are_not_read_as_lists(path: str) -> None:
-    """The path of the server's token keys resembles a collection's: if read as a list, each report would get 503."""
+    """A path with token keys resembles a collection's path. If it were read as a list, each report would get 503."""
     said = {"keys": [{"kid": "a"}]}
 
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -204,7 +204,7 @@ def test_a_release_mark_of_a_megabyte_still_counts_as_a_mark() -> None:
 
 
 def test_managed_fields_are_never_kept() -> None:
-    """managedFields are as long as the rest of an object: kept, they would double the memory for 10,000 pods."""
+    """managedFields are as long as the rest of an object, so they would double the memory for 10,000 pods."""
     pod = {"metadata": {"name": "a", "managedFields": [{"manager": "kubelet"}]}, "spec": {}}
     listed = {"items": [pod], "metadata": {"resourceVersion": "7"}}
     kept = {"metadata": {"name": "a"}, "spec": {}}

@@ -30,12 +30,12 @@ def plans(world: World) -> list[tuple[api.DDPJob, Plan]]:
 
 
 def told(world: World) -> list[str]:
-    """Return the log lines of all decisions until nothing changes."""
+    """Let the operator act until nothing changes; return the log lines of its decisions."""
     return [line.text for job, todo in plans(world) for line in decisions.lines(job, todo)]
 
 
 def test_a_job_that_starts_and_runs_has_two_lines() -> None:
-    """An administrator must find a trace of each job in the log."""
+    """Each job must have a start line and a running line in the log, for an administrator who reads it later."""
     world = digits()
     assert told(world) == ["default/digits attempt 1: Pending, CreatingPods: attempt 1: creating 2 of 2 pods"]
     assert told(world.runs(0, 1)) == [

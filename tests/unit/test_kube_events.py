@@ -95,7 +95,7 @@ def test_a_state_has_an_event_only_if_it_lasts() -> None:
 
 
 def test_only_warnings_are_sent_for_a_deleted_job() -> None:
-    """No Event should come 20 s after the job was deleted."""
+    """A Normal Event must not appear 20 s after its job was deleted."""
 
     async def run() -> list[str]:
         server = Server()

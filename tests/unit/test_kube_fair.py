@@ -106,7 +106,7 @@ def test_a_job_of_one_pod_gets_it_within_a_second_if_five_hundred_are_applied_at
 
 
 def test_a_restarting_job_does_not_wait_behind_many_new_jobs() -> None:
-    """All ranks of the restarting job are idle until its pods are created."""
+    """A restart must come before new jobs, because all its ranks are idle until its pods are created."""
 
     async def story(others: int) -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
@@ -142,7 +142,7 @@ def test_a_waiting_job_stops_as_soon_as_it_is_suspended() -> None:
 
 
 def test_writing_the_running_status_does_not_delay_the_pods_of_other_jobs() -> None:
-    """Reporting that a job is running costs a write of its status, which the API server charges like two pods."""
+    """A status write costs the API server as much as two creates of pods, so it must wait for pods of other jobs."""
     took: list[float] = []
 
     async def story(*, pods_run: bool) -> None:
@@ -235,7 +235,7 @@ def test_running_is_reported_in_time_while_pods_of_other_jobs_are_always_being_c
 
 
 def test_running_is_reported_at_once_while_creates_hang_in_a_webhook() -> None:
-    """Writes of a status neither wait for a create that hangs, nor stop in other namespaces."""
+    """While a create hangs in a webhook, status writes must continue in its namespace and in others."""
 
     async def story() -> None:
         town = Town(of_the_big_job({"create": 25.0}))
@@ -324,7 +324,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing(
 def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(
     calls: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
-    """A place that is not given back lowers the limit until the operator restarts."""
+    """A cancelled request must free its slot. Otherwise the limit would shrink until the operator restarts."""
     served: list[int] = []
 
     async def story() -> None:
@@ -366,7 +366,7 @@ AFTER_SECONDS = 5.0
 
 
 def test_while_every_write_is_rejected_each_job_retries_as_rarely_as_the_server_demands() -> None:
-    """If twenty jobs retried at once, an overloaded API server could never recover."""
+    """Twenty jobs that retry at once would keep an overloaded API server from recovering."""
 
     async def story() -> None:
         turned_away: dict[str, list[float]] = collections.defaultdict(list)

@@ -100,7 +100,7 @@ def runs(gang: GangWatch, true: Callable[[], object]) -> None:
 
 
 def test_a_gang_watch_ends_when_the_first_of_its_watches_ends() -> None:
-    """If the operator does not notice that a watch has ended, its jobs wait for ever."""
+    """If one watch ends, the gang watch must end, so that the operator notices. Otherwise jobs would wait for ever."""
 
     async def run() -> None:
         told: list[str] = []
@@ -134,7 +134,7 @@ def test_the_best_served_version_is_used(adapter: Adapter, served: tuple[str, ..
 
 
 def test_nothing_is_listed_outside_the_configured_namespaces() -> None:
-    """A Role grants nothing outside its namespace."""
+    """The watch must not list all namespaces, because a Role grants nothing outside its own namespace."""
     server = Server("v1alpha2")
     found(server, "team-a", "team-b")
     asked = [path for path in server.asked if path.endswith("podgroups")]
@@ -155,7 +155,7 @@ def test_a_missing_right_is_logged_and_nothing_is_created() -> None:
 
 
 def test_an_unavailable_api_server_is_asked_again_and_does_not_count_as_lacking_the_api() -> None:
-    """A restart of the API server must not let jobs start in parts."""
+    """A restart of the API server must not count as a missing API. Otherwise jobs would start without their gang."""
     server = Server("v1alpha2")
     server.errors[f"{GROUP}/v1beta1"] = ApiError(0, "NoAnswer", "away")
 
@@ -250,7 +250,7 @@ def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
 
 
 def test_jobs_without_a_queue_are_reconciled_while_the_queue_api_does_not_answer() -> None:
-    """Jobs of other teams must still start and restart."""
+    """Jobs without a queue must start and restart even if the queue API does not answer."""
     settings = dataclasses.replace(OperatorSettings(health_port=0), gangs=("kueue",))
     operator = Operator(settings, cast(Client, Server()))
     for reflector in operator.reflectors:

@@ -10,7 +10,7 @@ from worlds import START
 from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.cluster import Container, Pod
 
-AHEAD = dt.timedelta(minutes=23)  # the API server's clock minus ours
+AHEAD = dt.timedelta(minutes=23)  # the API server's clock is this much ahead of ours
 
 
 def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
@@ -18,8 +18,8 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 
 def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> None:
-    """An operator whose clock is ahead must not give up a healthy node, and start the next attempt next to the last
-    one."""
+    """A clock that is ahead must not make the operator give up a healthy node, and start the next attempt next to the
+    last one."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
@@ -48,8 +48,8 @@ def test_pod_times_that_are_compared_come_from_one_clock() -> None:
 
 
 def test_a_pod_whose_kubelet_is_back_gets_its_full_grace_before_it_is_given_up() -> None:
-    """The pod's node was cut off when the pod was to stop. If the pod were given up just as its kubelet returns, two
-    groups would run at once (seed 3441 of the simulation with memory)."""
+    """A pod must get its full grace after its node is connected again. If it were given up just as its kubelet returns,
+    two groups would run at once (seed 3441 of the simulation with memory)."""
     memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
     stopping = pod(deletion_requested_at=START, deletion_deadline=START + dt.timedelta(seconds=1))
     silent = replace(stopping, silent_since=START)

@@ -16,7 +16,7 @@ from ddpjob_operator.kube.leader_label import FORBIDDEN_SECONDS, LABEL, LeaderLa
 
 
 class Pods:
-    """Pods of an API server. `errors` are raised one after the other."""
+    """Pods of an API server, which raises each of `errors` once."""
 
     def __init__(self, *errors: ApiError, **labels: str) -> None:
         self.errors = list(errors)
@@ -79,7 +79,7 @@ def test_a_refused_label_is_tried_again() -> None:
 
 
 def test_a_missing_right_is_logged_once_and_retried_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    """An older chart's role lacks the right. Then only reports get lost, and the log must name the reason."""
+    """An older chart's role lacks this right. Then reports are lost, and the log must name the reason."""
     pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
     lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
     assert pods.asked <= 11

@@ -125,7 +125,7 @@ def test_lease_durations_default_to_those_of_client_go() -> None:
 
 @dataclass
 class Server:
-    """Server of a Lease. As on a real one, a write is refused unless it names the current version."""
+    """API server with a Lease. It refuses a write that does not name the current version."""
 
     lease: dict[str, Any] | None = None
     version: int = 100
@@ -252,7 +252,7 @@ def test_after_a_lease_release_the_other_operator_leads_within_two_retries() -> 
 
 
 def test_a_lease_is_released_even_if_a_renewal_arrives_meanwhile() -> None:
-    """The request of a cancelled renewal may still change the version that the release names."""
+    """The request of a cancelled renewal may still arrive, and change the version that the release names."""
 
     async def story() -> None:
         async with two() as (server, _, a, b):
@@ -351,7 +351,7 @@ fates = st.one_of(
         lost=st.booleans(),
     ),
 )
-# Each fault lasts for seconds, because a single lost request never costs the Lease.
+# Each fault lasts for seconds, because the loss of a single request never costs the Lease.
 weather = st.lists(st.tuples(st.floats(0.5, 15.0), fates), min_size=10, max_size=16)
 # Clocks run up to 15 % too fast or too slow. DURATIONS allow for that: 15 s against 10 s.
 operators = st.fixed_dictionaries(

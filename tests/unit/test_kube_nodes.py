@@ -102,7 +102,7 @@ def test_the_time_a_node_is_not_ready_is_counted_by_our_own_clock(nodes: NodeCac
 
 
 def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, clock: Clock) -> None:
-    """A cloud deletes the Node of a lost spot VM. The job must not seem to train on all nodes for a minute."""
+    """If a cloud deletes the Node of a lost spot VM, the status must show at once that the node is missing."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
     timed.remove("", "b", "b")
@@ -122,7 +122,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
 
 
 def test_a_node_deleted_while_most_are_silent_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
-    """Earlier silence proves nothing, because the control plane received no heartbeats from most nodes then."""
+    """If most nodes are silent, this proves nothing. The silent time before the deletion must not count."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
         timed.put(node(name, "Unknown"))
@@ -171,7 +171,7 @@ def test_nodes_removed_by_an_autoscaler_do_not_count_as_an_outage(nodes: NodeCac
 
 
 def test_the_api_server_is_queried_once_for_each_missing_node(nodes: NodeCache) -> None:
-    """While the watch of nodes is late, a pod on a new node must not count as lost."""
+    """The watch of nodes may be late. A pod on a new node must not count as lost, so the operator reads the Node."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
     taken(nodes, [node("a"), node("b")], 1)
     nodes.remove("", "b", "b")
@@ -286,7 +286,7 @@ def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache
 
 
 def test_an_operator_that_may_not_read_nodes_requests_none(nodes: NodeCache) -> None:
-    """The operator relies on the node controller. A refused read of a node must not keep the job waiting for ever."""
+    """Without the right to read nodes, the operator must not send refused reads, which would keep the job waiting."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)
     assert server.deleted == 1

@@ -159,7 +159,7 @@ def test_hundreds_of_jobs_deleted_at_once_leave_nothing_and_cost_no_request() ->
 
 
 def test_a_failure_is_reconciled_at_once_and_good_news_after_a_while() -> None:
-    """This test checks that the operator applies the rules that test_kube_triggers.py tests."""
+    """A failure must cause a reconcile at once, good news a later one. test_kube_triggers.py tests all rules."""
 
     def due_in() -> float:
         at = made.queue.schedule.next_at()
@@ -249,7 +249,7 @@ def test_an_operator_that_is_stopped_ends_in_time_and_for_one_reason() -> None:
     async def run() -> Operator:
         made = Operator(OperatorSettings(), Client(), end_within=limits.append)
         tasks = [made.run("first", asyncio.sleep(0)), made.run("second", asyncio.sleep(0))]
-        await asyncio.gather(*tasks)  # the operator's callbacks run before those of gather
+        await asyncio.gather(*tasks)  # the operator's callbacks run before the callbacks of gather
         made.end()
         return made
 
@@ -297,7 +297,7 @@ def test_a_standby_queues_nothing_and_the_leader_reconciles_every_job() -> None:
 
 
 def test_an_operator_that_loses_its_lease_exits_as_if_it_had_been_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """Kubernetes restarts the operator. Another exit code would mean a crash, and an alert in every cluster."""
+    """The operator must exit as after SIGTERM. Another exit code would mean a crash, and an alert in every cluster."""
 
     class Brief(Election):
         async def gained(self) -> str:
@@ -330,7 +330,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 @pytest.mark.parametrize(("count", "found"), [(512, "512 1024"), (16_384, "1024 1024"), (100, "256 1024")])
 def test_the_operator_raises_its_limit_of_connections_to_that_of_its_container(count: int, found: str) -> None:
-    """containerd 2 starts containers with 1,024 open files (soft limit): too few for a thousand trainers."""
+    """The operator must raise its limit of open files: containerd 2 sets 1,024, too few for a thousand trainers."""
     done = subprocess.run(
         [sys.executable, "-c", LOWERED.format(count=count)], capture_output=True, text=True, timeout=60, check=True
     )

@@ -160,7 +160,7 @@ def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogC
 
 @pytest.mark.parametrize("refused", [True, False], ids=["refused", "held by a finalizer"])
 def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
-    """Each such pod would cost six requests per second until the job is deleted."""
+    """A pod that cannot be deleted must not cost six requests per second until its job is deleted."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED, finalizers=["example.com/hold"])
     for place in range(2):
@@ -208,7 +208,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
 
 
 def test_only_some_of_many_disappeared_pods_are_queried() -> None:
-    """If thousands of pods were queried, their requests would delay the restart."""
+    """Only some pods are queried in a reconcile, because thousands of requests would delay the restart."""
     nodes = 3 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     for place in range(nodes):
@@ -220,7 +220,7 @@ def test_only_some_of_many_disappeared_pods_are_queried() -> None:
 
 
 def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
-    """A deleted pod is the common case, so it must cost only one request."""
+    """A deleted pod is common, so its disappearance must cost only one request."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
@@ -246,7 +246,7 @@ def test_pods_left_by_a_job_deleted_with_cascade_orphan_block_the_new_job_until_
 
 
 def test_our_labels_in_a_template_copied_from_a_pod_change_nothing() -> None:
-    """The copied label of a replacement would stop the job, and that of a trainer would make it wait for ever."""
+    """A label that is copied from a pod must be ignored: it would stop the job, or make it wait for ever."""
     raw = manifest()
     ours = {naming.LABEL_REPLACEMENT: "1", naming.LABEL_TRAINER: "other", naming.LABEL_ATTEMPT: "7", "team": "vision"}
     raw["spec"]["template"]["metadata"] = {"labels": ours}
@@ -257,7 +257,7 @@ def test_our_labels_in_a_template_copied_from_a_pod_change_nothing() -> None:
 
 
 def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
-    """The API server refuses two volumes of one name."""
+    """A copied volume must not be added twice, because the API server refuses two volumes of one name."""
     raw = manifest()
     raw["spec"]["template"]["spec"]["volumes"] = [{"name": "ddpjob-shm", "emptyDir": {}}]
     job, _ = validation.parse(raw)

@@ -32,7 +32,7 @@ def health() -> BoundedServer:
 
 
 class Large(Meter):
-    """Metrics of thousands of jobs: larger than the kernel's buffers."""
+    """Metrics of thousands of jobs, which are larger than the kernel's buffers."""
 
     def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
         return b"#" * (1 << 20), "text/plain"
@@ -66,7 +66,7 @@ class Port(Served):
         self.name, self.pods = name, 0
 
     def head(self, *lines: bytes, line: bytes | None = None) -> bytes:
-        """Return the head of a request. Each is from another pod, because reports of a pod are limited in rate."""
+        """Return the head of a request. Each is from another pod, because reports of one pod are limited in rate."""
         self.pods += 1
         token = b"Authorization: Bearer %d" % self.pods
         return b"\r\n".join([line or self.line + b" HTTP/1.1", b"Host: x", token, *lines, b"", b""])
@@ -125,7 +125,7 @@ def raw(what: bytes) -> Callable[[Port], bytes]:
 GOOD, BAD = -1, 400
 NOT_SERVED = -2  # 404 or 405
 BOMB = zlib.compress(b"\0" * (8 << 20), 9)
-# Request → statuses that are allowed. None allows no answer. A GET may have a body, which the port ignores.
+# Request → allowed statuses; None: no answer. A GET may have a body, which the port ignores.
 CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
     **{
         f"a body of 8 MB in {encoding}": (sized(BOMB, b"Content-Encoding: " + encoding.encode()), {GOOD, BAD})
@@ -170,7 +170,7 @@ CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
 }
 
 
-# All ports share the parser and the limits. Only this one also reads bodies.
+# All ports share the parser and the limits. Only the port for reports also reads bodies.
 @pytest.mark.parametrize("corner", CORNERS)
 def test_each_corner_case_of_http_is_answered_once_or_cut_and_the_port_continues(
     progress_port: Port, corner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -210,7 +210,7 @@ def test_head_has_the_headers_of_get_and_no_body(port: Port, method: bytes) -> N
 
 
 def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: Port) -> None:
-    """curl and Go's client send the body only after 100 Continue, and some clients wait for it for ever."""
+    """curl and Go's client wait for 100 Continue before they send the body. Some clients wait for ever."""
     with closing(port.connect()) as connection:
         connection.sendall(port.head(b"Expect: 100-continue", b"Content-Length: %d" % len(REPORT)))
         if port.name == "progress":
@@ -226,7 +226,7 @@ def test_requests_on_one_connection_are_answered_in_order(port: Port) -> None:
 
 
 def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
-    """30 connections of one pod would take 1.3 GB, if each sends 32 requests with 128 headers of 8 kB."""
+    """If 30 connections of a pod each send 32 requests with 128 headers of 8 kB, memory must not grow to 1.3 GB."""
     large = port.head(*[b"X-%d: %s" % (number, b"a" * 8000) for number in range(100)]) * 10
     with ExitStack() as stack:
         before = resident_bytes()
@@ -260,7 +260,7 @@ def test_a_slow_client_is_disconnected(port: Port, slow: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
 def test_a_client_that_opens_endless_connections_locks_out_nobody(port: Port, attacker: str) -> None:
-    """Pods with hostNetwork have the kubelet's address, too. If the kubelet is refused, it restarts the operator."""
+    """The kubelet must always get an answer, or it restarts the operator. Pods with hostNetwork have its address."""
     with ExitStack() as stack:
         for number in range(400):
             connection = stack.enter_context(closing(port.connect(attacker)))

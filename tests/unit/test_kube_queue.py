@@ -89,7 +89,7 @@ def test_the_wait_after_failures_doubles_up_to_the_limit() -> None:
 def test_a_failing_job_waits_as_long_as_the_server_demands_within_the_limit_despite_events(
     asked: float, waits: float
 ) -> None:
-    """A proxy in maintenance may answer 503 with Retry-After: 3600, which must not stop the job for an hour."""
+    """A proxy in maintenance may send 503 with Retry-After: 3600. The job must not stand still for an hour."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
     assert jobs.failed("a", START, at_least=asked) == waits
@@ -171,7 +171,7 @@ def test_a_failure_does_not_wait_behind_earlier_news_of_its_job(first: Priority)
 
 
 def test_changes_that_a_reconcile_has_seen_itself_cause_no_further_reconcile() -> None:
-    """Each restart would write its status twice, because the old pods disappear during the reconcile."""
+    """Old pods disappear in a reconcile. If their events caused another one, each restart would write twice."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
@@ -231,7 +231,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None:
-    """The job must not count as busy for ever, while its events have no effect."""
+    """If only its reconcile is cancelled, the job must not stay marked as busy: its events would have no effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:
@@ -259,7 +259,7 @@ def test_the_number_of_simultaneous_reconciles_is_limited() -> None:
         for i in range(10):
             queue.add(f"job-{i}")
         async with running(queue.run(reconciles)):
-            await turns(100)  # every reconcile that may start has started by now
+            await turns(100)  # every reconcile that can start has started after 100 iterations
             reconciles.go.set()
             await until(lambda: len(reconciles.seen) == 10)
         return reconciles

@@ -70,7 +70,7 @@ class Kueue:
 
 
 def test_a_job_learns_how_many_jobs_are_ahead_of_it_in_the_cluster_queue() -> None:
-    """Jobs of other LocalQueues wait for the same quota: a position in the LocalQueue would be too low."""
+    """The position must be that in the ClusterQueue, because jobs of other LocalQueues wait for the same quota."""
     queue = Kueue("v1beta1")
     queue.answers[MAIN] = {"items": [item("first", 0), item("digits", 4, 1)]}
     queue.look()
@@ -78,7 +78,7 @@ def test_a_job_learns_how_many_jobs_are_ahead_of_it_in_the_cluster_queue() -> No
 
 
 def test_a_queue_is_queried_once_a_minute_however_many_jobs_wait() -> None:
-    """A request for each of a thousand waiting jobs would load the API server for nothing."""
+    """A request for each of a thousand waiting jobs would load the API server without need."""
     queue = Kueue("v1beta1")
     queue.jobs = [(("team", f"job-{number}"), "main") for number in range(1000)]
     queue.answers[MAIN] = {"items": [item(f"job-{number}", number) for number in range(1000)]}
@@ -106,7 +106,7 @@ def test_each_queue_is_queried_and_a_new_one_at_once() -> None:
 
 
 def test_only_the_job_whose_position_changed_is_notified_and_an_admitted_job_has_none() -> None:
-    """A job that is evicted later must not show its old position."""
+    """An admitted job must lose its position, because a later eviction would show the old one."""
     queue = Kueue("v1beta1")
     queue.jobs.append((("team", "second"), "main"))
     queue.answers[MAIN] = {"items": [item("digits", 0), item("second", 2)]}
@@ -128,7 +128,7 @@ def test_a_cluster_without_the_visibility_api_is_queried_once_a_minute(versions:
 
 
 def test_the_tested_version_is_used_and_the_newer_one_if_it_is_gone() -> None:
-    """Kueue 0.15 serves both versions; v1beta1 is the one that was tested."""
+    """Kueue 0.15 serves two versions of the API. v1beta1 is preferred, because it was tested."""
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]
@@ -163,7 +163,7 @@ def test_an_answer_without_a_position_is_logged_once_and_the_job_keeps_waiting(
 
 
 def test_the_message_of_a_waiting_job_has_its_position_which_is_approximate_far_from_the_front() -> None:
-    """When the first job starts, the positions of all others change. Each new text would be a write of a status."""
+    """Far from the front the position is rounded. Otherwise each start would change the status of every waiting job."""
     plain = job(gang="kueue")
     world = World(plain).serves("kueue", "kueue.x-k8s.io/v1beta1").settle()
     texts = []
@@ -178,7 +178,7 @@ def test_the_message_of_a_waiting_job_has_its_position_which_is_approximate_far_
 
 
 def test_the_operator_shows_the_position_of_a_waiting_job_only_if_this_is_switched_on() -> None:
-    """The operator knows from its list of Workloads which jobs wait, and in which queue."""
+    """If positions are on, the operator requests them for the jobs that wait according to its list of Workloads."""
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
     places, asked = [], []
 

@@ -17,7 +17,7 @@ LONG = 3600.0
 
 
 def test_the_first_answer_of_the_server_wakes_everyone_who_waits_for_it() -> None:
-    """An operator that has its Lease again, but waits 30 s for its watches, would decide on outdated objects."""
+    """An operator that has its Lease again must not wait 30 s for its watches, and decide on outdated objects."""
 
     async def run() -> None:
         reach = Reach()
@@ -50,7 +50,7 @@ def test_a_watch_that_is_refused_while_other_requests_succeed_waits_its_full_tim
 
 
 def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
-    """An outage of half a minute would fill each operator's log with a dozen lines, one for each watch and error."""
+    """An outage of half a minute must not give a dozen lines in the log, one for each watch and error."""
     now = [100.0]
 
     async def run() -> None:

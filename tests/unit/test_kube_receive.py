@@ -126,7 +126,7 @@ def test_reports_of_the_trainer_library_are_accepted(world: World, tmp_path: Pat
 def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_report(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new connection costs the operator more than the report."""
+    """The library keeps its connection, because a new one costs the operator more than a report."""
     (tmp_path / "token").write_text("token-of-rank-0\n")
     with closing(Library(world.url, {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")})) as library:
         assert [library.send(b'{"step": 1}'), library.send(b'{"step": 2}')] == [None, None]
@@ -277,7 +277,7 @@ def test_an_idle_connection_makes_room_for_one_with_a_report(
 
 
 async def proven(world: World, connections: int) -> None:
-    """Wait until so many connections have sent a valid token."""
+    """Wait until this many connections have sent a valid token."""
     while sum(c.proven for c in world.receiver.connections) < connections:
         await asyncio.sleep(0)
 

@@ -130,7 +130,7 @@ NEEDS_A_LIST = {
 
 @pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
 def test_a_watch_that_cannot_be_resumed_causes_a_new_list_within_seconds(error: ApiError) -> None:
-    """The error may answer the watch request, or be an event of the watch. kopf gives up for good at the first."""
+    """The error may be the answer to the watch request, or a watch event. kopf never retries after the answer."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
     assert copy.calls == ["put a", "drop []", "put b", "drop ['a']"]
@@ -180,14 +180,14 @@ def test_a_list_older_than_the_known_version_replaces_nothing() -> None:
 
 
 def test_a_cluster_restored_from_a_backup_is_accepted_after_a_while() -> None:
-    """All restored objects have older versions than the known ones, but a job must not wait a day to start."""
+    """Restored objects have older versions than known objects. Their jobs must not wait a day to start."""
     server, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert copy.calls[-3:] == ["begin anew in team", "put old", "drop ['a']"]
     assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1
 
 
 class Held(dict[str, Any]):
-    """Dict that a weak reference can point to, to find out if it is still referenced."""
+    """A dict that supports weak references, which show if the dict is still in use."""
 
 
 def test_an_object_of_a_list_is_freed_as_soon_as_it_is_stored() -> None:
@@ -293,7 +293,7 @@ def test_a_change_missed_by_the_watch_is_found_named_and_counted(
 
 
 def test_a_deletion_missed_by_the_watch_is_found(neglected: Neglected) -> None:
-    """A deleted pod must not count as running, and a deleted job must not get pods."""
+    """The copy must lose an object whose deletion it missed: a deleted job must not get pods."""
     neglected.runs(lambda: neglected.server.there.pop("b"))
     assert len(neglected.copy) == 1
 
@@ -306,14 +306,14 @@ def test_a_change_between_a_watch_and_the_list_is_not_counted_as_missed(neglecte
 
 
 def test_a_list_of_known_objects_causes_no_reconcile(neglected: Neglected) -> None:
-    """Without this each list costs a reconcile of every job."""
+    """If a list has only known objects, it must not cause a reconcile of every job."""
     neglected.runs(neglected.changes.clear, seconds=3000)
     assert 4 <= neglected.server.asked <= 7, "about every ten minutes"
     assert neglected.changes == []
 
 
 def test_a_refused_list_does_not_end_the_watch(neglected: Neglected) -> None:
-    """A busy server must not be asked for all pods again and again, while changes are not seen."""
+    """The watch must continue, so that changes are seen while a busy server refuses lists."""
 
     def lose() -> None:
         neglected.server.error = ApiError(429, "TooManyRequests", "busy")

@@ -138,7 +138,7 @@ def test_repeated_reports_of_hundreds_of_ranks_cause_no_reconcile_and_no_write()
 
 
 def test_a_report_of_an_agent_before_the_first_reconcile_of_its_job_is_kept() -> None:
-    """An agent does not repeat an acknowledged report. If it were lost, backoffLimit would not count its restarts."""
+    """An agent does not repeat a confirmed report. If it were lost, backoffLimit would not count its restarts."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
     agent = AgentReport(restarts=AgentCounts(application=1))
@@ -246,7 +246,7 @@ def test_no_job_is_restarted_if_most_go_silent_together_and_the_log_says_so_once
     caplog.set_level(logging.INFO)
     names = ("a", "b", "c")
     desk = Desk(*names)
-    for _ in range(40):  # all three jobs hang
+    for _ in range(40):  # three jobs hang
         desk.after(5)
         for name in names:
             desk.hears(41, name)
@@ -279,7 +279,7 @@ def test_jobs_that_have_ended_or_are_being_stopped_may_be_silent(caplog: pytest.
 
 
 def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> None:
-    """One pod could report 100,000 ranks, which take 468 MB of the operator's 512 MB."""
+    """A pod may report only its own ranks. Reports for 100,000 ranks would take 468 MB of the operator's 512 MB."""
     desk = Desk()
     desk.after(5).running(nproc=4)
     for rank in range(8, 12):
@@ -293,7 +293,7 @@ def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> No
 
 
 def test_if_ranks_do_not_follow_nodes_a_pod_reports_for_as_many_ranks_as_it_has() -> None:
-    """torchrun with a c10d rendezvous numbers the nodes in the order of arrival, at each of its restarts."""
+    """torchrun with c10d numbers nodes by arrival, so a pod may report any ranks, but only as many as it has."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):

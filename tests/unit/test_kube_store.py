@@ -172,7 +172,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
 
 
 def test_changes_of_a_job_in_our_copy_are_taken_and_those_of_unknown_jobs_are_not() -> None:
-    """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
+    """An edit must reach either our copy or kopf. If it reaches none, it is lost; if both, it costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     assert not jobs.take(job(4)), "kopf is told of it first"
@@ -185,7 +185,7 @@ def test_changes_of_a_job_in_our_copy_are_taken_and_those_of_unknown_jobs_are_no
 
 
 def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
-    """The writer continues with its result; a second reconcile of each job would double the cost of a burst."""
+    """The writer of a change already knows the result. A second reconcile would double the cost of many starts."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5))
@@ -197,7 +197,7 @@ def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
 
 
 def test_the_event_of_our_own_write_causes_no_reconcile_even_if_it_precedes_the_answer() -> None:
-    """A write of a status must not cause another reconcile, which may write again."""
+    """The event of a status write must cause no reconcile, because that could write again."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5) | {"spec": {"nodes": 2}})

@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "its pod's uid is not a text": (lambda: token(**{"kubernetes.io": {"pod": {"uid": 7}}}), "bound to no pod"),
     "its claims are of another shape": (lambda: token(**{"kubernetes.io": "pod"}), "bound to no pod"),
     "it is garbage": (lambda: "garbage", "no JSON Web Token"),
-    # If these raised an exception, any pod of the cluster could write tracebacks into the log.
+    # These tokens must not raise an exception. Otherwise any pod could write tracebacks into the operator's log.
     **{
         f"it is {text!a}": (partial(str, text), "no JSON Web Token")
         for text in ("é.ü.ß", "\udcff.a.b", "a.b.c", "..", "\0")
@@ -218,7 +218,7 @@ def test_a_token_is_verified_once_until_it_expires_or_the_keys_are_read_again() 
 
 
 def test_the_cache_of_valid_tokens_is_bounded_and_invalid_ones_are_not_cached() -> None:
-    """A client that sends forged tokens in a loop must not fill the operator's memory."""
+    """The cache must have a limit, so that a client with many forged tokens cannot fill the operator's memory."""
     cluster, text = Cluster(), token(OTHER_KEY)
     for _ in range(2):
         with pytest.raises(BadTokenError, match="signature"):

@@ -43,7 +43,7 @@ def pod(rank: int = 0, trainer: Container = RUNNING, *, attempt: int = 1, replac
 
 STOPPING = msgspec.structs.replace(pod(), deletion_requested_at=START)
 CASES = {
-    # (old pod, new pod, the other pods, seconds until the reconcile; None: no reconcile)
+    # name: (old pod, new pod, the other pods, seconds until the reconcile; None: no reconcile)
     "a pod that is gone": (pod(), None, [], 0.0),
     "a trainer that failed": (pod(), pod(trainer=FAILED), [pod(1)], 0.0),
     "a pod that is to stop": (pod(), STOPPING, [pod(1)], 0.0),
@@ -79,7 +79,7 @@ def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_collecte
 
 
 def test_only_good_news_waits_until_the_pods_of_other_jobs_are_created() -> None:
-    """An ended job frees a place that another job waits for, so this must not wait until a burst is over."""
+    """A failure or the end of a job must not wait for a burst of starts, because it frees nodes for other jobs."""
     assert is_good_news(pod(), ALL_RUN_SECONDS)
     assert is_good_news(pod(trainer=WAITING), SOME_CHANGED_SECONDS)
     assert not is_good_news(STOPPING, 0.0)

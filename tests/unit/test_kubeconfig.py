@@ -27,7 +27,7 @@ V1 = "client.authentication.k8s.io/v1"
 
 
 class Authority:
-    """CA as clusters have it, without the extensions that Python 3.13 requires by default."""
+    """A CA without the extensions that Python 3.13 requires by default, as clusters have it."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -116,7 +116,7 @@ def write(path: Path, cluster: dict[str, Any], user: dict[str, Any], context: st
 
 
 def plugin(path: Path, status: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a kubeconfig user with a plugin that prints this status. `{info}` in it becomes the plugin's input."""
+    """Return a kubeconfig user with a plugin that prints this status. `{info}` is replaced by the plugin's input."""
     answer = json.dumps({"apiVersion": V1, "kind": "ExecCredential", "status": status})
     path.write_text(
         f"#!{sys.executable}\nimport base64, json, os\n"
@@ -181,7 +181,7 @@ def test_a_server_without_a_trusted_certificate_gets_no_request(
 def test_the_token_of_a_plugin_is_requested_again_only_when_it_has_expired(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Tokens are valid for minutes, and logs are followed for days."""
+    """A plugin must run again when its token expires: tokens are valid for minutes, and logs are followed for days."""
     for expires, calls in (("2999-01-01T00:00:00Z", "x"), ("2020-01-01T00:00:00Z", "xxxx")):
         status = {"token": "fresh", "expirationTimestamp": expires}
         (tmp_path / "login.calls").unlink(missing_ok=True)
@@ -204,7 +204,7 @@ def test_a_plugin_gets_the_cluster_information_if_it_requests_it(
 def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
     server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Users with many clusters keep a file for each of them, as in `KUBECONFIG=a:b`."""
+    """Files in `KUBECONFIG=a:b` form one kubeconfig. Users with many clusters keep one file for each cluster."""
     first = write(tmp_path / "a", cluster, {"token": "a"}, "one")
     other = write(tmp_path / "b", cluster, {"token": "b"}, "two")
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")
@@ -215,7 +215,7 @@ def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
 
 
 def test_a_pod_uses_its_service_account(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook in the cluster submits jobs. Kubernetes replaces its token each hour."""
+    """A notebook in a pod submits jobs with the pod's token, which Kubernetes replaces each hour."""
     (tmp_path / "ca.crt").write_bytes(authority.pem)
     (tmp_path / "namespace").write_text("team-a\n")
     (tmp_path / "token").write_text("first")
@@ -243,7 +243,7 @@ def test_a_pod_uses_its_service_account(authority: Authority, tmp_path: Path, mo
 def test_the_proxy_of_a_kubeconfig_or_of_the_environment_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_proxy: str, own: dict[str, str], through: str | None
 ) -> None:
-    """A cluster behind a bastion cannot be reached otherwise."""
+    """A cluster behind a bastion can be reached only by a proxy."""
     monkeypatch.setenv("https_proxy", "http://proxy.corp:3128")
     monkeypatch.setenv("no_proxy", no_proxy)
     config = write(tmp_path / "config", {"server": "https://127.0.0.1:9", **own}, {"token": "x"})

@@ -15,7 +15,7 @@ NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 
 def body(metrics: dict[str, object] | None = None, **status: Any) -> bytes:
-    """Return a report as both clients send it: metrics as a list of names and values, all of them texts."""
+    """Return a report as both clients send it: metrics are a list of names and values, all of them strings."""
     if metrics:
         status["metrics"] = [{"name": name, "value": str(value)} for name, value in metrics.items()]
     return json.dumps({"trainerStatus": {"lastUpdatedTime": "2026-01-01T00:00:00+00:00"} | status}).encode()

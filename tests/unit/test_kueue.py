@@ -85,7 +85,7 @@ def test_a_queue_label_means_kueue_if_the_operator_has_it_switched_on(
 def test_a_queue_label_that_the_operator_ignores_gets_a_warning_when_the_job_starts(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], is_warned: bool
 ) -> None:
-    """With the chart's defaults nothing manages the queue: such a job would silently take GPUs outside every quota."""
+    """With the chart's defaults no queue is managed. The job gets a warning, because it runs outside every quota."""
     world = World(labelled(job(**spec), **labels))
     world.gang_apis = dict(apis)
     sent = [event for event in world.settle().events if event.reason == "QueueNotServed"]
@@ -211,7 +211,7 @@ def test_an_elastic_job_may_be_admitted_partially() -> None:
 def test_a_topology_is_requested_by_the_field_of_the_job_or_by_the_kueue_annotations(
     key: str | None, annotations: dict[str, str], wanted: dict[str, Any]
 ) -> None:
-    """Users who replace a batch/v1 Job keep its template, so annotations mean the same as for Kueue's own kinds."""
+    """Annotations of a job's template mean the same as for Kueue's own kinds, so users can keep their template."""
     named = {f"kueue.x-k8s.io/podset-{name}-topology": value for name, value in annotations.items()}
     template = {"metadata": {"annotations": named}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
     (podset,) = kueue.body(job(topologyKey=key, template=template), 0, V1BETA1)["spec"]["podSets"]
@@ -320,7 +320,7 @@ def test_a_workload_is_read_with_its_admission_and_its_recorded_conditions() -> 
 
 
 def test_a_pod_consumes_what_its_provisioning_request_has_provisioned() -> None:
-    """Without these annotations the autoscaler provisions machines for the pods a second time."""
+    """A pod must have these annotations. Otherwise the autoscaler provisions machines for it a second time."""
     consume = {
         "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
         "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
@@ -335,7 +335,7 @@ def test_a_pod_consumes_what_its_provisioning_request_has_provisioned() -> None:
 
 
 def test_a_pod_runs_on_the_nodes_of_its_quota() -> None:
-    """On other nodes the pod would use what the queue has promised to other jobs."""
+    """A pod must run on the nodes of its quota, because others are promised to other jobs."""
     taint = {"key": "spot", "operator": "Exists"}
     flavor = {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [taint]}}
     update = {"name": "node", "nodeSelector": {"made-for": "digits"}, "annotations": {"capacity": "request-1"}}
@@ -360,7 +360,7 @@ V1BETA2_TOPOLOGY = {
 
 @pytest.mark.parametrize("topology", [V1BETA1_TOPOLOGY, V1BETA2_TOPOLOGY], ids=["v1beta1", "v1beta2"])
 def test_if_kueue_assigns_the_nodes_of_each_pod_the_pod_waits_for_the_assignment(topology: dict[str, Any]) -> None:
-    """v1beta2 writes the nodes in another form, so the operator leaves the assignment of pods to Kueue."""
+    """v1beta1 and v1beta2 write nodes differently, so the operator sets a gate and lets Kueue assign the nodes."""
     assigned = copy.deepcopy(ASSIGNED)
     assigned["podSetAssignments"][0]["topologyAssignment"] = topology  # type: ignore[index]
     group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=assigned))
@@ -432,7 +432,7 @@ def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
 
 
 def test_quota_is_released_with_the_admission_and_the_job_queues_again() -> None:
-    """Kueue never frees the quota of an evicted Workload if another controller owns it."""
+    """If another controller owns an evicted Workload, Kueue does not free its quota, so the operator must do this."""
     ready = condition("PodsReady", "True", reason="Started")
     raw = workload(RESERVED, ADMITTED, PREEMPTED, ready, admission=ASSIGNED)
     status = kueue.tell(raw, "quota returned", "waiting in the queue", LATER)
@@ -481,7 +481,7 @@ def test_an_admission_that_arrived_meanwhile_is_not_withdrawn() -> None:
 
 
 def test_pods_ready_is_true_when_all_nodes_run_and_again_after_a_restart() -> None:
-    """Kueue's waitForPodsReady evicts a job whose PodsReady condition is not true in time."""
+    """Kueue's waitForPodsReady evicts a job unless the condition PodsReady becomes true in time."""
     raw = workload(RESERVED, ADMITTED)
     seen = []
     for what in ("ready", "unready", "ready"):
@@ -507,7 +507,7 @@ def test_the_end_of_a_job_is_written_to_its_workload_once() -> None:
 
 
 def test_a_job_keeps_its_quota_across_restarts_and_replacements_and_reports_when_it_runs() -> None:
-    """Other jobs must not take the nodes between two attempts, so that the job queues again."""
+    """The quota must be kept between two attempts, or other jobs take the nodes and the job queues again."""
     world = admitted()
     assert world.told == ["ready"]
     world.exits(0, code=1).restarted().running()
@@ -531,7 +531,7 @@ def test_a_finished_job_releases_its_quota_when_the_last_pod_has_ended(end: str)
 
 
 def test_a_preemption_stops_all_pods_with_full_grace_and_releases_the_quota_afterwards() -> None:
-    """A kill would lose the steps since the last snapshot. Quota that is free too early gives nodes to two jobs."""
+    """Pods need their full grace period to save. Quota that is released earlier gives their nodes to two jobs."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
@@ -560,7 +560,7 @@ def test_a_job_readmitted_while_its_pods_stop_stops_them_all_and_begins_a_new_at
 
 
 def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_leaves_the_queue() -> None:
-    """The job must not wait for quota to repeat a training that is complete."""
+    """If all nodes have completed, a preempted job has succeeded, and must not wait for quota to train again."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert world.status.reason == "Evicted"
@@ -578,7 +578,7 @@ def test_a_failure_before_an_eviction_is_charged_and_fails_a_job_without_restart
 
 
 def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again() -> None:
-    """The next attempt gets no pods yet, because its quota is promised to others."""
+    """The next attempt must get no pods until the job is admitted again, because other jobs have its quota."""
     world = admitted(backoffLimit=3).exits(1, 1)
     world.step()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
@@ -593,7 +593,7 @@ def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again
 
 
 def test_an_eviction_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
-    """Under ddprun these nodes wait for a replacement, which an evicted job never gets, and keep others' quota."""
+    """Under ddprun these nodes wait for a replacement that an evicted job never gets, and use quota of other jobs."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
@@ -615,7 +615,7 @@ def test_an_eviction_before_the_first_pod_releases_the_quota_at_once() -> None:
 
 
 def test_pods_of_an_evicted_job_that_are_found_later_are_stopped_too() -> None:
-    """If the answer to a pod's creation was lost, the pod would use quota that other jobs have by now."""
+    """If the answer to a create was lost, its pod is found only later, and must be stopped as well."""
     world = admitted().admits("evicted", "preempted", holds_quota=True).settle()
     late = replace(next(iter(world.pods.values())), deletion_requested_at=None, deletion_deadline=None)
     world.stops_all().settle()
@@ -687,14 +687,14 @@ def test_a_waiting_job_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -
 
 
 def test_a_running_job_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
-    """The running pods still use the quota."""
+    """A running job must keep its quota although its spec is invalid, because its pods still use it."""
     world = admitted()
     world.problems = [validation.Problem(("spec", "template"), "bad")]
     assert (world.settle().status.state, list(world.groups)) == ("Running", ["digits"])
 
 
 def test_a_waiting_job_starts_no_pod_while_its_queue_api_is_unavailable() -> None:
-    """Without the API the operator cannot see if the admission was withdrawn, so the pods could take others' quota."""
+    """Without the API the operator cannot see if the admission was withdrawn, so it must not create pods."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
         world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
         known = list(world.groups)
@@ -706,7 +706,7 @@ def test_a_waiting_job_starts_no_pod_while_its_queue_api_is_unavailable() -> Non
 
 
 def test_a_refusal_of_kueue_is_shown_and_retried() -> None:
-    """While Kueue is down its webhook refuses all changes of a Workload."""
+    """While Kueue is down, its webhook refuses all changes of a Workload. The status must show this."""
     world = queued()
     later = world.now + dt.timedelta(seconds=10)
     world.refusals = [Refusal(WORKLOADS, "digits", "failed calling webhook", later)]
@@ -753,7 +753,7 @@ def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() ->
 
 
 def test_a_partially_admitted_job_keeps_running_if_a_new_operator_cannot_reach_its_queue() -> None:
-    """If its pods were stopped so that the job can grow to spec.nodes, nobody could admit new pods."""
+    """If the pods were stopped to let the job grow to spec.nodes, nobody could admit the new pods."""
     world = admitted_in_part()
     known, world.groups = world.groups, {}
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
@@ -820,7 +820,7 @@ def test_a_workload_is_compared_with_the_same_values_that_are_written(version: s
 
 
 def test_an_admitted_job_keeps_its_queue_until_it_queues_again_whatever_its_labels_become() -> None:
-    """The job's pods use the quota of the queue that admitted it."""
+    """A running job must stay in the queue that admitted it, because its pods use this queue's quota."""
     world = relabelled(admitted(), queue_name="research").settle()
     assert (world.status.state, world.groups["digits"].asked) == ("Running", ("main", "", ""))
     world.admits("evicted", "preempted", holds_quota=True).settle().stops_all().settle()
@@ -829,7 +829,7 @@ def test_an_admitted_job_keeps_its_queue_until_it_queues_again_whatever_its_labe
 
 
 def test_a_job_that_is_stopped_in_its_queue_stays_stopped_whatever_its_labels_become() -> None:
-    """With a label the job's owner could undo what the administrator of the queue decided."""
+    """The job's owner must not be able to undo an administrator's stop by a change of the label."""
     stopped = kueue.read({"spec": {"active": False}})
     world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
     uid = world.admits("waiting", stopped.why, stopped=True).settle().groups["digits"].uid
@@ -862,7 +862,7 @@ def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -
 
 
 def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
-    """If the queue is switched off, nobody can request an admission, so the job must not wait for one."""
+    """If a queue is switched off, the job must restart without an admission, which nobody could give."""
     world = admitted()
     world.gang_apis.clear()
     world.groups.clear()
@@ -872,7 +872,7 @@ def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
 
 @pytest.mark.parametrize("how", ["label", "field"])
 def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None:
-    """Only a new job could leave the queue `default`, which is used without a label and may not exist."""
+    """A waiting job must be able to leave its queue, for example `default`, which may not exist."""
     world = queued().settle().admits("waiting", "insufficient unused quota").settle()
     world = relabelled(world) if how == "label" else world.change(gang="none")
     world.running()
@@ -881,7 +881,7 @@ def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None
 
 
 def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its_queue() -> None:
-    """With a shorter grace period the steps since the last snapshot are lost."""
+    """With a shorter grace period the ranks could not save, and the steps since the last snapshot would be lost."""
     world = admitted().admits("evicted", "preempted", holds_quota=True)
     world.step()
     world = relabelled(world)
@@ -892,7 +892,7 @@ def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its
 
 
 def test_a_workload_marked_as_finished_by_somebody_is_replaced_when_the_pods_have_ended() -> None:
-    """The Workload's quota is free by then, and Kueue never admits a finished Workload again."""
+    """The finished Workload must be replaced: its quota is free, and Kueue never admits it again."""
     world = admitted()
     before = world.groups["digits"]
     world.groups["digits"] = replaced(before, is_over=True, admission=Admission("evicted", "finished"))

@@ -36,7 +36,7 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
 
 
 def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
-    """Users must get the fast restarts and the reports of hangs without a YAML file."""
+    """ddprun gives users fast restarts and reports of hangs without a YAML file."""
     assert run(cli, INIT) == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
     assert run(cli, INIT, "-m", "train") == (["ddprun", "-m", "train"], "")
@@ -57,7 +57,7 @@ def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
 def test_torchrun_starts_scripts_that_ddprun_cannot_and_one_line_gives_the_reason(
     cli: Cli, script: str, options: list[str], why: str
 ) -> None:
-    """Under ddprun such a script hangs, or loses a setting, and the user did not choose ddprun."""
+    """Under ddprun such a script hangs or loses a setting, so torchrun starts it and a line gives the reason."""
     command, said = run(cli, script, *options)
     assert command[0] == "torchrun"
     assert said.startswith(f"torchrun starts the ranks: {why}")
@@ -75,7 +75,7 @@ def test_a_module_is_analyzed_like_a_script(cli: Cli) -> None:
     [
         "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # applied when the script imports torch
         "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # torch reads it later
-        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # too late under torchrun as well
+        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # no effect under torchrun either
         STORE + "TCPStore(host, port, 2, os.environ['RANK'] == '0')\n",
         STORE + "TCPStore(host, port, is_master=True)\nTCPStore(host, port)\n",
         "print(1)\n",
@@ -89,7 +89,7 @@ def test_code_that_works_after_a_fork_is_left_to_ddprun(cli: Cli, script: str) -
 
 
 def test_ddprun_passes_the_local_rank_to_a_script_that_has_it_as_an_option(cli: Cli) -> None:
-    """Under torchrun only a shell can pass the local rank as an option."""
+    """ddprun must pass the local rank as an option. Under torchrun only a shell can do this."""
     command, _ = run(cli, LOCAL_RANK)
     assert command == ["ddprun", "train.py", "--", "--local_rank=${local_rank}"]
     assert run(cli, LOCAL_RANK, "--launcher", "torchrun")[0][:2] == ["torchrun", "--no-python"]
@@ -109,7 +109,7 @@ def test_a_launcher_for_a_command_that_has_one_is_refused(cli: Cli, name: str, t
 
 
 def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_use(tmp_path: Path) -> None:
-    """In a user's environment with torch but without ddpjob, our ddprun would import another torch, or none."""
+    """If an environment has torch but not ddpjob, our ddprun would import another torch, or none."""
     for name in ("torchrun", "python"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -135,7 +135,7 @@ def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_use(tmp_pa
 def test_submit_writes_ddprun_only_for_an_image_that_is_known_to_have_it(
     cli: Cli, options: list[str], command: str
 ) -> None:
-    """A pod without ddprun in its image would never start."""
+    """A pod whose image lacks ddprun never starts, so submit must not assume ddprun in an unknown image."""
     (cli.folder / "train.py").write_text(INIT)
     done = cli.here("submit", "--dry-run", *options, "train.py")
     job: Any = next(body for body in yaml.safe_load_all(done.stdout) if body["kind"] == "DDPJob")

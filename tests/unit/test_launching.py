@@ -60,7 +60,7 @@ def test_every_launch_example_is_a_valid_job(path: Path) -> None:
 
 
 def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed each time, a script of 10 kB costs the operator 18 ms for each report of each node."""
+    """The command must be parsed once, and not for each report: 10 kB of script take the operator 18 ms."""
     read = 0
 
     def counted(words: list[str]) -> command.Command:
@@ -81,7 +81,7 @@ def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytes
 
 
 def in_vain(*launchers: tuple[str, dict[str, str]]) -> list[str]:
-    """Return what is said of these processes, one per node of a job that starts a script of its image."""
+    """Return the warnings about these processes, one per node of a job that starts a script of its image."""
     spec = validation.parse(manifest(nodes=2, nprocPerNode=2, container={"command": ["bash", "train.sh"]}))[0].spec
     running = ((node, words.split(), environ) for node, (words, environ) in enumerate(launchers))
     return list(launcher.waits_in_vain(spec, running))
@@ -102,7 +102,7 @@ OF_JOB = [{"PET_NNODES": "2", "PET_NODE_RANK": str(node)} for node in range(2)]
     ],
 )
 def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dict[str, str], expected: str) -> None:
-    """No check can read a script in the image, and its launchers would wait for ten minutes or for ever."""
+    """A launcher in a script of the image may wait for ever. Only its running process shows this, so it is named."""
     (sentence,) = in_vain(("torchrun train.py", OF_JOB[0]), (words, environ))
     assert sentence.startswith("node 1 waits for others in vain: ")
     assert expected in sentence

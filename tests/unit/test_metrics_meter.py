@@ -64,7 +64,7 @@ def scraped(meter: Meter, now: Moment, *, openmetrics_text: bool = True) -> Seri
 
 
 def test_jobs_are_counted_by_namespace_and_state_and_an_unused_state_is_zero() -> None:
-    """An alert on a series that is missing never fires."""
+    """An unused state must have a series with 0, because an alert on a missing series never fires."""
     jobs = [job(state="Running"), job("b", state="Running"), job("c", "other", state="Failed"), job("d")]
     found = scraped(Meter(), moment(*jobs, MeteredJob("team", "e", "u", None)))
     assert found['ddpjob_jobs{namespace="team",state="Running"}'] == 2
@@ -102,7 +102,7 @@ def test_exactly_the_documented_names_are_served() -> None:
 
 
 def test_the_dashboard_of_kubebuilder_has_data_in_each_panel() -> None:
-    """Administrators already use kubebuilder's dashboard for all controllers based on controller-runtime."""
+    """Each panel of kubebuilder's dashboard must have data, because administrators use it for all controllers."""
     asked = {
         *("controller_runtime_active_workers", "controller_runtime_reconcile_total"),
         *("controller_runtime_reconcile_errors_total", "workqueue_depth", "workqueue_queue_duration_seconds"),
@@ -135,7 +135,7 @@ SPENT = 'ddpjob_seconds_total{spent="productive"}'
 
 
 def trained(seconds: float, created: float = 5, *, name: str = "digits", over: bool = False) -> MeteredJob:
-    """Return a job created at NOW + `created` that trains since then. over: it ended at NOW + `seconds`."""
+    """Return a job that has trained since NOW + `created`. over: it ended at NOW + `seconds`."""
     goodput = api.Goodput(productive_seconds=int(seconds - created)) if over else None
     state: Any = "Succeeded" if over else "Running"
     since, first = at(seconds if over else created), at(created)
@@ -179,7 +179,7 @@ def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> No
     ],
 )
 def test_the_seconds_of_one_job_never_fall(later: MeteredJob) -> None:
-    """If the counter fell, increase() would add the whole value again: a week in which nobody trained."""
+    """The seconds must not fall: increase() would add the whole value again, such as a week without training."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     assert scraped(meter, moment(running, seconds=100))[mine] == 100
@@ -191,7 +191,7 @@ def test_the_seconds_of_one_job_never_fall(later: MeteredJob) -> None:
 
 
 def test_a_job_whose_status_is_temporarily_unreadable_is_not_counted_twice() -> None:
-    """If a status is broken and then repaired by hand, the job's past week must not count again."""
+    """If a status becomes unreadable and is then repaired, the job's time must not be counted again."""
     meter, name = Meter(), SPENT
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     scraped(meter, moment(running, seconds=1000))
@@ -220,7 +220,7 @@ def test_a_restarted_operator_does_not_recount_what_was_already_counted(first: M
 
 
 def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -> None:
-    """Two releases must not count the same week."""
+    """A job's time must be counted by one release only."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == 30
@@ -231,7 +231,7 @@ def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -
 
 
 def test_all_time_of_a_new_job_is_counted() -> None:
-    """The first minute of a job must not be missing, nor a short job completely."""
+    """All time of a job must be counted, from its first minute on, and also for a short job."""
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
@@ -265,7 +265,7 @@ def test_every_possible_end_of_a_job_has_a_zero_counter_before_the_first() -> No
 
 
 def test_a_job_that_ended_ten_minutes_ago_has_no_series_of_its_own() -> None:
-    """A cluster may keep ten thousand ended jobs; they are still counted by their state."""
+    """Ended jobs must lose their own series, because a cluster may have ten thousand. Their states still count."""
     ended = job(state="Succeeded", state_time=NOW, completion_time=NOW)
     mine = 'job_name="digits"'
     assert any(mine in name for name in scraped(Meter(), moment(ended, seconds=599)))
@@ -290,7 +290,7 @@ def test_with_job_series_switched_off_no_job_is_named() -> None:
 
 @pytest.mark.parametrize("hostile", ["x" * 10_000, 'a"b\\c\nd', "\u2028}"])
 def test_a_label_of_any_length_or_characters_stays_one_label(hostile: str) -> None:
-    """No API server accepts such a name, but a scrape that cannot be parsed would blind all alerts at once."""
+    """A long or unusual name must stay one label. A scrape that cannot be parsed would stop all alerts."""
     meter = Meter()
     meter.count(names.REQUESTS, "GET", "get", "pods", hostile)
     found = scraped(meter, moment(MeteredJob(hostile, hostile, "u", api.Status(state="Running"))))
@@ -315,7 +315,7 @@ def test_an_edited_status_does_not_remove_the_metrics_of_another_job(status: obj
 
 
 def test_no_label_contains_a_uid() -> None:
-    """With a uid each recreated pod and job is a new series, which Prometheus keeps."""
+    """A label with a uid would give a new series for each recreated pod and job, and Prometheus keeps all of them."""
     assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
 
 

@@ -59,7 +59,7 @@ class Counted:
 
 
 def test_a_job_that_starts_trains_and_ends_is_counted_once() -> None:
-    """The job's status may be written many times between start and end, but each event must count once."""
+    """Each event of a job must be counted once, although its status is written many times."""
     counted = Counted(digits()).runs(5).steps(1, 2).steps(40, 30)
     counted.world.exits(0, 0).exits(1, 0)
     counted.settle().settle()
@@ -112,7 +112,7 @@ def test_replacing_a_single_pod_counts_as_a_pod_restart() -> None:
 
 @pytest.mark.parametrize("kind", ["application", "infrastructure", "stall"])
 def test_ranks_restarted_by_an_agent_are_timed_from_the_failure_that_it_saw(kind: str) -> None:
-    """The operator learns of the restart later, when the new ranks may already train."""
+    """A restart by an agent is timed from the failure, and not from the later report to the operator."""
     counted = Counted(digits(**DDPRUN)).runs().steps(10)
     world = counted.world
     failed_at = world.now.timestamp()

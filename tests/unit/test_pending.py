@@ -43,7 +43,7 @@ def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_comma
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) -> None:
-    """WaitsLong and CannotStart within a second would be two Events for one fact."""
+    """CannotStart must be the only Warning. A WaitsLong within the same second would be about the same fact."""
     world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
     lives_on(world, 700)
     assert warnings(world) == ["CannotStart"]
@@ -51,7 +51,7 @@ def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) ->
 
 @pytest.mark.parametrize("why", ["4 Insufficient nvidia.com/gpu", "4 node(s) didn't match pod anti-affinity rules"])
 def test_one_pod_per_node_is_named_only_if_it_separates_the_pods(why: str) -> None:
-    """If nodes have 4 GPUs and the job wants 8, onePodPerNode is not the reason."""
+    """If nodes have 4 GPUs and the job wants 8, onePodPerNode is not the reason and must not be named."""
     world = digits(onePodPerNode=True).started().unschedulable(0, f"0/4 nodes are available: {why}").settle()
     lives_on(world, 70)
     apart = "; onePodPerNode keeps them apart" if "anti-affinity" in why else ""
@@ -98,7 +98,7 @@ def test_remaining_pods_of_a_deleted_job_get_one_warning() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
-    """For 40 to 80 seconds, until the node is given up, only STEP and ETA show that something is wrong."""
+    """The message must name the silent node during the 40 to 80 seconds until it is given up."""
     world = digits(nodes=nodes).running().after(5).node_lost(nodes - 1).settle()
     assert world.status.reason == "AllNodesRun"
     sentence = f"node node-{nodes - 1} (node {nodes - 1}) is not ready since 07:11:18; given up at 07:11:48"
@@ -152,7 +152,7 @@ VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
 
 
 def test_all_reasons_why_pods_find_no_node_are_shown_with_the_most_common_first() -> None:
-    """A user who fixes the first pod's reason would otherwise find the job still pending for another one."""
+    """All reasons must be shown. A user who fixes only the first pod's reason would find the job still pending."""
     world = digits(nodes=4).started().unschedulable(0, VOLUME)
     world.unschedulable(1, CPU).unschedulable(3, CPU).runs(2).settle()
     assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU} (2 pods); {VOLUME} (digits-1-0)"
@@ -161,7 +161,7 @@ def test_all_reasons_why_pods_find_no_node_are_shown_with_the_most_common_first(
 
 
 def test_different_reasons_for_a_hundred_pods_give_a_message_of_limited_length() -> None:
-    """If a volume is missing for each pod, each pod's message names another volume."""
+    """If a volume is missing for each of 100 pods, each message names another volume. The text must stay short."""
     world = digits(nodes=100).started()
     for place in range(100):
         world.unschedulable(place, f'persistentvolumeclaim "data-{place}" not found' + 500 * "." * (place == 1))

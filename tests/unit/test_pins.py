@@ -64,7 +64,7 @@ def test_every_action_is_pinned_to_a_commit() -> None:
 
 
 def test_a_release_pins_the_base_image_by_its_digest() -> None:
-    """Each patch release of Python moves the tag to another image."""
+    """A release must name its base image by digest, because each patch release of Python moves the tag."""
     image = (ROOT / "pins/python-image.txt").read_text().strip()
     tag, _, digest = image.partition("@sha256:")
     assert re.fullmatch(r"[0-9a-f]{64}", digest)

@@ -208,7 +208,7 @@ def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_hav
 
 
 def test_a_resumed_job_waits_for_a_pod_on_a_lost_node_only_until_the_time_in_its_message() -> None:
-    """The kubelet of a lost node never reports that the pod has ended."""
+    """The wait must end at the time in the message, because a lost node's kubelet never reports an ended pod."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(1).settle()
     assert world.status.message == (
@@ -248,7 +248,7 @@ def test_a_job_suspended_again_before_its_pods_have_ended_stays_suspended() -> N
 
 
 def test_a_job_whose_nodes_all_completed_before_their_stop_request_has_succeeded() -> None:
-    """The training is complete, and a resume must not repeat it."""
+    """If all nodes had completed before the suspension, a resume must not repeat the training."""
     world = digits().running().change(suspend=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
@@ -265,7 +265,7 @@ def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None
 
 
 def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_node_trains_again() -> None:
-    """The other nodes need the completed node for the rendezvous."""
+    """A resume with more nodes must train a completed node again, because the others need it for the rendezvous."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
     assert world.status.state == "Suspended", "fewer nodes make no success of it"
@@ -296,7 +296,7 @@ def test_a_job_that_another_controller_manages_is_not_touched() -> None:
 
 
 def test_a_deadline_counts_from_the_start_also_when_it_was_moved_on() -> None:
-    """`ddpjob dev --cluster` postpones the deadline as long as its client is running."""
+    """`ddpjob dev --cluster` postpones the deadline while its client is running. The start must stay the same."""
     world = digits(activeDeadlineSeconds=60).running().after(50).change(active_deadline_seconds=110).settle()
     assert world.after(59).settle().status.state == "Running"
     assert world.after(1).settle().status.reason == "DeadlineExceeded"
@@ -317,7 +317,7 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
 
 
 def test_the_log_tail_of_a_rank_still_running_at_the_deadline_is_kept() -> None:
-    """Users set activeDeadlineSeconds against hangs, and this output alone explains the hang."""
+    """activeDeadlineSeconds often ends a hang. The status must have the output, which alone explains the hang."""
     world = digits(nodes=3, activeDeadlineSeconds=60).running().reports_step(812)
     world.reports_step(812, rank=1, node_rank=1).reports_step(811, rank=2, node_rank=2).after(60).settle()
     assert world.pods["digits-1-2"].deadline_set
@@ -395,7 +395,7 @@ def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> 
     ("policy", "left"), [("None", ["digits-1-0", "digits-1-1"]), ("Running", ["digits-1-1"]), ("All", [])]
 )
 def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(policy: str, left: list[str]) -> None:
-    """The pod digits-1-0 still has a running sidecar."""
+    """digits-1-0 still has a running sidecar, so the policies Running and All delete this pod."""
     world = (
         digits(cleanPodPolicy=policy)
         .running()
@@ -411,7 +411,7 @@ def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(pol
 
 
 def test_clean_pod_policy_all_also_removes_pods_of_earlier_attempts() -> None:
-    """A failed pod of attempt 1 that stays keeps its name, an IP and a local volume."""
+    """A failed pod of attempt 1 must be deleted too, because it keeps its name, an IP and a local volume."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
     world.running().exits(0).exits(1).settle()
@@ -537,7 +537,7 @@ def test_a_message_about_one_node_uses_the_singular() -> None:
 
 
 def test_the_time_left_disappears_when_rank_0_is_silent_and_the_message_shows_since_when() -> None:
-    """An ETA of 6m5s that never changes looks like a job that is nearly done."""
+    """If rank 0 is silent, the ETA must disappear, because an old ETA of 6m5s looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=30)
     assert shown(world) == ("541/2000", "27%", "6m5s")
@@ -618,7 +618,7 @@ def routine(world: World) -> list[str]:
 
 
 def test_the_end_of_a_job_has_an_event_if_the_job_was_long_or_is_deleted() -> None:
-    """Users who keep Events in a log store would miss the end of a training of a week, or find no trace of a job."""
+    """A long job must have an Event for its end. A deleted job must have one too, so that a log store has a trace."""
     assert routine(digits().running().after(600).exits(0).settle().exits(1).settle()) == ["AllNodesRun"]
     deleted = digits(ttlSecondsAfterFinished=0).running().exits(0).settle().exits(1).settle()
     assert routine(deleted) == ["AllNodesRun"]
@@ -680,7 +680,7 @@ def test_the_nodes_column_of_a_finished_job_shows_the_completed_nodes(code: int,
 
 
 def test_the_status_omits_empty_fields_and_keeps_the_restarts_by_class() -> None:
-    """`chargedAt: []` and counters at 0 are noise. Scripts and the column RESTARTS need the four counts even at 0."""
+    """The status must omit empty lists. The four restart counts stay even at 0, for scripts and the column RESTARTS."""
     shown = msgspec.to_builtins(digits().running().status)
     assert shown["restarts"] == {"application": 0, "infrastructure": 0, "stall": 0, "total": 0}
     assert all("message" not in c or c["message"] for c in shown["conditions"])

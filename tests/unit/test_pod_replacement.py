@@ -76,7 +76,7 @@ def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> N
 
 
 def test_a_replacement_that_has_trained_waits_for_the_next_replacement() -> None:
-    """Without this each second loss in a job of two pods costs the steps since the last save."""
+    """A replacement must wait too: otherwise each second loss of two pods costs the steps since the last save."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
     world.exits(0, code=137).settle()
@@ -166,7 +166,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_node_clock_that_is_ahead_counts_no_step_twice() -> None:
-    """By the node's clock the failure is later than the next ranks' first step, but its lost steps must count once."""
+    """The node's clock is ahead, so the failure seems later than the next step. Its lost steps must count once."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
@@ -243,7 +243,7 @@ def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_r
 
 @pytest.mark.parametrize("how", ["report", "last word"])
 def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: str) -> None:
-    """A job must not get new restarts in place with each resume."""
+    """Restarts that agents report while old pods stop must count, or each resume would allow new ones in place."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
         world.agent = charged(1)
@@ -299,7 +299,7 @@ TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to lis
     ],
 )
 def test_the_cause_known_to_an_agent_counts_more_than_the_exception_text(known: dict[str, Any], reason: str) -> None:
-    """Messages differ by backend and torch release, so users would debug the rank that only lost its peer."""
+    """Exceptions differ by backend and torch release, and could blame a rank that only lost its peer."""
     world = trained()
     agent = charged(infrastructure=1)
     failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
@@ -501,7 +501,7 @@ def test_a_node_that_fails_the_pre_flight_is_avoided_at_once_without_a_charge() 
 
 
 def test_avoidance_by_the_pre_flight_is_lifted_too_and_the_pre_flight_does_not_repeat_meanwhile() -> None:
-    """If there is no other node, the pre-flight would reject the same node each time, and the job would never train."""
+    """If no other node is free, the avoidance ends. A new pre-flight would reject the same node again."""
     world = trained()
     world.exits(0, code=75, message=ended(exitCode=75, exception="slow", resumable=True, badNodes=[2], preflight=True))
     world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended()).settle().settle()
@@ -561,7 +561,7 @@ def test_after_an_out_of_memory_kill_pods_keep_no_state_in_memory_until_the_job_
 
 
 def test_an_out_of_memory_kill_on_a_node_whose_clock_is_behind_counts_too() -> None:
-    """By its node's clock the pod was killed before the job started."""
+    """By the clock of its node the pod was killed before the job started. The kill must count all the same."""
     world = digits(container=DDPRUN, nodes=2).running()
     world.after(-600).exits(1, code=137, reason="OOMKilled").after(600)
     world.settle().after(10).settle().runs(0, 1).settle()

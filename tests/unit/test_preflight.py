@@ -26,7 +26,7 @@ def after(*classes: str) -> api.Status:
         ("OnRestart", 2, ["infrastructure", "infrastructure"], True),
         ("OnRestart", 2, ["infrastructure", "infrastructure", "application"], False),
         ("OnRestart", 2, ["application", "infrastructure", "infrastructure"], True),
-        ("OnRestart", 1, ["infrastructure", "infrastructure"], False),  # a single node has no other to be compared with
+        ("OnRestart", 1, ["infrastructure", "infrastructure"], False),  # a single node cannot be compared with others
     ],
 )
 def test_preflight_on_restart_runs_after_two_infrastructure_failures_in_a_row(preflight, nodes, failures, wanted):

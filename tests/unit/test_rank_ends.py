@@ -25,7 +25,7 @@ def rank(*modules: Any, alone: bool = False) -> dict[str, Any]:
 
 
 def found(*ranks: Any) -> list[tuple[str, str]]:
-    """Return the findings for ranks on one node, which must be the same for ranks on separate nodes."""
+    """Return the findings for these ranks. Check that one node and separate nodes give the same findings."""
     one_node = findings([node_end(dict(enumerate(ranks)))], len(ranks))
     sent = [json.loads(json.dumps(as_message(node_end({number: one})))) for number, one in enumerate(ranks)]
     assert findings([of_message(message) for message in sent], len(ranks)) == one_node
@@ -66,13 +66,13 @@ def test_many_ranks_are_named_in_one_sentence() -> None:
         module("aaaaaaaacccccccc", ""),
         module("aaaaaaaacccccccc", "xqr", group="1"),
         module("aaaaaaaacccccccc", "xqr", number=1),
-        module("aaaaaaaacccccccc", "xqr", digest="e"),  # another network, as in a GAN
+        module("aaaaaaaacccccccc", "xqr", digest="e"),  # a second network, as in a GAN
         # Only the second pass differs, because one rank has searched for its learning rate alone.
         module("aaaaaaaacccccccc", passes="") | {"passes": [[1, 10, "x"], [2, 10, "q"]]},
     ],
 )
 def test_uncertain_differences_are_not_reported(other: dict[str, Any]) -> None:
-    """One false warning makes users ignore all later ones."""
+    """Differences that may be intended must give no warning, because users ignore warnings after a false one."""
     assert found(rank(module()), rank(other)) == []
 
 

@@ -48,7 +48,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
             "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nafter",
         ),
         ("-----BEGIN PRIVATE KEY-----\nMIIE cut off", "-----BEGIN PRIVATE KEY-----***"),
-        # The name before the value shows that it is a credential.
+        # Credentials that are recognized by the name before the value.
         (
             "AccountName=a;AccountKey=abcdEFGH0123/+xyz==;EndpointSuffix=x",
             "AccountName=a;AccountKey=***;EndpointSuffix=x",
@@ -64,7 +64,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("mysql --password hunter2 -h db", "mysql --password *** -h db"),
         ("machine db login me password hunter2", "machine db login me password ***"),
         ("machine db\n      login me\n      password a1", "machine db\n      login me\n      password ***"),
-        # Commands, as subprocess.CalledProcessError and shlex print them.
+        # Commands as printed by subprocess.CalledProcessError and shlex.
         ("['train.py', '--wandb_key', '0123456789abcdef'] returned", "['train.py', '--wandb_key', '***'] returned"),
         ('["--db-password", "a b", "--lr"]', '["--db-password", "***", "--lr"]'),
         ("['--password', 'hunter2']", "['--password', '***']"),
@@ -97,7 +97,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("curl --user=me:hunter2 https://x", "curl --user=me:*** https://x"),
         ("Authorization: OAuth abc", "Authorization: OAuth ***"),
         ("LTAI5tAbCdEfGhIjKlMnOpQr", "***"),
-        # Logins in URLs. A password may contain an @.
+        # Credentials in URLs; a password may contain an @.
         ("postgresql://user:p@ss:w0rd@h/db", "postgresql://user:***@h/db"),
         ("redis://:p/ss@h:6379/0", "redis://:***@h:6379/0"),
         ("amqp://u:a@h1,amqp://u:b@h2", "amqp://u:***@h1,amqp://u:***@h2"),
@@ -179,7 +179,7 @@ def test_redaction_takes_linear_time(unit: str) -> None:
 
 
 def cpu_seconds(text: str) -> float:
-    """Return CPU seconds for masking this text, the minimum of three runs."""
+    """Return the CPU seconds that masking this text takes, as the minimum of three runs."""
     times = []
     for _ in range(3):
         begun = time.process_time()
@@ -260,7 +260,7 @@ def test_any_shown_text_is_clean_and_cleaning_is_idempotent(text: str) -> None:
     ],
 )
 def test_a_metric_named_like_a_credential_is_masked(name: str, value: str) -> None:
-    """Neither the name nor the value alone looks like a credential, so both must be checked together."""
+    """A name and a value may look like a credential only together, so both must be checked at once."""
     assert shown_pair(name, value, 64) == (name, MASK)
     reported = api.Status(progress=api.Progress(step=1, updated=NOW, metrics={name: value, "loss": "0.25"}))
     kept = redacted.status(reported, api.Status()).progress

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(folder: Path, message: str = "rank 1 failed", log: str = "the end of the log") -> tuple[Run, History]:
-    """Return a run of 100 steps and its history: it failed once at step 40 and resumed at step 31."""
+    """Return a run of 100 steps with its history: the run failed once at step 40 and resumed at step 31."""
     history = History()
     for step in range(1, 41):
         history.take(status(10 + step, step, 1), START, at(10 + step))
@@ -105,7 +105,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
-    """A colleague who gets the file must not have to ask for the logs."""
+    """A colleague who gets only this file must find the logs in it."""
     parsed = Parsed(shown(folder))
     for said in (
         "digits: Succeeded",
@@ -128,7 +128,7 @@ def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_lo
 
 
 def test_the_drawings_are_well_formed_and_each_has_a_text_description(folder: Path) -> None:
-    """A screen reader reads only "image" without a description, and strict viewers refuse a malformed drawing."""
+    """Each drawing needs a description for screen readers, and must be well-formed XML for strict viewers."""
     for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
         assert root.get("role") == "img"
@@ -152,7 +152,7 @@ TEXTS = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 @settings(max_examples=40, deadline=None)
 @given(TEXTS, TEXTS, st.dictionaries(TEXTS, st.one_of(TEXTS, st.floats().map(repr)), max_size=3))
 def test_any_output_of_a_script_stays_text(folder: Path, message: str, log: str, metrics: dict[str, str]) -> None:
-    """An exception's text with markup must not change the page."""
+    """Markup in an exception's text must not change the page."""
     plain = Parsed(shown(folder, "x", "x"))
     run, history = report(folder, message or "x", log or "x")
     for step in (98, 99):
@@ -170,7 +170,7 @@ def test_an_empty_run_has_a_report_too(folder: Path) -> None:
 
 
 def test_a_series_stays_small_and_keeps_the_spikes() -> None:
-    """Ten million steps must not fill the memory, nor may averaging hide the one step that exploded."""
+    """Ten million steps must fit into memory. A single step with a high loss must stay visible."""
     series = Series()
     for step in range(200_000):
         series.add(step, step / 10, 1000.0 if step == 123_457 else 1.0)
@@ -203,7 +203,7 @@ def chromium() -> str:
 
 
 def test_a_real_browser_shows_the_report_without_an_error(chromium: str, folder: Path, tmp_path: Path) -> None:
-    """A page that can be parsed may still be blank, for example because its policy forbids its own style."""
+    """A browser must show the page. A page can be valid and blank if its security policy forbids its own style."""
     (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "run.html").as_uri()]

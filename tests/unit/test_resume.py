@@ -65,8 +65,8 @@ def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
 def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(
     volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
-    """An emptyDir is lost with its pod, so training restarts at step 0. A pod with a read-only root has an emptyDir at
-    /tmp only for temporary files."""
+    """An emptyDir is lost with its pod, so the message must not promise a resume. A pod with a read-only root has an
+    emptyDir at /tmp only for temporary files."""
     world = trains(volume, own_tmp=own_tmp)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
@@ -145,7 +145,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_shows_it() -> None
 
 @pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
 def test_no_message_claims_unrepeated_steps_after_a_restart_from_an_older_state(where: str) -> None:
-    """A script that calls progress() every 20 steps may have made 14 more steps than it reported."""
+    """A script that calls progress() every 20 steps may have made 14 more steps, which a restart repeats."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -158,7 +158,7 @@ def test_no_message_claims_unrepeated_steps_after_a_restart_from_an_older_state(
 
 @pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
 def test_a_restart_from_the_folder_also_repeats_steps_that_were_never_reported(first: int) -> None:
-    """Steps are reported every few seconds, so the 14 steps after the last report are repeated, too."""
+    """Steps are reported every few seconds. The 14 steps after the last report must count as repeated, too."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -181,7 +181,7 @@ def test_a_failure_reported_after_the_next_ranks_have_started_counts_its_steps_o
 
 
 def test_a_state_loaded_at_the_beginning_counts_no_step_as_kept() -> None:
-    """A script may load another training's model, saved at step 50,000, and begin at step 0."""
+    """A script may load another training's model of step 50,000, and begin at step 0. No steps were kept then."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
     world.agent = in_place(20)
@@ -201,7 +201,7 @@ def test_ranks_that_start_from_scratch_in_their_pods_do_not_show_an_earlier_resu
 
 
 def test_a_new_attempt_does_not_show_the_resume_of_the_last_one() -> None:
-    """Ranks of the next attempt have loaded nothing yet."""
+    """The ranks of a new attempt have not loaded a state yet, so no resume may be shown."""
     world = trains(CLAIM).reports_step(530, resumed_step=500, resumed_from="/ckpt", not_kept="no room").settle()
     assert (world.status.resumed_from, world.status.not_kept) == ("/ckpt", "in pod digits-1-0: no room")
     fails(world)
@@ -209,7 +209,7 @@ def test_a_new_attempt_does_not_show_the_resume_of_the_last_one() -> None:
 
 
 def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
-    """Without the message nobody learns why the job restarts from its last save, and that 100 MiB more help."""
+    """The message must name the limit: otherwise nobody learns why the job restarts from its last save."""
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
@@ -289,7 +289,7 @@ def test_memory_reports_of_ranks_before_a_restart_are_dropped() -> None:
     ],
 )
 def test_a_stopped_run_shows_what_was_saved(saved: int | None, said: str) -> None:
-    """Users who press Ctrl-C must know if the work of the last minutes is lost."""
+    """After Ctrl-C the output must show which step was saved."""
     progress = api.Progress(step=281, saved_step=saved, updated=START + dt.timedelta(seconds=12))
     assert told.stopped("digits", api.Status(progress=progress), 12) == said
     assert told.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
@@ -312,7 +312,7 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
     ],
 )
 def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why: str) -> None:
-    """Without the reason users learn only the next morning that training resumes at the last save."""
+    """If a stop saved nothing, the output must give the reason."""
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
     said = told.stopped("digits", api.Status(progress=progress), 12, ended)
@@ -344,6 +344,6 @@ def test_a_stop_whose_save_failed_shows_it_even_if_no_rank_raised() -> None:
 
 @pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])
 def test_an_incomplete_write_of_torch_is_explained_as_a_full_disk(said: str) -> None:
-    """torch's message does not mention the disk."""
+    """torch's message about an incomplete write does not mention that the disk is full."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
     assert ("most likely a full disk: RuntimeError" in sentences.sentence(failure)) is ("pos" in said)

@@ -31,7 +31,7 @@ CONTEXT = root_cause.Context(1, Members(range(9)), int, at(60))
 
 
 def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **more: Any) -> Pod:
-    """Return a pod that ended at this second. The kubelet's times are whole seconds."""
+    """Return a pod that ended `seconds` after the start. The kubelet's times are whole seconds."""
     word = more.pop("word", "Completed" if code == 0 else "Error")
     ended = Container("ended", word, said, False, code, at(seconds).replace(microsecond=0))
     about = {"job": "bert", "node": f"gpu-0{rank}", "phase": "Failed"}
@@ -250,7 +250,7 @@ def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(
 
 
 def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
-    """A reason of CRI-O, or of a script, may have another meaning in Kubernetes."""
+    """The evidence must be stored: a reason of CRI-O or of a script may have another meaning in Kubernetes."""
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
     read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
@@ -328,7 +328,7 @@ OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized argument
 
 
 def test_options_that_every_node_refuses_are_not_retried() -> None:
-    """`--lrr 1` must not be tried four times, with every rank's usage printed each time."""
+    """`--lrr 1` must not be tried four times, each time with the usage of every rank."""
     pods = [pod(rank, 2, said=OPTION) for rank in range(2)]
     failure, found = settled(*pods, nodes=2, untried=True)
     assert (failure.exception, found) == ("train.py: error: unrecognized arguments: --lrr 1", "permanent")
@@ -346,7 +346,7 @@ def test_options_that_every_node_refuses_are_not_retried() -> None:
 def test_options_that_the_launcher_refuses_are_not_retried_even_if_only_one_node_got_so_far(
     launcher: str,
 ) -> None:
-    """`ddprun --max-restarts x` must not be started four times, with the reason `(ddprun --help has all options)`."""
+    """`ddprun --max-restarts x` must not be started four times. One node's refusal is enough."""
     said = f"{launcher}: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n"
     failure, found = settled(pod(0, 2, said=said), nodes=2, untried=True)
     assert (failure.exception, found) == (said.splitlines()[0], "permanent")
@@ -399,7 +399,7 @@ def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early
     ],
 )
 def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str) -> None:
-    """The peers had only lost each other: backoffLimit must not count that, nor users search for uneven data."""
+    """The pod ended because the operator stopped it. backoffLimit must not count this as an early end of a rank."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
     failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)

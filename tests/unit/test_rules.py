@@ -165,7 +165,7 @@ def test_the_failure_class_follows_from_kubernetes_and_the_process(failure: Fail
     "raised",
     [
         "torch.AcceleratorError: ",
-        "RuntimeError: ",  # torch before 2.9
+        "RuntimeError: ",  # torch before 2.9 prints this
         "c10::AcceleratorError: ",
         "c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with "
         "exception: ",
@@ -183,7 +183,7 @@ def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(
 @pytest.mark.parametrize(
     ("exception", "mistake"),
     [
-        # Messages of torch 2.11 on an H100, and of torch 2.4.
+        # messages of torch 2.11 on an H100, and of torch 2.4
         (
             "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cpu, different from other "
             "tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
@@ -203,7 +203,7 @@ def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(
     ],
 )
 def test_a_script_mistake_that_mentions_a_gpu_is_distinguished_from_a_gpu_error(exception: str, mistake: bool) -> None:
-    """Tensors on two devices, the most common mistake with a GPU, must not be retried like a broken GPU."""
+    """Tensors on two devices are a mistake in the script. They must not be retried like a broken GPU."""
     assert rules.is_mistake(exception, 1) == mistake
 
 
@@ -220,7 +220,7 @@ def test_a_script_mistake_that_mentions_a_gpu_is_distinguished_from_a_gpu_error(
     ],
 )
 def test_a_script_that_exits_with_a_message_is_not_restarted(exception: str, code: int, mistake: bool) -> None:
-    """A script that does not find its data must not be started four times, which takes minutes in a cluster."""
+    """A script that exits with a message, for example without its data, must not be started four times."""
     assert rules.is_mistake(exception, code) == mistake
 
 
@@ -271,7 +271,7 @@ def test_a_full_disk_is_no_mistake_of_the_script(exception: str) -> None:
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
         "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
-        # A node without power or network, and a peer that never started.
+        # Messages if a node has no power or network, and if a peer never started.
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: No route to host",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: Connection timed out",
         "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
@@ -410,7 +410,7 @@ def test_the_error_about_an_address_in_use_names_the_port(exception: str, port: 
 
 
 def test_pure_complaints_about_peers_are_free_once_until_the_next_new_step() -> None:
-    """Uneven data always ends like this, so the job would restart for ever if backoffLimit never counted it."""
+    """If all ranks only lost a peer, backoffLimit must count the second time: uneven data always ends like this."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"

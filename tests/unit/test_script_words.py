@@ -1,4 +1,4 @@
-"""`ddpjob run`, `submit` and `init` separate their own words from those of the script as torchrun does."""
+"""`ddpjob run`, `submit` and `init` separate their own arguments from those of the script, as torchrun does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def made(cli: Cli, words: str) -> dict[str, Any]:
     ],
 )
 def test_all_words_from_the_first_unknown_word_on_belong_to_the_script(cli: Cli, typed: str, command: str) -> None:
-    """`ddpjob run train.py --lr 0.1` must not fail with `No such option '--lr'. (Did you mean one of: '--fail' …)`."""
+    """`ddpjob run train.py --lr 0.1` must pass --lr to the script, and not fail with `No such option '--lr'`."""
     spec = made(cli, typed)
     assert spec["template"]["spec"]["containers"][0]["command"] == command.split()
     assert spec["nodes"] == 1, "as torchrun: one node unless more are given"
@@ -102,7 +102,7 @@ def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_afte
 def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
-    """A script that itself has --env, --report or --logs must not silently lose the option."""
+    """If the script also has --env, --report or --logs, the command must refuse it and show both spellings."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -121,7 +121,7 @@ def test_an_option_before_the_script_is_ours_even_if_the_script_declares_it(cli:
 
 
 def test_a_misplaced_option_of_ours_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
-    """The script's own error, which each rank prints, does not say that the order is wrong."""
+    """The error must name our misplaced option. The script's own error does not show that the order is wrong."""
     done = cli.here("init", "train.py", "--lr", "1", "--nodes", "2")
     assert done.returncode == 0
     assert "--nodes goes to train.py, which declares no such option" in done.stderr
@@ -183,7 +183,7 @@ def test_an_option_typed_out_of_habit_is_answered_with_the_right_one(cli: Cli, t
     ],
 )
 def test_only_similar_options_are_suggested(cli: Cli, typed: str, meant: str) -> None:
-    """`--epochs` must not be answered by `Did you mean one of: '--report', '--yes'?`."""
+    """For `--epochs` the error must not suggest `--report` or `--yes`."""
     done = cli.here(*typed.split())
     assert done.returncode == 2
     assert meant in done.stderr
@@ -212,7 +212,7 @@ def test_options_may_stand_anywhere_around_a_YAML_file(cli: Cli) -> None:
     ],
 )
 def test_the_title_shows_numbers_that_are_defaults(cli: Cli, given: Any, devices: int, said: str) -> None:
-    """`ddpjob run train.py` uses one of eight GPUs, and must say so."""
+    """`ddpjob run train.py` uses one of eight GPUs. The title must show this default."""
     source = sources.Source(str(cli.folder / "train.py"), **given)
     assert sources.defaults(source, sources.load(source)[1], devices) == said
     job = sources.Source(str(cli.file("pass")))

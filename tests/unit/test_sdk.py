@@ -83,7 +83,7 @@ WORK = "import random\nclass Point:\n    x = 3\ndef work(y): return Point.x + y\
 def test_the_result_of_a_function_in_the_cluster_is_returned(
     cluster: FakeCluster, tmp_path: Path, code: str, args: tuple[Any, ...], answer: object
 ) -> None:
-    """The image needs neither cloudpickle nor ddpjob."""
+    """The image needs neither cloudpickle nor ddpjob to return the result of a function."""
     job = ddpjob.submit(in_main(code), args=args, name="work")
     ends(cluster, tmp_path)
     assert job.result(timeout=20) == answer
@@ -101,7 +101,7 @@ def test_an_object_of_a_class_of_the_program_is_returned_as_this_class(cluster: 
 
 
 def test_the_exception_of_the_failed_rank_is_the_cause(cluster: FakeCluster, tmp_path: Path) -> None:
-    """A program can catch the exception by its type."""
+    """The failed rank's exception must be the cause, so that a program can catch the exception by its type."""
     job = ddpjob.submit(in_main("def work(): raise FileNotFoundError(2, 'no such shard')"))
     ends(cluster, tmp_path)
     with pytest.raises(ddpjob.JobFailedError, match="work is Failed") as raised:
@@ -152,7 +152,7 @@ def test_a_cell_that_is_edited_while_its_job_runs_changes_nothing_of_it(cluster:
 def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(
     cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The image does not contain the user's module, whose name may equal the job's."""
+    """The function's module must be sent with it, because the image lacks this module. Its name may equal the job's."""
     (tmp_path / "work.py").write_text("FACTOR = 3\ndef helper(x): return x * FACTOR\ndef work(x): return helper(x)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = __import__("work")
@@ -175,7 +175,7 @@ def test_a_function_finds_its_other_modules_in_the_sent_folder(
 
 
 class Huge:
-    """An object like a model of 2 GB, whose weights are created while it is pickled."""
+    """An object of 2 GB, like a model, whose weights are created while it is pickled."""
 
     parts = 0
 
@@ -224,7 +224,7 @@ def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 def test_what_would_train_nothing_is_refused(
     cluster: FakeCluster, code: str, options: dict[str, Any], why: str
 ) -> None:
-    """Without the refusal the job would succeed without a training, or fail only in its pods."""
+    """A function that would train nothing must be refused, or the job would succeed, or fail only in its pods."""
     for start in (ddpjob.submit, ddpjob.run):
         with pytest.raises(ddpjob.InputError, match=why):
             start(in_main(code), **options)
@@ -241,7 +241,7 @@ def test_what_would_train_nothing_is_refused(
 def test_a_result_that_cannot_be_returned_is_reported_and_the_job_succeeds(
     cluster: FakeCluster, tmp_path: Path, code: str, why: str
 ) -> None:
-    """A long training must not count as failed only because its result cannot be sent."""
+    """The job must succeed although its result cannot be sent, because the long training itself was correct."""
     job = ddpjob.submit(in_main(code))
     ends(cluster, tmp_path)
     assert job.wait(timeout=20).state == "Succeeded"
@@ -343,7 +343,7 @@ def test_a_job_is_displayed_in_a_notebook_without_executing_its_content(cluster:
 
 
 def test_the_library_imports_the_command_line_only_on_request() -> None:
-    """A trainer image may lack the command line, and a script must not wait for its import."""
+    """A script must start without the command line, which a trainer image may lack and whose import takes time."""
     code = (
         "import sys, ddpjob; assert not {'ddpjob_cli', 'yaml', 'torch'} & set(sys.modules)\n"
         "ddpjob.submit; assert not {'torch', 'cloudpickle', 'kopf'} & set(sys.modules)\n"

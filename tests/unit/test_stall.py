@@ -28,7 +28,7 @@ class Trainers:
         self.receiving_since: dt.datetime | None = None
 
     def makes(self, step: int, phase: Phase | None = "train", *, rank: int = 0, attempt: int = 1) -> Trainers:
-        """Set step and phase of the rank's reports from now on."""
+        """Set the step and phase that this rank reports from now on."""
         self.saying[rank] = Report(step=step, rank=rank, node_rank=rank // 8, attempt=attempt, phase=phase)
         return self
 
@@ -111,7 +111,7 @@ def test_a_silent_rank_is_mentioned_and_does_not_count_as_stalled() -> None:
 
 @pytest.mark.parametrize("phase", ["start", "train"])
 def test_a_hang_that_agents_have_ended_does_not_teach_a_longer_limit(phase: Phase) -> None:
-    """If the time-out learned from this hang, the next hang would be found three times later."""
+    """A hang that the agents have ended must not lengthen the limit, or the next hang is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
     trainers.makes(0 if phase == "start" else 4, phase).report()

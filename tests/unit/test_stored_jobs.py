@@ -49,7 +49,7 @@ class Cluster:
         self.pods, self.states = copies.pods, self.reconciler.states
 
     def user_puts(self, raw: Raw) -> Key:
-        """Let a user create or change a job, and the watch report it."""
+        """Let a user create or change a job, and let the watch report the change."""
         key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
         self._store(key, copy.deepcopy(raw))
         self.jobs.put(reading.stored_job(orjson.dumps(self.stored[key])))
@@ -135,7 +135,7 @@ def kept(cluster: Cluster, key: Key) -> int:
 
 
 def test_only_a_thousandth_of_a_large_suspended_job_is_kept() -> None:
-    """Kept completely, 600 jobs of 280 kB fill the operator's memory, and no job of the cluster is served."""
+    """The operator must drop most of a suspended job: 600 complete jobs of 280 kB would fill its memory."""
     cluster = Cluster()
     key = cluster.user_puts(stored(suspend=True))
     cluster.reconciles(key)
@@ -202,7 +202,7 @@ def test_a_large_job_that_cannot_be_read_now_is_retried() -> None:
 
 
 def test_small_jobs_are_kept_completely_while_there_is_room() -> None:
-    """Reading a small job again for each of its events would add a fifth to the API server's load."""
+    """A small job must stay in memory. Reading it again at each event would add a fifth to the API server's load."""
     cluster = Cluster()
     key = cluster.user_puts(stored(text=0, suspend=True))
     assert "GET digits" not in cluster.reconciles(key)
@@ -253,7 +253,7 @@ def test_a_waiting_job_starts_by_itself_when_there_is_room(how: str) -> None:
 
 
 def test_a_job_that_has_started_is_never_dropped_for_a_budget() -> None:
-    """A new leader may have less room than the one before it. A running job must not be dropped for that."""
+    """A running job must not be dropped, even if a new leader has less memory than the leader before it."""
     before = Cluster()
     keys = [before.user_puts(stored(f"j{n}")) for n in range(5)]
     for key in keys:
@@ -321,7 +321,7 @@ def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None:
-    """If the job were not read, nobody would stop its pods after its end."""
+    """The operator must read a job that has pods, because otherwise nobody stops these pods at its end."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []

@@ -67,7 +67,7 @@ def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_folder_is_packed_with_its_file_names_executables_and_links(folder: Path) -> None:
-    """Code that ran locally must run in the cluster."""
+    """Code that ran locally must run in the cluster, so executables and links must stay as they are."""
     (folder / "übung mit leer").mkdir()
     (folder / "übung mit leer" / "größe.txt").write_text("ä")
     (folder / "run.sh").write_text("#!/bin/sh\n")
@@ -109,7 +109,7 @@ def test_files_that_git_ignores_or_that_are_no_code_are_not_sent(folder: Path) -
 
 
 def test_gitignore_has_the_same_meaning_as_in_git(folder: Path) -> None:
-    """git itself is the reference."""
+    """The test compares the files that are sent with those that git itself would include."""
     unreadable = "!\n[z-a]\nend\\\n"
     (folder / ".gitignore").write_text(
         f"*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n{unreadable}"
@@ -141,7 +141,7 @@ def test_credentials_are_not_sent_and_are_named(folder: Path) -> None:
 
 
 def test_snapshots_of_a_local_training_are_not_sent_and_are_named(folder: Path) -> None:
-    """With these snapshots a job in the cluster resumes at the end of a local run, makes no step, and succeeds."""
+    """Snapshots of a local run must not be sent: the job would resume at their end, make no step, and succeed."""
     for below in ("snapshots", "old/snapshots"):
         (folder / below).mkdir(parents=True)
         (folder / below / "writer-000001.json").write_text("{}")
@@ -164,7 +164,7 @@ def test_links_that_lead_outside_in_a_circle_or_nowhere_are_omitted_and_named(fo
 
 
 def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -> None:
-    """An editor's backup is gone a moment later, and `ddpjob dev --cluster` reads the folder at each save."""
+    """A file may vanish during the read, such as an editor's backup. `ddpjob dev --cluster` reads at each save."""
     (tmp_path / "train.py").write_text("print(1)")
     over = threading.Event()
 
@@ -190,7 +190,7 @@ def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -
 
 
 def test_a_folder_of_2_gb_is_refused_at_once_with_its_largest_files(folder: Path) -> None:
-    """The refusal must not read the file, which would take minutes for real data. Here it is sparse."""
+    """The command must refuse the folder without reading the file, which takes minutes. Here the file is sparse."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
         file.truncate(2 << 30)
@@ -258,7 +258,7 @@ def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
 def test_code_of_the_same_name_with_another_content_is_refused(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Somebody else created that ConfigMap, and its code would run as the user's own."""
+    """If somebody else's ConfigMap has the name but other content, that code must not run as the user's own."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
     ddpjob("submit", "train.py", "--name", "b", code=1, says="exists with other code")
@@ -274,7 +274,7 @@ def test_a_refused_submit_leaves_nothing_behind(folder: Path, cluster: FakeClust
 def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Without its code the job would wait for ever, and a second submit would find its name taken."""
+    """The message must name the job: without its code it would wait for ever, and its name is taken."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
     ddpjob("submit", "train.py", code=1, says="It is unknown if train was created: ddpjob get train tells")
@@ -380,7 +380,7 @@ def test_a_job_printed_by_the_cluster_is_submitted_again_under_another_name(
 
 
 def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`kubectl create` does the same for a YAML file that is submitted repeatedly."""
+    """A file with generateName must get a new name at each submit, as with `kubectl create`."""
     (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{generateName: sweep-}"))
     for _ in range(2):
         assert re.match(r"sweep-[a-z0-9]{5} is submitted", ddpjob("submit", "job.yaml").err)
@@ -393,7 +393,7 @@ def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluste
 def test_yaml_may_come_from_stdin_and_arguments_replace_those_of_the_file(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ddpjob run` does the same."""
+    """`submit -` reads a job from stdin, and arguments replace those of the file, as with `ddpjob run`."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml", "--", "--epochs", "9").code == 0
     assert trainer_of(cluster.find("ddpjobs", "mine"))["command"] == ["torchrun", "train.py", "--epochs", "9"]
@@ -419,7 +419,7 @@ def notebook(*cells: str) -> str:
 def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob run` does the same. submit must not read a notebook's JSON as a DDPJob."""
+    """submit must send the code cells as a script, as `ddpjob run` does, and not read the JSON as a DDPJob."""
     (folder / "try it.ipynb").write_text(notebook("%pip list\nimport train", "print(train)"))
     ddpjob("submit", "try it.ipynb", "--", "--epochs", "5", code=0)
     job = cluster.find("ddpjobs", "try-it")
@@ -469,7 +469,7 @@ def test_an_error_in_a_notebook_is_reported_with_its_cell(
 def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file in /tmp of this machine exists in no pod."""
+    """A script from stdin must be sent with the job, because a file in /tmp of this machine exists in no pod."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
     assert ddpjob("submit", "-", "--name", "alone").code == 0
     assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["ddprun", "stdin.py"]
@@ -483,7 +483,7 @@ def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
 def test_a_script_in_a_code_folder_elsewhere_is_checked(
     folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script must not be looked up here by its path in the pod."""
+    """The script must be found in the code folder. Its path in the pod does not exist on this machine."""
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     monkeypatch.chdir(tmp_path)
@@ -503,7 +503,7 @@ def test_a_script_in_a_code_folder_elsewhere_is_checked(
 def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Submit reads a script as ddpjob init does."""
+    """A script that starts its own processes must be started by python, as in the job from `ddpjob init`."""
     (folder / "src").mkdir()
     (folder / "src/spawning.py").write_text(
         "import torch.multiprocessing as mp\ndef main(i): pass\nif __name__ == '__main__': mp.spawn(main, nprocs=2)\n"
@@ -629,7 +629,7 @@ def test_ctrl_c_ends_following_and_tells_that_the_job_continues(folder: Path, cl
 
 @pytest.mark.parametrize("number", range(3))
 def test_each_job_on_the_page_about_code_is_valid(number: int) -> None:
-    """Readers copy it unchanged."""
+    """Readers copy the jobs of the page unchanged, so each must be valid."""
     page = (Path(__file__).parents[2] / "docs/your-code.md").read_text()
     jobs = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
     parsed, problems = validation.parse(jobs[number])

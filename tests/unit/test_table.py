@@ -81,7 +81,7 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
 
 
 def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
-    """Users want to know if the job is fine, how long it takes, and which process to inspect."""
+    """A wide terminal must show if the job is fine, how long it takes, and the pid to inspect."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
         "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
@@ -99,7 +99,7 @@ def test_at_80_columns_the_least_important_figures_are_omitted() -> None:
 
 
 def test_at_40_columns_lines_are_wrapped_and_processes_omitted() -> None:
-    """In a narrow pane users look for the state, the step and the time left."""
+    """A narrow terminal must show the state, the step and the time left."""
     assert text(moment(status(progress=progress(312, 40)), 41), 40) == [
         "Running  step 312/1125  27 %  24s left",
         "attempt 1  elapsed 41s",
@@ -124,7 +124,7 @@ def test_at_40_columns_lines_are_wrapped_and_processes_omitted() -> None:
 def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(
     what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
 ) -> None:
-    """Users press Ctrl-C if a line does not change for 19 s."""
+    """Each wait must show its reason and its time. Users press Ctrl-C if a line does not change for 19 s."""
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
@@ -134,7 +134,7 @@ def test_a_script_that_cannot_report_is_not_shown_as_importing() -> None:
 
 
 def test_after_a_minute_a_script_without_steps_gets_the_hint_how_to_report_them() -> None:
-    """ "no step reported, 2s" from the first second on would make users of a plain script search for a fault."""
+    """ "no step reported, 2s" must not appear in the first minute: users of a plain script would search for a fault."""
     assert table.hint(moment(status(), 31, reports=False)) == ""
     assert "ddpjob.progress(step=i)" in table.hint(moment(status(), 71, reports=False))
     assert text(moment(status(), 71, reports=False), 120, nodes=())[-1] == table.NO_STEPS
@@ -154,7 +154,7 @@ def test_the_first_step_after_a_restart_does_not_show_the_pace_of_the_old_ranks(
 
 
 def test_a_lower_step_has_no_pace_of_the_ranks_before_a_restart_that_is_not_reported_yet() -> None:
-    """Under ddprun the first step of the new ranks may arrive before the failure of those that were restarted."""
+    """Under ddprun the first step of the new ranks may arrive before the report about their restart."""
     what, history = trained()
     what = replace(what, progress=progress(1, 50))
     history.take(what, START, at(50))
@@ -186,7 +186,7 @@ def test_after_a_restart_in_place_no_figure_of_the_previous_generation_is_shown(
 
 
 def test_the_last_failure_stays_visible() -> None:
-    """The line about an earlier failure has scrolled away, so "1 restart" needs a reason next to it."""
+    """The reason must stay next to "1 restart", because the line about the failure has scrolled away."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
 
@@ -217,7 +217,7 @@ def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
 
 
 def test_the_loss_has_a_curve_of_20_characters() -> None:
-    """Without a curve users need another tool to see if the model learns."""
+    """The loss must have a curve, so that users see without another tool if the model learns."""
     line = text(moment(*_shown(trained())), 120)[1]
     assert line.startswith("1 s/step  5,210 samples/s  loss 0.025 █")
     assert len(line.split()[-1]) == 20
@@ -225,7 +225,7 @@ def test_the_loss_has_a_curve_of_20_characters() -> None:
 
 
 def test_a_step_that_takes_longer_than_before_is_shown_as_slow() -> None:
-    """Users must see that a job slows down, for instance because of a hot GPU or a full disk."""
+    """The table must show that steps take longer, for example because of a hot GPU or a full disk."""
     line = text(moment(*_shown(trained(losses=60, slow_from=45))), 120)[1]
     assert re.match(r"2 s/step, \d\d % slower  ", line)
     assert "slower" not in text(moment(*_shown(trained(losses=60))), 120)[1]
@@ -236,7 +236,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 
 def test_only_as_many_of_forty_nodes_are_shown_as_fit() -> None:
-    """The first lines of the table, which show the state, must stay on the screen."""
+    """Only nodes that fit may be shown, so that the table's first lines with the state stay on the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17
@@ -251,7 +251,7 @@ WORDS = st.text(max_size=12)
 def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(
     width: int, metrics: dict[str, str], message: str
 ) -> None:
-    """If a metric's name or a message moves the cursor or wraps a line, the table moves up the screen."""
+    """A metric's name or a message must not move the cursor or wrap a line, or the table moves up the screen."""
     failure = replace(FAILURE, message=message)
     what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])
     lines = text(moment(what, 41), width)
@@ -281,7 +281,7 @@ def test_metrics_are_rounded_and_values_that_are_no_fraction_are_kept(raw: str, 
 
 
 def test_sizes_and_step_times_have_a_unit() -> None:
-    """Users must not mistake milliseconds for seconds."""
+    """Step times need a unit: users must not mistake milliseconds for seconds."""
     assert [figures.size(n) for n in (0, 999, 1500, 350e6, 1.23e9, 81e9)] == [
         "0 B",
         "999 B",

@@ -60,7 +60,7 @@ def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: d
     ],
 )
 def test_a_value_that_an_api_server_accepts_is_accepted(container: dict[str, Any]) -> None:
-    """A new version must not refuse a job that runs today."""
+    """A new version of the check must not refuse a template that API servers accept."""
     assert refused(**container) == []
     assert list(validation.strict(validation.parse(manifest(container=container))[0].spec)) == []
 
@@ -91,7 +91,7 @@ def _with_its_line(text: str, lines: list[str]) -> str:
 
 
 def test_a_misspelled_field_is_named_at_any_depth_with_its_line(loaded) -> None:
-    """Users trust a check that finds `comand` to find `valeu` as well."""
+    """A misspelled field such as `valeu` must be named at any depth, because users rely on the check."""
     assert loaded(env=[{"name": "A", "valeu": "b"}]) == ["valeu: b | valeu: unknown field; did you mean value?"]
     assert loaded(resources={"limit": {"cpu": 1}})[0].endswith("limit: unknown field; did you mean limits?")
     assert loaded(volumeMounts=[{"name": "v", "mountpath": "/x"}], pod={"volumes": [{"name": "v"}]})[0].endswith(
@@ -118,12 +118,12 @@ def test_an_unknown_field_that_resembles_no_known_one_is_left_to_a_newer_api_ser
 
 
 def test_the_operator_refuses_no_unknown_field() -> None:
-    """A cluster newer than the operator must not lose its new fields."""
+    """A newer cluster may have new fields, so the operator must not refuse an unknown field."""
     assert refused(env=[{"name": "A", "valeu": "b"}], imagePullPolicy="Sometimes") == []
 
 
 def test_a_wrong_template_value_does_not_stop_pods_of_a_running_job_from_being_created() -> None:
-    """A less strict operator accepted the job, so its missing pods must still be created."""
+    """A less strict operator accepted the running job, so its missing pods must still be created."""
     (problem,) = validation.parse(manifest(container={"stdin": "yes"}))[1]
     assert not problem.unreadable
 
@@ -145,7 +145,7 @@ def test_any_template_is_compared_without_a_traceback(body: dict[str, Any]) -> N
 
 
 def test_the_types_match_the_openapi_description() -> None:
-    """With an older list of types, a new field would be reported as a typo."""
+    """The list of types must match the OpenAPI description. Otherwise a new field would be reported as a typo."""
     written = Path(pod_types.__file__).read_text(encoding="utf-8")
     assert written == tool.to_python(), "run `make generate`"
     assert len(written) < 100_000

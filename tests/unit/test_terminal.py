@@ -38,7 +38,7 @@ OBEYED = {
 
 @pytest.mark.parametrize("name", OBEYED)
 def test_a_terminal_executes_no_control_sequence_of_a_script(name: str) -> None:
-    """A window title must not stay after the run, nor a clear-screen hide the lines above it."""
+    """A script must not change the window title for longer than the run, nor clear the lines above it."""
     assert for_terminal(f"before{OBEYED[name]}after") == "beforeafter"
 
 
@@ -52,7 +52,7 @@ def test_colors_progress_bars_and_texts_are_kept(text: str) -> None:
 
 
 def test_an_unterminated_title_hides_only_its_own_line() -> None:
-    """All later output must be shown."""
+    """A title without an end may hide the rest of its line, but all later lines must be shown."""
     assert for_terminal("a\x1b]0;title\nloss 0.1\n") == "a\nloss 0.1\n"
 
 
@@ -107,7 +107,7 @@ def test_the_buffer_of_incomplete_sequences_is_limited() -> None:
 
 
 def test_bytes_that_are_not_utf_8_are_no_control_characters() -> None:
-    """0x9b alone begins a control sequence (CSI) on an 8-bit terminal."""
+    """0x9b alone starts a control sequence (CSI) on an 8-bit terminal, so it must not reach the terminal."""
     assert TerminalPieces().feed(b"a\x9b2J", last=True) == "a\ufffd2J"
 
 
@@ -161,7 +161,7 @@ def test_no_escape_of_a_job_reaches_a_terminal(words: str, tmp_path: Path, monke
 def test_an_answer_is_unchanged_only_in_a_pipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ddpjob list -o json` shows a status that somebody else wrote, and JSON does not escape C1 controls."""
+    """`ddpjob list -o json` may contain C1 controls, which JSON does not escape. Only a pipe gets them unchanged."""
     text = "größe\x9b2J\x1b]0;owned\x07\n"
     output.answer(text)
     monkeypatch.setattr(output, "_is_terminal", lambda: True)

@@ -104,7 +104,7 @@ SIZES = "size mismatch for fc.weight: copying a param with shape torch.Size([4, 
     ids=["load_state_dict", "spawn without a main guard", "torch.compile", "nothing follows"],
 )
 def test_an_exception_whose_first_line_ends_in_a_colon_includes_the_next_line(said: str, expected: str) -> None:
-    """`Error(s) in loading state_dict for Net:` alone does not say why a job did not resume."""
+    """`Error(s) in loading state_dict for Net:` alone does not explain the error, so the next line is included."""
     failure = read(FRAME + said + "\n")
     assert (failure.exception, failure.where) == (expected, "t.py:3")
     assert read(of_rank(1, FRAME + said)).exception == expected
@@ -127,7 +127,7 @@ def test_an_exception_whose_first_line_ends_in_a_colon_includes_the_next_line(sa
     ],
 )
 def test_lines_of_a_launcher_or_library_are_not_part_of_an_exception_text(foreign: str) -> None:
-    """`ValueError: no such key: ddprun: rank 1 ended with exit code 1` would be wrong."""
+    """A launcher's line must not be joined to the exception: `ValueError: no such key: ddprun: rank 1 ended …`."""
     assert read(f"{FRAME}ValueError: no such key:\n{foreign}\n").exception == "ValueError: no such key:"
     assert read(f"{FRAME}ValueError: no such key:\n{foreign}\nmore\n").exception == "ValueError: no such key:"
 
@@ -140,7 +140,7 @@ EXITED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminat
 
 
 def test_the_traceback_of_a_spawned_process_counts_more_than_its_exit() -> None:
-    """Without `if __name__ == "__main__"` each process raises before it can report to the first process."""
+    """Without `if __name__ == "__main__"` each spawned process raises before it can report to its parent."""
     guard = "RuntimeError: \n        An attempt has been made to start a new process before the\n"
     failure = read(f"{FRAME}{guard}{FRAME}{EXITED}\n")
     assert failure.exception == "RuntimeError: An attempt has been made to start a new process before the"
@@ -260,7 +260,7 @@ def test_a_text_that_is_no_library_message_is_read_as_a_log(text: str) -> None:
 
 # ---------------------------------------------------------------- exceptions
 
-# Printed by Python 3.11 and 3.14 for an error in `__del__`, and by logging for a record that it cannot write.
+# Output of Python 3.11 and 3.14 for an error in `__del__`, and of logging for a record that it cannot write.
 DELETED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>\n"
 DEALLOCATED = (
     "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
@@ -285,7 +285,7 @@ UNWRITTEN = (
         ('  File "t.py", line 3\n    def (:\n        ^\nSyntaxError: bad', "SyntaxError: bad", False),
         ("epoch 1 accuracy 0.9\nNote: all is well", "", False),
         ("", "", False),
-        # chains
+        # Tracebacks that are chained
         (chained(SHARD, "TrainingError: step 7 failed"), "TrainingError: step 7 failed", False),
         (chained(SHARD, PEER), SHARD, False),
         (chained(PEER, "TrainingError: step 7 failed"), PEER, True),
@@ -294,12 +294,12 @@ UNWRITTEN = (
             PEER,
             True,
         ),
-        # tracebacks that are not a chain
+        # Tracebacks that are not chained
         (FRAME + SHARD + "\n" + FRAME + PEER, SHARD, False),
         (FRAME + PEER + "\n" + FRAME + SHARD, SHARD, False),
         (FRAME + PEER, PEER, True),
         (REFUSED, REFUSED, False),
-        # tracebacks that do not end the program
+        # Tracebacks that do not end the program
         (f"{FRAME}{SHARD}\n{DELETED}{FRAME}{CHILD}\n", SHARD, False),
         (f"{FRAME}{PEER}\n{DELETED}{FRAME}{CHILD}\n", PEER, True),
         (f"{FRAME}{PEER}\n{DEALLOCATED}{chained(SHARD, CHILD)}", PEER, True),
@@ -307,12 +307,12 @@ UNWRITTEN = (
         (f"{UNWRITTEN}{FRAME}{PEER}\n", PEER, True),
         (f"{DELETED}{FRAME}{CHILD}\n{FRAME}{SHARD}\n", SHARD, False),
         (f"Exception ignored, as ordered by --keep-going\nstep 2\n{FRAME}{SHARD}\n", SHARD, False),
-        # launchers
+        # Lines of launchers
         (f"{FRAME}{SHARD}\n{FRAME}{CALLED}", SHARD, False),
         (f"{FRAME}{PEER}\n{FRAME}{CALLED}", PEER, True),
         (f"loading\n{FRAME}{CALLED}", CALLED, False),
         (f"{FRAME}{SHARD}\n{FRAME}{GIT}", GIT, False),
-        # from multiprocessing and from data loaders
+        # Errors of multiprocessing and of data loaders
         (
             FRAME + "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal " + FRAME + SHARD + "\n",
             SHARD,
@@ -321,7 +321,7 @@ UNWRITTEN = (
         (chained(KILLED, GONE), KILLED, False),
         (chained("_queue.Empty", GONE), GONE, False),
         (FRAME + SPAWN + FRAME + SHARD, SHARD, False),
-        # C++
+        # Errors of C++
         (
             f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {WATCHDOG}",
             f"c10::DistBackendError: {WATCHDOG}",
@@ -337,7 +337,7 @@ def test_the_exception_is_the_last_one_that_is_no_symptom(log: str, exception: s
 
 
 def test_an_nccl_error_keeps_the_line_of_the_script_that_raised_it() -> None:
-    """NCCL's message has a second line, which must not hide the place of the first."""
+    """An NCCL error has a second line, which must not hide the script's line at the end of the first line."""
     failure = read(
         f"{FRAME}{NCCL}\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
     )
@@ -346,7 +346,7 @@ def test_an_nccl_error_keeps_the_line_of_the_script_that_raised_it() -> None:
 
 
 def test_an_nccl_error_keeps_its_detail_in_a_log_and_in_an_exception() -> None:
-    """NCCL's explanation of the error class names neither the ranks nor the GPU (NCCL 2.28.9 on an H100)."""
+    """The message must keep NCCL's detail: the explanation of the error class names neither ranks nor GPU (2.28.9)."""
     kind = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
     found = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
     said = f"{NCCL}\n{kind}\nLast error:\n{found}"

@@ -1,4 +1,4 @@
-"""If the clock of the operator, or of another leader, jumps, no job waits longer."""
+"""If the clock of the operator or of its successor jumps, no job may wait longer because of this."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UID = job().metadata.uid
 @pytest.mark.parametrize("seconds", JUMPS)
 @pytest.mark.parametrize("failures", [1, 2, 4])
 def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(seconds: float, failures: int) -> None:
-    """A clock that was wrong for a while must not cost an hour of all GPUs."""
+    """A clock that was wrong for a while must not prolong the wait before a restart, such as by an hour."""
     world = digits(backoffLimit=9).running()
     for _ in range(failures):
         world.exits(0, 3).settle().stops_all().settle()
@@ -49,7 +49,7 @@ def test_a_retried_start_waits_no_longer_than_its_back_off(seconds: float) -> No
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_no_recorded_time_is_ahead_of_the_clock_for_more_than_one_reconcile(seconds: float) -> None:
-    """A recorded time in the future prolongs deadlines, back-off windows, TTLs and the avoidance of nodes."""
+    """If a clock is set back, recorded times must be corrected. Future times would prolong deadlines and back-offs."""
     world = digits(activeDeadlineSeconds=100, backoffWindowSeconds=60, ttlSecondsAfterFinished=5).running()
     world.exits(0, 3).settle().stops_all().settle().runs(0, 1).settle()
     avoided = api.AvoidedNode(node="gpu-7", until=world.now + dt.timedelta(hours=1))
@@ -65,7 +65,7 @@ def test_no_recorded_time_is_ahead_of_the_clock_for_more_than_one_reconcile(seco
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_repeated_steps_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
-    """If records of earlier ranks seem newer, each reconcile counts the repeated steps again."""
+    """If records of earlier ranks seem newer, each reconcile would count the repeated steps again."""
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
     for _ in range(3):

@@ -106,7 +106,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
 def test_a_finished_job_with_an_unreadable_status_is_never_restarted(status: dict[str, Any], where: str) -> None:
-    """The whole training must not run a second time, over the checkpoints of the first."""
+    """A finished job with an unreadable status must not train a second time, over the checkpoints of the first."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
     cluster.reconciles()
@@ -121,7 +121,7 @@ def test_a_finished_job_with_an_unreadable_status_is_never_restarted(status: dic
 
 
 def test_a_repaired_status_is_acted_upon_again() -> None:
-    """A repaired job must not wait for a restart of the operator."""
+    """After its status was repaired, a job must continue without a restart of the operator."""
     cluster = Cluster(broken(furthestStep="12k"))
     cluster.reconciles()
     status = {k: v for k, v in cluster.job["status"].items() if k != "furthestStep"}
@@ -177,7 +177,7 @@ Root Cause (first observed failure):
 
 @pytest.mark.parametrize("rank", ["-1", "-7", "-999999999"])
 def test_an_invalid_rank_in_a_log_does_not_make_the_status_unreadable(rank: str) -> None:
-    """The status would become unreadable, and a job with backoffLimit 0 would restart for ever."""
+    """An invalid rank must be dropped. It would make the status unreadable, and the job would restart for ever."""
     world = digits(nodes=1, backoffLimit=0).running().exits(0, code=1, message=TABLE.format(rank=rank)).settle()
     assert world.status.last_failure.rank in (None, 0)
     assert validation.stored_status({"status": msgspec.to_builtins(world.status)}) == world.status

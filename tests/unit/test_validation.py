@@ -231,7 +231,7 @@ def test_a_command_that_contradicts_the_job_and_would_hang_is_refused(words: lis
         (["torchrun", "--nnodes=2:2", "x.py"], 2),
         (["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):$(MASTER_PORT)", "x.py"], 2),
         (["torchrun", "--master-addr=digits-0.digits", "x.py"], 2),
-        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # no shell expands this, so all nodes have the same text
+        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # no shell expands $RANDOM: all nodes have one text
         (["sh", "-c", "torchrun --rdzv-id=$DDPJOB_UID x.py"], 2),
         (["sh", "-c", "torchrun --rdzv-id=$RANDOM x.py"], 1),
         (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME%-*} x.py"], 2),  # the pod's name without its number
@@ -381,7 +381,7 @@ torchrun t.py --help
 
 @pytest.mark.parametrize("script", WITHHELD.strip().splitlines())
 def test_a_command_that_separates_the_nodes_or_starts_nothing_is_named(script: str) -> None:
-    """Each node trains alone and the job succeeds, or node 1 waits for ever."""
+    """The command must be named: each node would train alone and the job succeed, or node 1 would wait for ever."""
     words = script.split() if script.startswith(("bash", "torchrun", "python")) else ["bash", "-c", script]
     assert len(launcher.apart(job(container={"command": words}).spec)) == 1
 
@@ -410,7 +410,7 @@ def test_a_launcher_that_gets_the_nodes_from_a_variable_is_not_reported_as_train
 
 @pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
 def test_the_default_hostfile_of_deepspeed_may_be_in_a_volume(path: str) -> None:
-    """DeepSpeed reads /job/hostfile without an option. The file may be in the image, which no check can see."""
+    """DeepSpeed reads /job/hostfile without an option. Such a job is accepted, because the image may have it."""
     said = {}
     for program in ("deepspeed", "mpirun"):
         trainer = {"name": "trainer", "image": "i", "command": [program, "x.py"]}
@@ -523,7 +523,7 @@ def test_env_keeps_the_position_of_a_variable_that_others_refer_to(write) -> Non
 
 
 def test_the_operator_does_not_search_for_similar_names() -> None:
-    """A tenant may write thousands of names. The API server itself refuses unknown fields of a pod with a message."""
+    """The operator must not search for similar names, because a tenant may write thousands of names."""
     body = manifest(node=2, container={"comand": ["torchrun"]})
     found = [str(problem) for problem in validation.parse(body, hints=False)[1]]
     assert found == ["spec.node: unknown field"]
@@ -540,7 +540,7 @@ def test_a_template_with_more_items_than_any_pod_has_is_refused_before_its_pods_
 
 
 def test_only_the_first_of_thousands_of_wrong_values_are_named() -> None:
-    """If all 5,000 mistakes were named, the operator would be blocked for 90 ms, and users read only the first page."""
+    """If all 5,000 mistakes were named, the operator would be blocked for 90 ms. Users read only the first page."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
     found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]
     assert len(found) == validation.PROBLEMS_MAX

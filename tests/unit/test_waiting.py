@@ -1,4 +1,4 @@
-"""A rank reports the collective that it waits in, and nothing that is uncertain."""
+"""A rank reports a collective only if it certainly waits in this collective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
     ],
 )
 def test_only_a_line_that_certainly_waits_for_a_collective_counts_as_one(file: str, source: str, how: str) -> None:
-    """A rank that computes, sends, or waits for something else may go on by itself."""
+    """A rank that computes, sends, or waits for something else may continue without its peers, so it must not count."""
     seen: list[str] = []
     function = source.partition("(")[0].removeprefix("def ")
 
@@ -83,11 +83,11 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
     ("entries", "count", "begun"),
     [
         ([], 0, 0),
-        ([], 3, -1),  # three sends, or collectives that the recorder has dropped
+        ([], 3, -1),  # three sends, or collectives that the recorder dropped
         ([entry(1), entry(2)], 2, 2),
         ([entry(1), entry(2)], 3, -1),  # a send after collective 2
         ([entry(1), entry(2, op_id=5)], 5, 2),  # sends before collective 2
-        ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed and created again with its name
+        ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed, and created again with its old name
     ],
 )
 def test_the_newest_collective_of_a_group_is_known_only_if_it_was_begun_last(
@@ -138,7 +138,7 @@ def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync")
 
 
 def test_the_operation_of_a_rank_in_the_collective_that_another_waits_in_is_named() -> None:
-    """Rank 0 has sent its broadcast and continued; rank 1 waits in an all_reduce for it."""
+    """Rank 0 has sent its broadcast and continued. Rank 1 waits in an all_reduce for rank 0 and must be named."""
     gone_on = stands(0, Call(5, "broadcast", "[4] float32", 16, True), Call(6, "barrier", size=0))
     left = stands(1, Call(5, "all_reduce", "[4] float32", 16))
     assert deadlock.find([gone_on, left]) == (
@@ -163,7 +163,7 @@ def test_a_rank_that_waits_for_more_bytes_than_are_sent_hangs() -> None:
 
 
 def test_a_stall_compares_operations_and_shapes_at_the_same_number() -> None:
-    """`rank 0 stands in collective 7 (all_reduce), as the others do` would be wrong for ranks that can never meet."""
+    """Operation and shape are compared at each number: ranks with different operations in collective 7 never meet."""
     others = [Position(rank, sequence=7, op="all_reduce", done=False, shape="[4] float32") for rank in (0, 1)]
     barrier = Position(2, sequence=7, op="barrier", done=False)
     told = failure([*others, barrier], 300, "train")

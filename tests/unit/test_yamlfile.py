@@ -102,14 +102,14 @@ def bomb(levels: int, width: int = 10) -> str:
 def test_a_file_that_is_too_large_or_no_json_is_refused_within_a_second(
     tmp_path: Path, content: str | bytes, sentence: str
 ) -> None:
-    """Users must not see a traceback of PyYAML, nor wait for ever."""
+    """A large or invalid file must give an error in a sentence within a second, not a traceback of PyYAML."""
     began = time.process_time()
     assert sentence in said(tmp_path / "job.yaml", content)
     assert time.process_time() - began < 1
 
 
 def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
-    """With all 3000 mistakes, the one helpful line would scroll away."""
+    """A file with 3000 mistakes must show only some of them and the total, or the first lines would scroll away."""
     job = GOOD.replace("[torchrun, train.py]", "[torchrun]\n" + "      - 7\n" * 3000)
     lines = said(tmp_path / "job.yaml", job).splitlines()
     assert len(lines) <= yamlfile.PROBLEMS_MAX + 1
@@ -135,7 +135,7 @@ def test_keys_and_dates_are_texts_as_in_kubectl(tmp_path: Path) -> None:
 
 
 def test_plain_words_and_numbers_are_read_as_in_kubectl(tmp_path: Path) -> None:
-    """The cluster refuses `args: [--lr, 1e-4]`, and reads `--time 1:30:00` as text. Both must be the same here."""
+    """The cluster refuses `args: [--lr, 1e-4]`, and reads `--time 1:30:00` as text. This reader must do the same."""
     path = tmp_path / "any.yaml"
     rows: dict[str, Any] = {}
     rows |= {"1e-4": 0.0001, "1e3": 1000, "2.0": 2, "+12e03": 12000, ".5": 0.5, "1.": 1, "08": 8, "-1.5": -1.5}
@@ -151,7 +151,7 @@ def test_plain_words_and_numbers_are_read_as_in_kubectl(tmp_path: Path) -> None:
 
 
 def test_an_anchored_value_used_as_a_key_elsewhere_keeps_its_type(tmp_path: Path) -> None:
-    """`nodes: &n 2` and `*n : x` must not make the key a number, or the nodes a text."""
+    """With `nodes: &n 2` and `*n : x`, nodes must stay a number and the key must be a text."""
     path = tmp_path / "any.yaml"
     path.write_text("a: &n 2\n*n : x\nb: &t true\n*t : u\n? &k 5\n: z\nc: *k\n")
     (document,) = yamlfile.read(str(path))
@@ -159,7 +159,7 @@ def test_an_anchored_value_used_as_a_key_elsewhere_keeps_its_type(tmp_path: Path
 
 
 def test_a_file_with_ordinary_aliases_and_merges_is_read(tmp_path: Path) -> None:
-    """The bound on aliases must not refuse a sound file."""
+    """A file with ordinary aliases must be read, although the number of expanded aliases is limited."""
     path = tmp_path / "job.yaml"
     path.write_text(
         GOOD + "        env: &e\n        - {name: A, value: x}\n      - {name: b, <<: {image: p}, env: *e}\n"
@@ -186,7 +186,7 @@ def test_a_file_with_ordinary_aliases_and_merges_is_read(tmp_path: Path) -> None
     ids=lambda s: s[:24].encode("unicode_escape").decode(),
 )
 def test_a_value_of_set_has_the_same_limits_as_a_file(tmp_path: Path, setting: str) -> None:
-    """Users must not see a traceback of PyYAML, nor wait for ever."""
+    """A value of --set must give an error in a sentence, not a traceback of PyYAML or an endless wait."""
     path = tmp_path / "job.yaml"
     path.write_text(GOOD)
     document = yamlfile.read_job(str(path))
@@ -232,7 +232,7 @@ def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(
 def test_a_good_file_with_a_mistake_anywhere_is_read_or_refused_with_a_line(
     tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, piece: str
 ) -> None:
-    """A typo in a sound file must not cause a traceback."""
+    """A file with one typo must be read, or refused with a line number, but never cause a traceback."""
     sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", GOOD[:at] + piece + GOOD[at + cut :])
     assert sentence == "" or re.match(r"job\.yaml:\d+: \S", sentence), sentence
 
@@ -246,7 +246,7 @@ def rows(value: Any) -> int:
 @settings(max_examples=100, deadline=None)
 @given(st.recursive(st.just("x"), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab"), inner)))
 def test_the_limit_counts_the_nodes_that_are_built(value: Any) -> None:
-    """A bound that counts other nodes admits a YAML bomb, or refuses a sound job."""
+    """The limit must count the nodes that PyYAML builds. Another count admits a YAML bomb, or refuses a sound job."""
     import yaml
 
     reader = yamlbounds._BoundedReader()
@@ -256,7 +256,7 @@ def test_the_limit_counts_the_nodes_that_are_built(value: Any) -> None:
 
 
 def test_the_jobs_of_a_list_are_read_like_those_of_a_file(tmp_path: Path) -> None:
-    """`kubectl get ddpjobs -o yaml | ddpjob check -` passes a List."""
+    """`kubectl get ddpjobs -o yaml | ddpjob check -` passes a List, whose jobs must be read."""
     item = "".join(f"  {line}\n" for line in GOOD.splitlines()).replace("  api", "- api", 1)
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: List\napiVersion: v1\nitems:\n{item}{item.replace('digits', 'other')}")
