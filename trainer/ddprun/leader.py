@@ -254,7 +254,7 @@ class Leader:
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
-        # On a single node the agent needs no port itself, so the first ranks get the requested one, as with torchrun.
+        # On a single node the agent needs no port, so rank 0's store gets the requested port first, as with torchrun.
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked

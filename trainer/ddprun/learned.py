@@ -268,7 +268,7 @@ class _Watch:
             __import__(name)
         except BaseException as error:
             return f"cannot be imported: {type(error).__name__}"
-        # A variable that now has the same value as in the rank makes no difference.
+        # A variable with the same value here and in the rank does not change what the module does in the rank.
         own = (n for n in sorted(self._read_now & self._variables.keys()) if os.environ.get(n) != self._variables[n])
         why = next((f"reads {name}" for name in own), "") or self._why or self._changed(before, self._state())
         time.sleep(time.process_time() - began)  # leave CPU time to the ranks, which are training

@@ -29,7 +29,7 @@ CHUNKS_MAX = 16  # chunks of a file in one turn of the loop: signals and peers w
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
-OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank for this agent only
+OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # a rank's files for the agent; torchrun has none
 
 
 class Files(NamedTuple):

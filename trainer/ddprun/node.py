@@ -68,7 +68,7 @@ class LocalRanks:
         self._codes: dict[int, int] = {}  # by local rank, of ended ranks; negative: a signal
         self._files: list[Files] = []
         self._kills = OomKills()
-        self.beats: Heartbeats | None = None  # of this generation
+        self.beats: Heartbeats | None = None  # heartbeats of this generation's ranks
         self._saved_before = 0  # `saved_step` of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # dev: the next ranks may run other code
         self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal

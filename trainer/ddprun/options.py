@@ -36,8 +36,8 @@ STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 class Options(NamedTuple):
     """Settings of one agent."""
 
-    nodes: int  # all that may take part
-    least: int  # the smallest number of them that train
+    nodes: int  # number of nodes that may take part
+    least: int  # smallest number of nodes that train
     place: int
     nproc: int
     host: str

@@ -24,11 +24,11 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # then a rank without an answer gets a signal, whose handler works in a blocked interpreter
+SIGNAL_SECONDS = 0.6  # time for an answer; then the rank gets a signal, whose handler works without the GIL
 ANSWER_SECONDS = 1.0
 QUIET_SECONDS = 1.5  # reading a full flight recorder of torch takes up to 0.5 s
 IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
-SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
+SIGNAL_PAUSE_SECONDS = 0.02  # between signals to two ranks, whose stacks go to one console
 
 
 class Watching:

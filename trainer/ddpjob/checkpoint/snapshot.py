@@ -491,7 +491,7 @@ class Snapshot:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
             is_shared = claim == self._own_claim and highest not in self._taken()
-            # Use this claim of our attempt, unless an earlier process has taken it and we need one to save.
+            # Share the writer number of our attempt, except to save if an earlier process has taken this number.
             if claim == self._own_claim and not (is_shared and to_save):
                 break
             if claim is not None:
@@ -571,7 +571,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # skip it for a second Snapshot, which may be empty although training resumed from the first
+            # no log line for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
@@ -592,8 +592,8 @@ class Snapshot:
     def _read(self, found: FoundState | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
         """Return the newest complete state in the folder, with this rank's own parts; None if there is none.
 
-        found: the state in memory; only a newer file counts. A file that lacks an object of a late rank is skipped,
-        because an older file may have it.
+        found: the state in memory; only a newer file counts. Skip a file that lacks objects of a rank that did not save
+        in time, because an older file may have them.
         """
         passed: set[Path] = set()
         problem: of_each_rank.LateError | None = None

@@ -27,7 +27,7 @@ SYNC = "sync"
 DEFAULT_GROUP = "0"
 # Every rank of the group must contribute before any rank has the result.
 _NEED_ALL = frozenset(("all_reduce", "sparse_all_reduce", "barrier", "all_gather"))
-# A rank may complete these without some of the others. We do not know whom it needs, so all others must be missing.
+# A rank may complete these without some ranks. It is blocked for sure only if no other rank can contribute.
 _NEED_ANY = frozenset(("broadcast", "reduce", "gather", "scatter", "all_to_all"))
 _WITHOUT_INPUT = ("barrier", "scatter")  # any other operation with 0 bytes may complete without a peer
 _OF_EQUAL_SIZE = frozenset(("all_reduce", "all_gather"))

@@ -238,7 +238,7 @@ class LeaderState:
         grant: Grant | None = None,
         is_ready: bool = True,
     ) -> None:
-        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`.
+        """Add a node whose agent connected, without running ranks. generation: of its last ranks; -1 without any.
 
         is_ready: False if its ranks could not start at once; `ready` follows.
         """
@@ -255,12 +255,12 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def ready(self, node: int, now: float) -> None:
-        """Handle a connected node whose ranks would start at once from now on."""
+        """Let a connected node join after its snooze: its ranks would start at once from now on."""
         if node in self._here:
             self._newcomers.ready(node, now)
 
     def lost(self, node: int, now: float) -> None:
-        """Handle the loss of the connection to an agent."""
+        """Remove a node whose connection was lost, and stop running ranks: they need the lost ones."""
         if node not in self._here:
             return None
         self._part(node, now)
@@ -281,7 +281,7 @@ class LeaderState:
         return None
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
-        """Handle ranks of this node that ended with a code other than 0."""
+        """Stop all ranks, because ranks of this node ended with a code other than 0."""
         if self.state == "running" and node in self.members:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
@@ -300,7 +300,7 @@ class LeaderState:
         *,
         lacks_program: bool = False,
     ) -> None:
-        """Handle a node whose ranks have all ended.
+        """Record the failures of a node whose ranks have all ended; after the last node, decide how to go on.
 
         ended: a rank that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank
         has tried to run it.
@@ -316,7 +316,7 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
-        """Handle a node whose ranks have all ended with 0. ended: the first of them."""
+        """Record that all ranks of a node ended with 0; after the last node, end the job. ended: the first rank."""
         if self.state == "running" and node in self.members:
             self._current.finished.add(node)
             self._current.ended += [ended] if ended is not None else []
@@ -355,7 +355,7 @@ class LeaderState:
         self.furthest_step = max(self.furthest_step, step)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
-        """Handle a node's stall report: its ranks make progress, or are stalled."""
+        """Store a node's stall report, and request the positions of all ranks if the group seems stalled."""
         if self.state == "running" and node in self.members:
             stalled = self._current.standstill.heard(node, report)
             self._current.search.heard(node, still=report.still)
@@ -367,7 +367,7 @@ class LeaderState:
                 self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
-        """Handle the positions of a node's ranks."""
+        """Store the positions of a node's ranks; after the last node, decide if the group hangs."""
         if self.state == "running" and node in self.members:
             running = set(self.members) - self._current.finished
             self._current.search.heard(node, still=report.still)
@@ -381,7 +381,7 @@ class LeaderState:
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
-        """Handle a requested termination. The node leaves after its ranks; without an operator the whole job ends."""
+        """Remove a node whose termination was requested, after its ranks. Without an operator the whole job ends."""
         if self.state in ("running", "stopping") and node not in self.members:
             self._part(node, now)
             return

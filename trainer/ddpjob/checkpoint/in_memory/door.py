@@ -120,7 +120,7 @@ class InMemory:
         that repeats a name starts over with the newest state.
         """
         if not self._used or self._world is None or self._present.generation == 0:
-            return None  # only an earlier generation can have left a state
+            return None  # in the first generation no state can be in memory
         if not _names(objects).isdisjoint(self._named):
             self._named = set()
         if self._named:

@@ -17,7 +17,7 @@ _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
 
 
 class _Seen(NamedTuple):
-    """numpy's generator at the last call."""
+    """State of numpy's generator at the last call of `compact`."""
 
     generator: Any  # the reference keeps the memory valid
     memory: Any
