@@ -100,7 +100,7 @@ class Follower:
             self._agent.end(self._agent.termination_code(), None)
 
     def rerun(self, _now: float) -> None:
-        """Do nothing: only the agent of node 0 gets this signal."""
+        """Do nothing: only the agent of node 0 gets RERUN_SIGNAL."""
 
     def tick(self, now: float) -> None:
         if self._link is None:

@@ -23,7 +23,7 @@ class ForkServer:
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         self.ready = False
-        self.refused = ""  # reason why it cannot be used
+        self.refused = ""  # reason why the fork server cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
         self.spares: set[int] = set()  # pids of spares: forked ranks that wait for a script to run
         self._spares_left = 0  # spares that are still to be forked
@@ -47,7 +47,7 @@ class ForkServer:
 
     @property
     def settled(self) -> bool:
-        """True if it serves or has refused."""
+        """True if the fork server serves, or has refused to serve."""
         return self.ready or bool(self.refused)
 
     def fileno(self) -> int:

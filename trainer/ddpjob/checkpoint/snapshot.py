@@ -238,7 +238,7 @@ class Snapshot:
                 f"{ahead[0]}: a DataLoader iterates this sampler. One with workers takes batches before they are "
                 f"trained, and a resume leaves these out: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
-        self._unwritten = None  # release it first; otherwise three copies of the state would be in memory
+        self._unwritten = None  # release the previous copy first; otherwise three copies would be in memory
         document = {
             "format": FORMAT,
             "step": step,
@@ -399,7 +399,7 @@ class Snapshot:
                     f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
                     f"all go on from rank 0's",
                 )
-        self._remove_left(writer)  # first: files of a killed process may be what fills the disk
+        self._remove_left(writer)  # before the write, because files of a killed process may fill the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
         report_saved(document["step"])
@@ -660,7 +660,7 @@ class Snapshot:
             if found is None:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
-            # report it, because a failure now would lose that state
+            # report a state that only memory has, because a failure now would lose it
             self._report_failed(f"the state of step {found.held.version.step} is in memory alone", error)
             return None
         for entry in entries:
@@ -1031,7 +1031,7 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     tmp = writers.tmp_path(folder, writer)
     try:
         writers.write_new(tmp, content.encode())
-        os.link(tmp, path)  # fails if it exists, like O_EXCL, and the file is never visible half written
+        os.link(tmp, path)  # fails if the path exists, and never shows a half-written file
     except FileExistsError:
         return False
     except OSError as error:

@@ -115,7 +115,7 @@ NOT_RESTARTED: dict[str, str] = {
     "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
 }
 CHARGED_MAX = 5
-ANSWER_SECONDS = 3.0  # an agent needs about one
+ANSWER_SECONDS = 3.0  # limit for answers; an agent needs about one second
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
 PREFLIGHT_SECONDS = 120.0  # limit; a pre-flight takes some seconds, plus its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
@@ -189,7 +189,7 @@ class LeaderState:
         self._has_trained = False  # the job has made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
-        self._replacements: dict[int, int] = {}  # by node: the number of its pod that connected last
+        self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
         self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
         self.said = ""  # why the next ranks start: the last failure and its charge
         self._since = now  # start of this state
@@ -400,7 +400,7 @@ class LeaderState:
             self._stop([self._lose(node)], now)  # stop all: the leader must leave, and other ranks have a state to save
 
     def tick(self, now: float) -> None:
-        """Do the work that is due."""
+        """Act on a deadline that has passed, such as the end of a back-off or a missing answer."""
         if self._grows_at is not None and now >= self._grows_at:
             return self._grow(now)
         if self._deadline is None or now < self._deadline:

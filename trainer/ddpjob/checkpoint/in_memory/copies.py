@@ -60,7 +60,7 @@ class Boundary(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A copy that is written and not yet valid."""
+    """A copy that is written, but not valid before the next optimizer step."""
 
     area: int
     held: Held
@@ -91,7 +91,7 @@ class Copies:
         self._noted: tuple[list[Any], bool] | None = None  # parameter versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
-        # True if should_stop finds the same parameters as save; None: not known yet
+        # True if parameters are the same at should_stop() and at save(); None: not known yet
         self._is_placed: bool | None = None
         self._lock = threading.Lock()  # held while a copy is written
         self._written: _Written | None = None
@@ -340,7 +340,7 @@ class Copies:
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
-        """True if nothing shows that the parameters have changed since the boundary."""
+        """True if neither version counters nor samples show a change of parameters since the boundary."""
         is_same = self._versions_of(kept) == versions and not kept.changed()
         return is_same or (self._plan is not None and self._plan.changes)
 
@@ -351,7 +351,7 @@ class Copies:
         return 1 if self._plan is None else self._plan.every
 
     def _look(self) -> None:
-        """Read the next plan from the store, and use it from its first step on."""
+        """Read the next copy plan from the store, and use the plan from its first step on."""
         looks = self._rank > 0 and self._store is not None and self._next is None and self.by_cadence
         if looks and copies.looks(self._step, self._before, self._every):
             with contextlib.suppress(RuntimeError):  # the store is gone, because rank 0 has died
@@ -364,7 +364,7 @@ class Copies:
                 self._misplaced()  # only rank 0 may call save() and see that parameters differ from should_stop()
 
     def _decide(self, at: Boundary) -> None:
-        """Make a plan if there is none, or a better one is possible."""
+        """Plan how often to copy, if there is no plan or a better plan is possible."""
         if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
             return
         if not self._costs and not self._try(at):

@@ -72,7 +72,7 @@ class _Flight:
         return not self._sums() and self.passed is not None and self.passed.is_done()
 
     def come_down(self) -> bool:
-        """Wait until the copy is complete. Return False if no optimizer step has followed."""
+        """Wait until the copy is complete. Return False if no optimizer step has followed the boundary."""
         self.settle()
         if self.passed is None:
             return False

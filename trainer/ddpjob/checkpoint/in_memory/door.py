@@ -93,7 +93,7 @@ class InMemory:
         if device is None and world.device.type != "cpu":
             return
         why = _REFUSED
-        if where:  # DDPJOB_MEMORY is empty if there is no file
+        if where:  # empty: the agent could not create the memory
             is_killed = process.number("DDPJOB_OUT_OF_MEMORY", 0)
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
