@@ -45,7 +45,7 @@ KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
 SPARES_AFTER_SECONDS = 5.0  # later than the start, because starting ranks need the processors
 FILE_BYTES_MAX = 1 << 16
-END_BYTES_MAX = 1 << 22  # enough for a model with 20,000 parameters
+END_BYTES_MAX = 1 << 22  # limit for a rank's end record; enough for a model with 20,000 parameters
 STDERR = 2
 _OF_PIPE = "BrokenPipeError"
 _UNFLUSHED = 120  # Python's exit code if it cannot flush stdout at its end
@@ -75,7 +75,7 @@ class LocalRanks:
         self._then: tuple[int, float] = (0, 0.0)  # the signal that follows, and its grace period in seconds
         self.failures: list[Failure] = []  # of this generation, in order; without those of ranks that we stopped
         self.stopped = False  # True if the ranks were ended because of another rank
-        self._stopped_at = 0.0  # time.time(), the clock of termination messages
+        self._stopped_at = 0.0  # wall-clock time (time.time()), as in termination messages
         self.kill_at: float | None = None
         self._killed_at: float | None = None  # when SIGKILL was first sent
         self.helpers: set[int] = set()  # children of the agent that belong to no rank and outlive a generation

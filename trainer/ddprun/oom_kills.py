@@ -21,7 +21,7 @@ class OomKills:
         self._accounted = self._count()
 
     def look(self) -> None:
-        """Ignore the kills until now: they did not hit the ranks that start now."""
+        """Ignore all kills before this call: they did not hit the ranks that start now."""
         self._accounted = self._count()
 
     def another(self) -> bool:

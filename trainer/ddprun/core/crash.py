@@ -17,7 +17,7 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 
 def calls(dump: str) -> list[str]:
     """Return the calls of a process that a signal killed, as lines of a traceback, most recent last."""
-    _, begin, text = dump.rpartition(_BEGIN)  # the last dump; earlier ones are of children, or were requested
+    _, begin, text = dump.rpartition(_BEGIN)  # only the last dump: earlier dumps are of children, or were requested
     lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack(text if begin else "")]
     return lines[:CALLS_MAX][::-1]
 

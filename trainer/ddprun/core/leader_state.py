@@ -191,7 +191,7 @@ class LeaderState:
         self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
         self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
-        self.said = ""  # why the next ranks start: the last failure and its charge
+        self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
         self._deadline: float | None = now + join_seconds  # time at which this state ends by itself
