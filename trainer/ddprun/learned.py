@@ -73,7 +73,7 @@ def set_ranks() -> None:
 
 
 def _installed() -> tuple[str, ...]:
-    """Folders that do not change while a job runs: the standard library and installed packages."""
+    """Return folders that do not change during a job: of the standard library and installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     paths = {sysconfig.get_path(name) for name in names} | {*site.getsitepackages(), site.getusersitepackages()}
     return tuple(os.path.realpath(path) + os.sep for path in paths if path)

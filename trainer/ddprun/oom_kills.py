@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 class OomKills:
-    """Number of kills for lack of memory in this process's cgroup and below."""
+    """Counts kills for lack of memory in this process's cgroup and below."""
 
     def __init__(self, path: str = "") -> None:
         """path: file with the count, by default `counting_file`; without a file no SIGKILL counts as such a kill."""

@@ -15,7 +15,7 @@ from ddprun.options import Options
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver.py")
 # Makes `torch.cuda.is_available()` ask NVML instead of CUDA, so that the process can still fork.
 HIDDEN = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
-FORK_SECONDS = 30.0  # two forks take milliseconds; a machine that swaps may need longer
+FORK_SECONDS = 30.0  # limit for two forks, which take milliseconds; a machine that swaps needs longer
 
 
 class ForkServer:

@@ -236,7 +236,7 @@ def waits_of(written: Any) -> Waits | None:
 
 
 def written(waits: Waits | None) -> dict[str, Any] | None:
-    """Convert to JSON for another agent, the inverse of `waits_of`."""
+    """Return what a rank waits in as JSON for another agent; the inverse of `waits_of`."""
     if waits is None:
         return None
     groups = [{**group._asdict(), "recent": [list(call) for call in group.recent]} for group in waits.groups]

@@ -16,7 +16,7 @@ IDLE, NO_PROGRESS = "have been idle", "have made no step and ended no collective
 
 
 class IdleClock:
-    """Measures how long the ranks have used no CPU, and how long they have made no progress."""
+    """Measures for how many seconds the ranks have used no CPU, and for how many they have made no progress."""
 
     def __init__(self, seconds: float = IDLE_SECONDS) -> None:
         self.seconds = seconds

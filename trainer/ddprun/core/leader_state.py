@@ -108,7 +108,7 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
-# A missing key means that a budget is spent.
+# By event reason. For any other reason the budget of the failure is spent.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",

@@ -54,7 +54,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-LOOSE_STEPS = 2  # changed steps in a row before a report; a single one may be the end of an epoch
+LOOSE_STEPS = 2  # steps in a row with a change after the boundary, before a report; one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
@@ -251,7 +251,7 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # Within a gradient accumulation keep the first random states: a restart repeats all of its micro-batches.
+        # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
@@ -373,7 +373,7 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # read random states only if losing a draw would do harm: reading takes a fifth of the cost per step
+        # read random states only if a lost draw would do harm: the read takes a fifth of the cost per step
         if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
