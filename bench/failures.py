@@ -41,7 +41,7 @@ for step in {steps}:
     optimizer.step()
 dist.destroy_process_group()
 """
-# Name → parts of the script, and a pattern for the line that names the cause.
+# By name of the failure: parts of the script, and a pattern for the line that names the cause.
 CASES: dict[str, tuple[dict[str, str], str]] = {
     "ValueError in one rank": ({"fault": "if rank == 1: raise ValueError('odd batch')"}, "rank 1.*odd batch"),
     "the same in all ranks": ({"fault": "raise ValueError('odd batch')"}, "odd batch"),

@@ -1,4 +1,4 @@
-"""From a clone to the first own script: commands, seconds and lines on the screen until the script prints, and in all.
+"""Measure commands, seconds and lines on the screen from an installed clone to the output of a user's own script.
 
     python bench/first_script.py [--ddpjob OTHER_CLONE/.venv/bin/ddpjob]
 

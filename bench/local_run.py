@@ -1,4 +1,4 @@
-"""Cost of `ddpjob run`: start of the command line, time to the first step compared with torchrun, CPU while running.
+"""Measure `ddpjob run`: start of the command line, time to the first step compared with torchrun, CPU while running.
 
     python bench/local_run.py [--rounds 3]
 

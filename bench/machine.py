@@ -1,4 +1,4 @@
-"""One line about the machine, to print above measured numbers."""
+"""Describe the machine in one line, to print it above measured numbers."""
 
 from __future__ import annotations
 

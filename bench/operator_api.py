@@ -53,7 +53,7 @@ def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
 
 
 async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
-    """Await the calls, at most as many at a time as the operator does for one job."""
+    """Await the calls with at most the operator's number of requests in flight for one job."""
     slots = asyncio.Semaphore(OF_JOB_MAX)
 
     async def one(call: Awaitable[Any]) -> None:

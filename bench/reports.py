@@ -44,7 +44,7 @@ from ddpjob_operator.pods import report_token  # noqa: E402
 Raw = dict[str, Any]
 ISSUER, KEY_ID = "https://kubernetes.default.svc.cluster.local", "bench"
 INTERVAL_SECONDS = 5.0
-POST_SECONDS = 5.0  # the library's own time-out
+POST_SECONDS = 5.0  # time-out of a post, as in the library
 WAIT_SECONDS = 900.0
 
 

@@ -1,4 +1,4 @@
-"""How long a restart in place takes: kill -9 of one rank, until every rank has made two more steps.
+"""Measure a restart in place: seconds from kill -9 of one rank until every rank has made two more steps.
 
     python bench/restart_in_place.py                      # 10 rounds, two ranks of one node
     python bench/restart_in_place.py --nodes 2            # a rank on each of two nodes of this machine; or --nodes 4

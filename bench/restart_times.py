@@ -1,4 +1,4 @@
-"""How long a restart in a cluster takes: from a fault until all ranks have made two more steps.
+"""Measure a restart in a cluster: seconds from a fault until all ranks have made two more steps.
 
     KUBECONFIG=… python bench/restart_times.py                       a rank killed and a pod deleted, each launcher
     KUBECONFIG=… python bench/restart_times.py --faults kill --launchers ddprun --runs 10

@@ -82,8 +82,8 @@ if ours:
 """
 WAYS = ["memory", "folder", "torchrun"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
-STEPS_AT_ONCE = 64  # --step: steps of one variant before the variants alternate
-SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
+STEPS_AT_ONCE = 64  # with --step: number of steps of one variant before the other variant follows
+SECONDS_MAX = 120.0  # limit of a run, because torchrun's static rendezvous hung in most restarts
 
 
 def end(pid: int) -> None:

@@ -39,7 +39,7 @@ QUIET_SECONDS, SECONDS_MAX = 5.0, 900.0
 
 
 def spec_of(seed: int, fields: int) -> bytes:
-    """Return the JSON of a spec with so many fields of 76 characters. 3,250 are just below the limits."""
+    """Return the JSON of a spec with this number of fields of 76 characters each; 3,250 are just below the limits."""
     draw = random.Random(seed)
 
     def word(length: int) -> str:
@@ -157,7 +157,7 @@ def is_quiet(operator: Any) -> bool:
 
 
 def found_of(operator: Any) -> dict[str, Any]:
-    """Return memory and CPU of the operator once it has nothing to do."""
+    """Return memory and CPU of the operator when it is idle."""
     until(lambda: is_quiet(operator), "the operator has nothing to do", SECONDS_MAX)
     memory, peak = operator.memory_bytes >> 20, peak_mib(operator.process.pid)
     return {"memoryMiB": memory, "memoryMiBPeak": peak, "cpuSeconds": round(operator.cpu_seconds, 1)}

@@ -1,4 +1,4 @@
-"""Writes docs/check.md from the rules."""
+"""Write docs/check.md from the rules of `ddpjob check`."""
 
 from __future__ import annotations
 

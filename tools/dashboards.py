@@ -1,4 +1,4 @@
-"""Writes a Grafana dashboard of the chart: `python tools/dashboards.py ddpjob-fleet`.
+"""Write a Grafana dashboard of the chart: `python tools/dashboards.py ddpjob-fleet`.
 
 A panel is one or two lines here. In Grafana's JSON it is forty lines, of which only three differ between panels.
 """
@@ -15,7 +15,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class Panel(NamedTuple):
-    """One graph. queries: maps legends to queries."""
+    """One graph. queries: PromQL queries by legend."""
 
     title: str
     queries: dict[str, str]

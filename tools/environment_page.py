@@ -1,4 +1,4 @@
-"""Writes docs/environment.md: runs the code that sets the variables, and fails if the meaning of one is missing."""
+"""Write docs/environment.md: run the code that sets the variables; fail if the meaning of a variable is missing."""
 
 from __future__ import annotations
 

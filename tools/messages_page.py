@@ -1,4 +1,4 @@
-"""Writes docs/messages.md from the reasons that the operator and the local run use."""
+"""Write docs/messages.md from the reasons that the operator and the local run use."""
 
 from __future__ import annotations
 

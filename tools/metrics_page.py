@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the table of metrics (ddpjob_operator/metrics/names.py) and the chart's alerts."""
+"""Write docs/metrics.md from the table of metrics (ddpjob_operator/metrics/names.py) and the chart's alerts."""
 
 from __future__ import annotations
 

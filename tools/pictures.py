@@ -1,4 +1,4 @@
-"""Take the pictures of docs/pictures from a real run: `make pictures`. Needs tmux, which draws the terminal.
+"""Draw the pictures of docs/pictures from a real run: `make pictures`. Needs tmux, which emulates the terminal.
 
 One run of examples/digits.yaml with a rank killed in the middle: the live table before the kill, and the restart.
 `--check` draws nothing, and fails if a picture's lines differ from the run's in more than numbers.

@@ -18,7 +18,7 @@ import tomllib  # type: ignore[import-not-found]  # mypy checks for Python 3.10
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
-PYTHON = "3.11"  # of the base image
+PYTHON = "3.11"  # version of Python in the base image
 GLIBC = ("2014", "_2_17", "_2_26", "_2_27", "_2_28")  # manylinux tags that Debian bookworm has
 # Dependencies of torch, except CUDA libraries.
 OF_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")

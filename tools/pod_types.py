@@ -1,4 +1,4 @@
-"""Writes operator/ddpjob_operator/job/pod_types.py: the fields of a pod template, from the Kubernetes API's schema.
+"""Write operator/ddpjob_operator/job/pod_types.py: the fields of a pod template, from the Kubernetes API's schema.
 
 It reads the models of the `kubernetes` package, which are generated from the API's OpenAPI document.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from kubernetes.client import models
 
 _ROOT = "V1PodTemplateSpec"
-# In the API's schema these have the type Quantity; in the models they are strings.
+# Fields with the type Quantity in the API's schema; in the models they are strings.
 _QUANTITIES = {"limits", "requests", "overhead", "sizeLimit", "divisor"}
 _HEAD = '''\
 """The fields of a pod template and their types. Written by `python tools/pod_types.py` from the API's description.

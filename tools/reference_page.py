@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the same types, rules and reasons that the operator and the CRD use."""
+"""Write docs/reference.md from the same types, rules and reasons that the operator and the CRD use."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _between(low: Any, high: Any) -> str:
 
 
 def _rules() -> Iterator[str]:
-    """Yield the rules beyond types, in the words of the API server's errors."""
+    """Yield the rules that types cannot express, in the words of the API server's errors."""
     for _, message in crd.NAME_RULES:
         yield f"`metadata.name` {escaped(message)}"
     for rule in validation.RULES:

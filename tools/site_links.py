@@ -13,7 +13,7 @@ _LINK = re.compile(r"\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files, and for each folder a list of its files."""
+    """Add linked files outside docs/ to the site, and for each linked folder a list of its files."""
     from mkdocs.structure.files import File
 
     for page in list(files.documentation_pages()):
@@ -27,7 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point the links to them."""
+    """Change the page's links so that they lead to these files in the site."""
 
     def moved(match: re.Match[str]) -> str:
         name = _outside(page.file.src_uri, match[1])

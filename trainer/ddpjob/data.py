@@ -150,7 +150,7 @@ class GlobalBatchSampler:
         takes no batch from the training. `set_epoch` goes to the next epoch.
         """
         self._refuse_another_share(sys._getframe(1).f_locals)
-        self._tell_of_request()  # before the loader draws its seed
+        self._tell_of_request()  # report the request before the loader draws its seed
         self._consumed = self._first_of(self._epoch)
         # Count from where this epoch continues: the global batch size may have changed at the resume.
         last = (self.n - self._consumed) % self.global_batch
@@ -196,7 +196,7 @@ class GlobalBatchSampler:
         epoch, batches, self.is_placed = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches), True
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         if not self._samples_left(consumed):
-            consumed = self.n  # even if drop_last skips samples, because Snapshot recognizes the end of an epoch by n
+            consumed = self.n  # also with drop_last, because Snapshot recognizes the end of an epoch by n
         return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -202,7 +202,7 @@ def at_exit(action: Callable[[], object], priority: int) -> None:
 
 
 def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
-    """Run the action at the end of a child of multiprocessing, where atexit runs late or not at all.
+    """Register an action for the end of a child of multiprocessing, where atexit runs late or not at all.
 
     Higher priorities run first: the termination message (30), the last report of progress (20), leaving the group (10),
     and after that the exit code 75 and the end of a snapshot's heartbeat (5).

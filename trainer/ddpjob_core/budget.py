@@ -47,7 +47,7 @@ STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
 # Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
-# They do not reset the count of lost peers (the first counts against no limit), or such a job might restart forever.
+# This time does not reset the count of lost peers: the first is free, so the job could restart forever.
 RESET_AFTER_SECONDS = 600
 # A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
 # imports within a minute.
@@ -95,12 +95,12 @@ class Known(NamedTuple):
     spent: Spent = Spent()
 
     def of(self, replacement: int) -> Spent:
-        """Return what was counted of the agent in this pod of node 0; nothing if it is another agent."""
+        """Return the counted restarts of the agent in this pod of node 0; none if Known is of another pod's agent."""
         return self.spent if self.replacement == replacement else Spent()
 
 
 class RestartHistory(NamedTuple):
-    """Costs of failures so far, as one side counts them."""
+    """Restarts charged so far, as the operator or an agent counts them."""
 
     application: int = 0
     infrastructure: int = 0
@@ -207,12 +207,12 @@ class Budget(NamedTuple):
         return self if grant.replaced <= self.replaced else self._by(grant, grant.known.of(replacement))
 
     def allows(self, to: ChargedTo, after: RestartHistory) -> bool:
-        """True if the budget still has the restart that leads to this history."""
+        """True if the budget has a restart left for the failure that led to this history."""
         return bool(getattr(after, to) <= getattr(self, to)) and after.total <= self.total
 
     @property
     def report(self) -> dict[str, int]:
-        """Return what the agent reports about its restarts."""
+        """Return the restarts that this agent has used, for its report to the operator."""
         h = self.history
         return {**h.spent._asdict(), "inARow": h.in_a_row, "chargedInARow": h.charged_in_a_row}
 
@@ -288,7 +288,7 @@ def with_application_spent(
 def charge(
     to: ChargedTo, history: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime
 ) -> RestartHistory:
-    """Add one failure to the history of either side."""
+    """Return the history of the operator or an agent with one more failure, charged to this budget."""
     reset = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= RESET_AFTER_SECONDS)
     new = Spent(**{to: 1})
     peers_lost = int(to == "infrastructure" and attempt.only_complaints)

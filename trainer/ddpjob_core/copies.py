@@ -38,7 +38,7 @@ class CopyPlan(NamedTuple):
 
     @property
     def next_within(self) -> int:
-        """Return the maximum number of steps until the next copy: unknown if the script decides, because it may save
+        """Return the maximum number of steps until the next copy; EVERY_MAX if the script decides, because it may save
         more rarely than `every`."""
         return EVERY_MAX if self.named else self.every
 
@@ -73,7 +73,7 @@ def corrected(wanted: int, present: int, share: float) -> int:
 
 
 def is_better(wanted: int, present: int) -> bool:
-    """True if a new plan is worth a change."""
+    """True if the wanted distance of copies differs enough from the present one to change the plan."""
     return wanted > present or wanted * LESS <= present
 
 

@@ -124,7 +124,7 @@ class Failure(NamedTuple):
 
     @property
     def precedence(self) -> Precedence:
-        """Return the precedence by the process's own end; root_cause.py also uses what Kubernetes knows of the pod."""
+        """Return the precedence by the end of the process; root_cause.py also uses Kubernetes' facts about the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):
@@ -144,12 +144,12 @@ class Failure(NamedTuple):
         return self.exit_code in CANNOT_RUN or self.exception.startswith(NO_PROGRAM)
 
     def brief(self) -> Failure:
-        """Shorten it for reports and for lines between agents."""
+        """Return the failure with short texts, for reports and for messages between agents."""
         where = self.where or where_of(self.traceback.splitlines())
         return self._replace(exception=abridged(self.exception, BRIEF_MAX), traceback="", where=where)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert it for a termination message, a line between agents or a report, without unknown or False values."""
+        """Return the failure as a JSON object without unknown or False values, for messages and reports."""
         known = {key: value for key, (name, _) in _KEYS.items() if (value := getattr(self, name))}
         always = {"exitCode": self.exit_code, "signal": self.signal, "exception": self.exception, "step": self.step}
         ranks = {} if self.rank is None else {"rank": self.rank}
@@ -242,12 +242,12 @@ def abridged(text: str, length: int) -> str:
 
 
 def goes_on(line: str) -> bool:
-    """True if the reason is in the next line: Error(s) in loading state_dict for Net:"""
+    """True if the reason is in the next line, as after `Error(s) in loading state_dict for Net:`."""
     return line.endswith(":")
 
 
 def with_next(line: str, following: str) -> str:
-    """Join a line with the next non-empty one."""
+    """Join a line with the next line that is not empty."""
     return f"{line} {following.strip()}".rstrip()
 
 

@@ -40,7 +40,7 @@ class Members(tuple[int, ...]):
 
     def node_rank(self, place: int) -> int:
         """Return the node rank of a place. Raises ValueError if it is not a member."""
-        # Fast path: all places take part in order.
+        # Fast path: all places take part in order, so the place is the node rank.
         if 0 <= place < len(self) and self[place] == place:
             return place
         return self.index(place)

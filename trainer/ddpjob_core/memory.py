@@ -189,12 +189,12 @@ def _is_apart(mark: Mark, held: Held) -> bool:
         return False
     ahead, stride = mark.step - held.version.step, max(1, mark.step - mark.before)
     if held.every >= EVERY_MAX and ahead < 0:
-        return False  # the last save may be any number of steps ago
+        return False  # copies of saves only: the last save may be any number of steps ago
     return not -stride <= ahead <= stride + 2 * held.every
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
-    """Return a rank whose sum differed from another's at the same step of the same generation; None if there is
+    """Return a rank whose checksum differed from another rank's at the same step and generation; None if there is
     none."""
     seen: dict[tuple[int, int], int] = {}
     for rank, proof in enumerate(proofs):
@@ -230,7 +230,7 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
         if len(set(samples.values())) > 1:
             return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
-    # earlier boundaries of ranks that were lost before their boundary of this step
+    # hashes of earlier boundaries, for ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):
@@ -339,7 +339,7 @@ def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["
 
 
 def passed(clock: int) -> int:
-    """Return the value of this clock at its last boundary."""
+    """Return the clock that this rank had at its last boundary."""
     return clock - clock % 2
 
 
@@ -378,7 +378,7 @@ def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: in
     or is waiting for a processor or a disk.
     """
     if whole and clock <= 2 * whole:
-        return False  # its state is in memory already
+        return False  # the rank's state is in memory already
     limit = limit_seconds(size)
     return seconds < longest_seconds(size) and (still < limit or is_held_up)
 

@@ -22,7 +22,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
 
-# Attempts of a job that has never trained, each on other nodes; after that the job itself is taken as the cause.
+# Attempts of a job that has never trained, each on other nodes; after them the job itself counts as the cause.
 STARTS_MAX = 10
 # Failures in which ranks only lost their peers: the first may come from the network, the second from the script.
 PEERS_LOST_FREE = 1

@@ -1,4 +1,4 @@
-"""How long a rank may make no step: learned from the job's own steps, or set by the user.
+"""Limits for the time that a rank may make no step: learned from the job's own steps, or set by the user.
 
 Shared by the operator, which gets reports (`observed.stall`), and the agent, which reads heartbeats
 (`ddprun/core/stall_monitor.py`). Standard library only, no clock: the callers pass differences in seconds.
@@ -29,7 +29,7 @@ DOES_NOT: dict[Phase, str] = {
 
 
 class Survived(NamedTuple):
-    """Times in which a rank made no step, but made one afterwards."""
+    """Longest times without a step after which the rank made a step again."""
 
     longest_seconds: float = 0.0
     surprised: bool = False
@@ -46,7 +46,7 @@ class Learned(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """In seconds. expected: longer is worth a warning. allowed: longer is a stall."""
+    """Limits in seconds. expected: a longer time causes a warning. allowed: a longer time is a stall."""
 
     expected: float
     allowed: float
@@ -67,7 +67,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 
 
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
-    """Return what is known of a rank's steps after it has made a step again.
+    """Return the durations learned from a rank, updated because it has made a step again.
 
     phase, step: of the rank while it made no step. made: steps made since. measured: we saw that time begin.
     """

@@ -159,7 +159,7 @@ class Agent:
         failures = self.node.settle()
         if self.termination_signal and self.options.place != self.options.places.leader:
             if not failures and not self.node.stopped:
-                self.group.finished(now)  # without this event the job might wait for this node
+                self.group.finished(now)  # without this event node 0 might wait for this node forever
             self.end(self.termination_code(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
-WAITS_BYTES_MAX = 1 << 15  # half a line; longer answers leave out what ranks wait in, so no deadlock can be proved
+WAITS_BYTES_MAX = 1 << 15  # half of a line's limit; longer answers omit what ranks wait in, so no deadlock is proved
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
@@ -100,7 +100,7 @@ class Follower:
             self._agent.end(self._agent.termination_code(), None)
 
     def rerun(self, _now: float) -> None:
-        """Do nothing: only the agent of node 0 gets this signal."""
+        """Do nothing: only the agent of node 0 gets RERUN_SIGNAL."""
 
     def tick(self, now: float) -> None:
         if self._link is None:

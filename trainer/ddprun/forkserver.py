@@ -442,11 +442,11 @@ def write_whole_lines() -> None:
 
 
 def write_down_stacks(path: str, stacks_signal: int) -> None:
-    """Record the stack when a signal kills this process, or when the agent asks for it by `stacks_signal`: the
-    watchdog, which answers otherwise, starts only with the first group.
+    """Write the stack to a file when a signal kills this process, or when the agent sends `stacks_signal`. The agent
+    uses this signal before the first group, because the watchdog, which answers later, starts with it.
 
-    No crash is recorded if the user has set PYTHONFAULTHANDLER. The descriptor has a high number: a script that closes
-    all descriptors opens its files with the lowest free ones, and must not get these lines in them.
+    No crash is recorded if the user has set PYTHONFAULTHANDLER. The file's descriptor has a high number. If a script
+    closes all descriptors, its own files get the lowest numbers, so stacks are not written into them.
     """
     with contextlib.suppress(OSError, ValueError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)

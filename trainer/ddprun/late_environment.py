@@ -93,7 +93,7 @@ class Hidden:
 
 
 def changes(before: dict[str, str]) -> set[str]:
-    """Variables that have changed."""
+    """Return the environment variables that the script has changed, added or removed."""
     now = os.environ
     return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 

@@ -83,7 +83,7 @@ class Leader:
                 self._listener = ports.listen(self._options.port)
             except OSError as error:
                 say(f"port {self._options.port}, where the other nodes connect to this one: {error.strerror}")
-                return self._agent.end(RESUMABLE, None, ended=True)  # a new attempt gets another port
+                return self._agent.end(RESUMABLE, None, ended=True)  # the next attempt gets another port
             self._agent.watch(self._listener.fileno(), self._accept)
         self._lead.joined(self._options.place, now, replacement=self._options.replacement)
         return self.tick(now)
@@ -167,7 +167,7 @@ class Leader:
         return self._agent.start(life)
 
     def _which_nodes(self, order: StartOrder) -> str:
-        """Return ` of nodes 0-1,3` if these are not all."""
+        """Return for example ` of nodes 0-1,3`, for the log; "" if all nodes take part."""
         return f" of nodes {order.members.text}" if order.members != self._lead.places else ""
 
     def _start_others(self) -> None:
@@ -254,7 +254,7 @@ class Leader:
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
-        # On a single node the agent needs no port itself, so the first ranks get the requested one, as with torchrun.
+        # On a single node the agent needs no port, so rank 0's store gets the requested port first, as with torchrun.
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked

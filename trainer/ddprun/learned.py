@@ -73,7 +73,7 @@ def set_ranks() -> None:
 
 
 def _installed() -> tuple[str, ...]:
-    """Folders that do not change while a job runs: the standard library and installed packages."""
+    """Return folders that do not change during a job: of the standard library and installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     paths = {sysconfig.get_path(name) for name in names} | {*site.getsitepackages(), site.getusersitepackages()}
     return tuple(os.path.realpath(path) + os.sep for path in paths if path)
@@ -268,7 +268,7 @@ class _Watch:
             __import__(name)
         except BaseException as error:
             return f"cannot be imported: {type(error).__name__}"
-        # A variable that now has the same value as in the rank makes no difference.
+        # A variable with the same value here and in the rank does not change what the module does in the rank.
         own = (n for n in sorted(self._read_now & self._variables.keys()) if os.environ.get(n) != self._variables[n])
         why = next((f"reads {name}" for name in own), "") or self._why or self._changed(before, self._state())
         time.sleep(time.process_time() - began)  # leave CPU time to the ranks, which are training

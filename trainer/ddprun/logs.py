@@ -22,14 +22,14 @@ from ddpjob import own_files
 from ddprun.options import Options
 
 TAIL_SECONDS = 0.1
-LAST_LINES_SECONDS = 5.0  # limit for a console that accepts nothing
-LAST_LINES_SECONDS_MAX = 20.0  # blocks this agent, which node 0 gives up after 30 s of silence
+LAST_LINES_SECONDS = 5.0  # limit for a console that accepts no data
+LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 gives it up after 30 s
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # chunks of a file in one turn of the loop: signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
-OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank for this agent only
+OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # a rank's files for the agent; torchrun has none
 
 
 class Files(NamedTuple):

@@ -21,7 +21,7 @@ from ddpjob_core import memory
 
 MFD_NOEXEC_SEAL = 0x0008  # missing in the os module; needed by kernels with vm.memfd_noexec=2
 LOOK_SECONDS = 0.001
-LATE_LOOK_SECONDS = 0.02  # longer, because a late check reads the states of all ranks' threads from /proc
+LATE_LOOK_SECONDS = 0.02  # seconds between late checks, which read the states of all threads from /proc
 
 
 class Memory:

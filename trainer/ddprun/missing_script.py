@@ -33,7 +33,7 @@ def told(sentence: str) -> str:
 
 
 def explains(code: int, recorded: str, options: Options, environ: Mapping[str, str]) -> str:
-    """Return why a rank ended with this code, as `told`; "" if nothing is missing.
+    """Return the missing script or module as the cause of this exit code, as `told` does; "" if nothing is missing.
 
     recorded: the rank's exception. It is empty in a new process, because Python only prints what is missing. In a rank
     of the fork server runpy raises it.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 class OomKills:
-    """Number of kills for lack of memory in this process's cgroup and below."""
+    """Counts kills for lack of memory in this process's cgroup and below."""
 
     def __init__(self, path: str = "") -> None:
         """path: file with the count, by default `counting_file`; without a file no SIGKILL counts as such a kill."""
@@ -21,7 +21,7 @@ class OomKills:
         self._accounted = self._count()
 
     def look(self) -> None:
-        """Ignore the kills until now: they did not hit the ranks that start now."""
+        """Ignore all kills before this call: they did not hit the ranks that start now."""
         self._accounted = self._count()
 
     def another(self) -> bool:

@@ -23,7 +23,7 @@ PORT = 29500
 SHUTDOWN_SECONDS = 30.0
 # A broken group cannot save together; this is enough for a last line of output.
 BROKEN_GRACE_SECONDS = 0.1
-JOIN_SECONDS = 600.0  # torchrun's default for static rendezvous
+JOIN_SECONDS = 600.0  # time limit for all nodes to connect; torchrun's default for static rendezvous
 LAST_CALL_SECONDS = 30.0  # torchrun's default
 SNOOZE_SECONDS = 30.0
 # torch, and what the first DistributedDataParallel imports (docs/dev/ddprun-internals.md).
@@ -36,16 +36,16 @@ STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 class Options(NamedTuple):
     """Settings of one agent."""
 
-    nodes: int  # all that may take part
-    least: int  # the smallest number of them that train
+    nodes: int  # number of nodes that may take part
+    least: int  # smallest number of nodes that train
     place: int
     nproc: int
     host: str
-    port: int | None  # None: any free one; only for a single node
+    port: int | None  # port of node 0; None: any free port (only with a single node)
     run_id: str
     role: str
     budget: Budget
-    furthest_step: int  # made by earlier attempts of the job
+    furthest_step: int  # highest step of earlier attempts of the job
     policy: tuple[PolicyRule, ...]
     has_operator: bool  # True if an operator replaces lost pods
     local: bool  # True if all nodes are processes of one machine: `ddpjob run`

@@ -15,7 +15,7 @@ from ddprun.options import Options
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver.py")
 # Makes `torch.cuda.is_available()` ask NVML instead of CUDA, so that the process can still fork.
 HIDDEN = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
-FORK_SECONDS = 30.0  # two forks take milliseconds; a machine that swaps may need longer
+FORK_SECONDS = 30.0  # limit for two forks, which take milliseconds; a machine that swaps needs longer
 
 
 class ForkServer:
@@ -23,7 +23,7 @@ class ForkServer:
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         self.ready = False
-        self.refused = ""  # reason why it cannot be used
+        self.refused = ""  # reason why the fork server cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
         self.spares: set[int] = set()  # pids of spares: forked ranks that wait for a script to run
         self._spares_left = 0  # spares that are still to be forked
@@ -47,7 +47,7 @@ class ForkServer:
 
     @property
     def settled(self) -> bool:
-        """True if it serves or has refused."""
+        """True if the fork server serves, or has refused to serve."""
         return self.ready or bool(self.refused)
 
     def fileno(self) -> int:

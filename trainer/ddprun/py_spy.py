@@ -16,7 +16,7 @@ SECONDS = 5.0
 
 
 def program() -> str | None:
-    """Return py-spy, also if this Python's environment is not activated; None if it is not installed."""
+    """Return the path of py-spy, also if this Python's environment is not activated; None if it is not installed."""
     return shutil.which("py-spy", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
 
 

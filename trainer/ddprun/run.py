@@ -14,7 +14,7 @@ from ddprun.options import Options
 from ddprun.preload import ForkServer
 from ddprun.watch_ranks import Watching
 
-USAGE = 2  # exit code of argparse
+USAGE = 2  # exit code for wrong options, as in argparse
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:

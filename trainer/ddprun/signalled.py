@@ -18,7 +18,7 @@ from ddprun import processes
 LOOK_SECONDS = 0.1
 REMARK_SECONDS = 2.0  # most helpers end within milliseconds of their rank
 WAITED_SECONDS = (
-    2.0  # after the training processes below a rank have ended: the rank may still wait for them or read their output
+    2.0  # from the end of the processes below a rank to its own signal: it may still wait for them or read their output
 )
 NAMES_MAX = 4
 _DATA_LOADER = "pt_data_worker"  # process name of a worker in torch 2.6 and later

@@ -8,7 +8,7 @@ from ddpjob.checkpoint.in_memory import room
 
 # pids.max also limits threads: of torch, of gloo or NCCL, and of DataLoader workers.
 PROCESSES_FOR_EACH_RANK = 50
-BYTES_OF_EACH = 16 << 20  # more than the 6 to 10 MiB seen with torch for CPUs
+BYTES_OF_EACH = 16 << 20  # memory of a spare; more than the 6 to 10 MiB measured with torch for CPUs
 
 
 def has_room(ranks: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> bool:

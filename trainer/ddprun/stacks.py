@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 ANSWER_SECONDS = 0.6
-AGAIN_SECONDS = 0.2  # until the next try, if the ranks are still answering the watchdog's request
+AGAIN_SECONDS = 0.2  # seconds to the next try if the ranks are still answering the watchdog
 PY_SPY_RANKS_MAX = 4
 STATES = {
     "T": "stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on",

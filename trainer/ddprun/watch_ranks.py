@@ -24,11 +24,11 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # then a rank without an answer gets a signal, whose handler works in a blocked interpreter
+SIGNAL_SECONDS = 0.6  # time for an answer; then the rank gets a signal, whose handler works without the GIL
 ANSWER_SECONDS = 1.0
-QUIET_SECONDS = 1.5  # reading a full flight recorder of torch takes up to 0.5 s
+QUIET_SECONDS = 1.5  # time for a quiet answer, because reading torch's flight recorder takes up to 0.5 s
 IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
-SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
+SIGNAL_PAUSE_SECONDS = 0.02  # between signals to two ranks, whose stacks go to one console
 
 
 class Watching:
@@ -198,7 +198,7 @@ class Watching:
     def _answer(self, now: float) -> None:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
-        self._look(now)  # the ranks may have made progress meanwhile
+        self._look(now)  # read heartbeats again, because ranks may have made progress since the request
         if self._beats is None:
             return None  # the connection to node 0 was lost meanwhile
         running = sorted(self._agent.node.running_ranks)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LINE_BYTES_MAX = 1 << 16
-GREETING_BYTES_MAX = 1024  # before the sender is authenticated
+GREETING_BYTES_MAX = 1024  # limit of a line before the sender is authenticated
 VERSION = 1
 
 

@@ -238,7 +238,7 @@ class Snapshot:
                 f"{ahead[0]}: a DataLoader iterates this sampler. One with workers takes batches before they are "
                 f"trained, and a resume leaves these out: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
-        self._unwritten = None  # release it first; otherwise three copies of the state would be in memory
+        self._unwritten = None  # release the previous copy first; otherwise three copies would be in memory
         document = {
             "format": FORMAT,
             "step": step,
@@ -399,7 +399,7 @@ class Snapshot:
                     f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
                     f"all go on from rank 0's",
                 )
-        self._remove_left(writer)  # first: files of a killed process may be what fills the disk
+        self._remove_left(writer)  # before the write, because files of a killed process may fill the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
         report_saved(document["step"])
@@ -491,7 +491,7 @@ class Snapshot:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
             is_shared = claim == self._own_claim and highest not in self._taken()
-            # Use this claim of our attempt, unless an earlier process has taken it and we need one to save.
+            # Share the writer number of our attempt, except to save if an earlier process has taken this number.
             if claim == self._own_claim and not (is_shared and to_save):
                 break
             if claim is not None:
@@ -571,7 +571,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # skip it for a second Snapshot, which may be empty although training resumed from the first
+            # no log line for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
@@ -592,8 +592,8 @@ class Snapshot:
     def _read(self, found: FoundState | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
         """Return the newest complete state in the folder, with this rank's own parts; None if there is none.
 
-        found: the state in memory; only a newer file counts. A file that lacks an object of a late rank is skipped,
-        because an older file may have it.
+        found: the state in memory; only a newer file counts. Skip a file that lacks objects of a rank that did not save
+        in time, because an older file may have them.
         """
         passed: set[Path] = set()
         problem: of_each_rank.LateError | None = None
@@ -660,7 +660,7 @@ class Snapshot:
             if found is None:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
-            # report it, because a failure now would lose that state
+            # report a state that only memory has, because a failure now would lose it
             self._report_failed(f"the state of step {found.held.version.step} is in memory alone", error)
             return None
         for entry in entries:
@@ -1031,7 +1031,7 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     tmp = writers.tmp_path(folder, writer)
     try:
         writers.write_new(tmp, content.encode())
-        os.link(tmp, path)  # fails if it exists, like O_EXCL, and the file is never visible half written
+        os.link(tmp, path)  # fails if the path exists, and never shows a half-written file
     except FileExistsError:
         return False
     except OSError as error:

@@ -135,13 +135,13 @@ def saves(folder: Path, writer: int) -> bool:
 def _seen(folder: Path, writer: int) -> tuple[str | None, int]:
     """Return the process ("" if it exited in order, None if unknown), and the time of its last heartbeat in ns."""
     path = alive_path(folder, writer)
-    for file in (path, claim_path(folder, writer)):  # a claim is made a moment before its first heartbeat
+    for file in (path, claim_path(folder, writer)):  # a writer creates its claim a moment before its first heartbeat
         with contextlib.suppress(OSError, ValueError):
             # Open it before its time is read: only open() makes NFS fetch the time from its server.
             with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
                 modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # another file
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # content of another kind
                 process = json.loads(text)["process"] if text else ""
             return (process if file == path and isinstance(process, str) else None), modified
     return "", 0

@@ -28,7 +28,7 @@ from ddpjob.reporting.watchdog import is_done, recorder
 SETTLE_SECONDS = 2.0  # for collectives that nobody waited for; they take milliseconds
 SETTLE_AFTER_ERROR_SECONDS = 0.2  # pending collectives may never end, and their peers should see the failure soon
 POLL_SECONDS = 0.01
-IDLE_POLLS = 2  # idle polls in a row, because a busy thread may sleep for a moment between two locks
+IDLE_POLLS = 2  # polls in a row that find threads idle, because a busy thread may sleep between two locks
 _THREADS = "pt_gloo"  # torch's name for threads that run collectives
 
 

@@ -394,7 +394,7 @@ def _prefix() -> str:
 def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     """Return a store in which keys of other groups are invisible."""
     if where == "alone":
-        return HashStore()  # no port, so nothing can collide
+        return HashStore()  # a store without a port, because this rank is alone
     scheme = urlsplit(where).scheme
     if scheme == "file":
         return _store_in_file(where, place, timeout)
@@ -533,7 +533,7 @@ def _leave_at_exit() -> None:
         _leave(group)
     except SnapshotError as problem:
         stop.fail_at_exit(problem)
-    except Exception as problem:  # nobody can catch it any more
+    except Exception as problem:  # at exit no caller can catch an exception
         termination.tell(problem)
         process.log(str(problem))
 

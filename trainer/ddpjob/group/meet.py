@@ -16,10 +16,10 @@ import sys
 import time
 from typing import Any
 
-PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # grows, because a thousand ranks may wait until rank 0's node starts
+PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # growing, because a thousand ranks may wait for rank 0
 PAUSE_PART = 0.1  # pause as a part of the elapsed time, so that polling makes no wait more than a tenth longer
 CONNECT_SECONDS = 2.0  # per connection attempt
-WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # share of the time limit; after that torch retries and reports errors
+WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # part of the time limit, at most 30 s; then torch retries
 
 
 def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:

@@ -41,7 +41,7 @@ NEVER = 1 << 62
 # first one ends with a code other than 0. The pod's grace period may end it earlier.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
-COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
+COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing: a thousand ranks may wait for minutes
 
 _REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
 

@@ -131,7 +131,7 @@ def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
 
 
 def best_of(one: RankMeasures, other: RankMeasures) -> RankMeasures:
-    """Return the better of two measurements of a rank."""
+    """Return the better (smaller) value of each measure from two measurements of a rank."""
     peers = {peer.node: peer for peer in one.peers}
     for peer in other.peers:
         before = peers.get(peer.node, peer)
@@ -199,5 +199,5 @@ def duration(seconds: float) -> str:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the least of the measured values."""
+    """Return the smaller value; a value of 0 was not measured."""
     return min((seconds for seconds in (one, other) if seconds > 0), default=0.0)

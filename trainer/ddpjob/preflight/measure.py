@@ -52,7 +52,7 @@ def run(folder: str = "") -> NodeResult:
     measures = survey(world, folder)
     result = judge.judge(measures)
     for _ in range(CONFIRMATIONS):
-        if result.bad:  # measure again: other programs may have used the processor, network or disk
+        if result.bad:  # measure suspects again: other programs may have used the processor, network or disk
             measures = [judge.best_of(*both) for both in zip(measures, survey(world, folder), strict=True)]
             result = judge.judge(measures)
     if world.is_main:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def survey(world: World, folder: str = "") -> list[RankMeasures]:
-    """Return what every rank measures now, by rank; equal on all ranks."""
+    """Let every rank measure, and return the measurements by rank; all ranks get the same list."""
     own = RankMeasures(world.node_rank, world.rank, _machine(), seconds_per_flop(world.device))
     places = [json.loads(text) for text in gather.texts(json.dumps([world.local_rank, world.node_rank]))]
     first_ranks = {node: rank for rank, (local_rank, node) in enumerate(places) if local_rank == 0}
@@ -89,7 +89,7 @@ def survey(world: World, folder: str = "") -> list[RankMeasures]:
 
 
 def _of_node(own: RankMeasures, world: World, first_ranks: dict[int, int], folder: str) -> RankMeasures:
-    """Return what one rank measures for its node."""
+    """Return the measurements of one rank, with those of its node if it is the node's first rank."""
     own = own._replace(
         peers=tuple(_measure_links(world, first_ranks)),
         skew_seconds=skew_seconds(world, first_ranks),
@@ -132,7 +132,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     """Return the best seconds per byte, both ways at once as in a ring all_reduce, and seconds of a small message."""
     on_device = gather.device_for(None, device)
-    _exchange(peer, 1, on_device)  # nccl connects now
+    _exchange(peer, 1, on_device)  # not timed: nccl connects at the first exchange
     latency = min(_exchange(peer, 1, on_device) for _ in range(PINGS))
     probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=on_device)

@@ -58,7 +58,7 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
-    """Execute faults that are due, and return those still to come."""
+    """Execute the faults that are due at this step, and return the faults of later steps."""
     due = [fault for fault in faults if fault.step <= step]
     for fault in due:
         if not fault.record or _records(fault.record):

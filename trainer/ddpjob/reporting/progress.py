@@ -140,7 +140,7 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
-        state.cells[_STEP] = 0  # this process has only loaded the step, not made it
+        state.cells[_STEP] = 0  # the step was loaded, not made by this process
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         with contextlib.suppress(Exception):
@@ -149,7 +149,7 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
 
 
 def _has_trained_alone() -> bool:
-    """True at the end of this process if it trained alone, unless an exception ends it."""
+    """True if this process, which is ending, trained alone. False if an exception ends it."""
     from ddpjob.reporting import rank_end
 
     if termination.ending() is not None or process.has_had_torch_group():

@@ -28,9 +28,9 @@ from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
-RECENT = 32  # last backward passes of which some values are kept
-RECENT_VALUES = 64  # values per pass, spread over one parameter
-PREFIX_WORDS = 4096  # of a parameter: a backward pass sums only its first 64-bit words
+RECENT = 32  # number of last backward passes for which some values are kept
+RECENT_VALUES = 64  # values kept per pass, spread over one parameter
+PREFIX_WORDS = 4096  # 64-bit words at the start of a parameter that a backward pass sums
 ROW = 1021  # 64-bit words that share a weight; a prime, because axes of tensors are rarely multiples of it
 WORDS_WEIGHTED = 2048  # 64-bit words; in larger tensors the words of a row share a weight
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.

@@ -62,7 +62,7 @@ class ReportSender:
 
 
 def _connection(target: SplitResult, environ: Mapping[str, str]) -> HTTPConnection:
-    import http.client  # 15 ms, paid only by a process with a receiver, in this thread
+    import http.client  # takes 15 ms, so only a process with a receiver imports it, in this thread
 
     if target.hostname is None or target.scheme not in ("http", "https"):
         raise ValueError("DDPJOB_STATUS_URL is not an http:// or https:// address")

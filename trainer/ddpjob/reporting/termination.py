@@ -145,7 +145,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
         return printed, printed
     if not isinstance(error.code, int):
         return exception_line(error), _text(error).strip()
-    cause = error.__context__  # of sys.exit(1) in an except block
+    cause = error.__context__  # exception of an except block that called sys.exit(1)
     if not isinstance(cause, Exception):
         return "", ""
     return cause_line(cause), "".join(traceback.format_exception(cause))

@@ -49,7 +49,7 @@ from ddpjob_core.heartbeat import (
 
 T = TypeVar("T")
 POLL_SECONDS = 0.25
-END_SECONDS = 1.0  # an answer takes milliseconds, unless nobody reads it
+END_SECONDS = 1.0  # limit for the thread to leave torch; an answer takes milliseconds
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
 
 

@@ -17,7 +17,7 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 
 def calls(dump: str) -> list[str]:
     """Return the calls of a process that a signal killed, as lines of a traceback, most recent last."""
-    _, begin, text = dump.rpartition(_BEGIN)  # the last dump; earlier ones are of children, or were requested
+    _, begin, text = dump.rpartition(_BEGIN)  # only the last dump: earlier dumps are of children, or were requested
     lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack(text if begin else "")]
     return lines[:CALLS_MAX][::-1]
 
@@ -38,7 +38,7 @@ def stack(dump: str) -> list[tuple[str, int, str]]:
         elif thread := _THREAD.match(line):
             is_current, is_over, last = thread[1] == "Current thread", False, []
         elif found := _CALL.match(line):
-            is_over = is_over or found[1].endswith(_FORK_SERVER)  # the script's calls end here
+            is_over = is_over or found[1].endswith(_FORK_SERVER)  # calls below the fork server's are not the script's
             if not is_over:
                 (current if is_current else last).append((found[1], int(found[2]), found[3]))
     return current or last

@@ -27,7 +27,7 @@ SYNC = "sync"
 DEFAULT_GROUP = "0"
 # Every rank of the group must contribute before any rank has the result.
 _NEED_ALL = frozenset(("all_reduce", "sparse_all_reduce", "barrier", "all_gather"))
-# A rank may complete these without some of the others. We do not know whom it needs, so all others must be missing.
+# A rank may complete these without some ranks. It is blocked for sure only if no other rank can contribute.
 _NEED_ANY = frozenset(("broadcast", "reduce", "gather", "scatter", "all_to_all"))
 _WITHOUT_INPUT = ("barrier", "scatter")  # any other operation with 0 bytes may complete without a peer
 _OF_EQUAL_SIZE = frozenset(("all_reduce", "all_gather"))
@@ -236,7 +236,7 @@ def waits_of(written: Any) -> Waits | None:
 
 
 def written(waits: Waits | None) -> dict[str, Any] | None:
-    """Convert to JSON for another agent, the inverse of `waits_of`."""
+    """Return what a rank waits in as JSON for another agent; the inverse of `waits_of`."""
     if waits is None:
         return None
     groups = [{**group._asdict(), "recent": [list(call) for call in group.recent]} for group in waits.groups]

@@ -10,13 +10,13 @@ from collections.abc import Hashable, Mapping
 
 IDLE_SECONDS = 60.0
 LOOK_SECONDS = 5.0
-CPU_SHARE_MAX = 0.02  # of a CPU; ten times what waiting threads of torch and of this library use
-CPU_SECONDS_MAX = 0.2  # allowed in a short burst, because an idle rank still answers the agent
+CPU_SHARE_MAX = 0.02  # share of a CPU; ten times the use of waiting threads of torch and this library
+CPU_SECONDS_MAX = 0.2  # CPU seconds that do not end an idle period: an idle rank still answers the agent
 IDLE, NO_PROGRESS = "have been idle", "have made no step and ended no collective"
 
 
 class IdleClock:
-    """Measures how long the ranks have used no CPU, and how long they have made no progress."""
+    """Measures for how many seconds the ranks have used no CPU, and for how many they have made no progress."""
 
     def __init__(self, seconds: float = IDLE_SECONDS) -> None:
         self.seconds = seconds

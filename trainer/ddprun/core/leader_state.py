@@ -108,14 +108,14 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
-# A missing key means that a budget is spent.
+# By event reason. For any other reason the budget of the failure is spent.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
     "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
 }
 CHARGED_MAX = 5
-ANSWER_SECONDS = 3.0  # an agent needs about one
+ANSWER_SECONDS = 3.0  # limit for answers; an agent needs about one second
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
 PREFLIGHT_SECONDS = 120.0  # limit; a pre-flight takes some seconds, plus its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
@@ -189,9 +189,9 @@ class LeaderState:
         self._has_trained = False  # the job has made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
-        self._replacements: dict[int, int] = {}  # by node: the number of its pod that connected last
+        self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
         self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
-        self.said = ""  # why the next ranks start: the last failure and its charge
+        self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
         self._deadline: float | None = now + join_seconds  # time at which this state ends by itself
@@ -238,7 +238,7 @@ class LeaderState:
         grant: Grant | None = None,
         is_ready: bool = True,
     ) -> None:
-        """Handle an agent that connected. None of its ranks is running; its last ranks were of `generation`.
+        """Add a node whose agent connected, without running ranks. generation: of its last ranks; -1 without any.
 
         is_ready: False if its ranks could not start at once; `ready` follows.
         """
@@ -255,12 +255,12 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def ready(self, node: int, now: float) -> None:
-        """Handle a connected node whose ranks would start at once from now on."""
+        """Let a connected node join after its snooze: its ranks would start at once from now on."""
         if node in self._here:
             self._newcomers.ready(node, now)
 
     def lost(self, node: int, now: float) -> None:
-        """Handle the loss of the connection to an agent."""
+        """Remove a node whose connection was lost, and stop running ranks: they need the lost ones."""
         if node not in self._here:
             return None
         self._part(node, now)
@@ -281,7 +281,7 @@ class LeaderState:
         return None
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
-        """Handle ranks of this node that ended with a code other than 0."""
+        """Stop all ranks, because ranks of this node ended with a code other than 0."""
         if self.state == "running" and node in self.members:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
@@ -300,7 +300,7 @@ class LeaderState:
         *,
         lacks_program: bool = False,
     ) -> None:
-        """Handle a node whose ranks have all ended.
+        """Record the failures of a node whose ranks have all ended; after the last node, decide how to go on.
 
         ended: a rank that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank
         has tried to run it.
@@ -316,7 +316,7 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
-        """Handle a node whose ranks have all ended with 0. ended: the first of them."""
+        """Record that all ranks of a node ended with 0; after the last node, end the job. ended: the first rank."""
         if self.state == "running" and node in self.members:
             self._current.finished.add(node)
             self._current.ended += [ended] if ended is not None else []
@@ -355,7 +355,7 @@ class LeaderState:
         self.furthest_step = max(self.furthest_step, step)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
-        """Handle a node's stall report: its ranks make progress, or are stalled."""
+        """Store a node's stall report, and request the positions of all ranks if the group seems stalled."""
         if self.state == "running" and node in self.members:
             stalled = self._current.standstill.heard(node, report)
             self._current.search.heard(node, still=report.still)
@@ -367,7 +367,7 @@ class LeaderState:
                 self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
-        """Handle the positions of a node's ranks."""
+        """Store the positions of a node's ranks; after the last node, decide if the group hangs."""
         if self.state == "running" and node in self.members:
             running = set(self.members) - self._current.finished
             self._current.search.heard(node, still=report.still)
@@ -381,7 +381,7 @@ class LeaderState:
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
-        """Handle a requested termination. The node leaves after its ranks; without an operator the whole job ends."""
+        """Remove a node whose termination was requested, after its ranks. Without an operator the whole job ends."""
         if self.state in ("running", "stopping") and node not in self.members:
             self._part(node, now)
             return
@@ -400,7 +400,7 @@ class LeaderState:
             self._stop([self._lose(node)], now)  # stop all: the leader must leave, and other ranks have a state to save
 
     def tick(self, now: float) -> None:
-        """Do the work that is due."""
+        """Act on a deadline that has passed, such as the end of a back-off or a missing answer."""
         if self._grows_at is not None and now >= self._grows_at:
             return self._grow(now)
         if self._deadline is None or now < self._deadline:

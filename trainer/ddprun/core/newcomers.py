@@ -12,16 +12,16 @@ STABLE_SECONDS = 600.0  # a node that stays so long may join, however often it h
 
 
 class Newcomers:
-    """When each place may join, and how often it has left."""
+    """The time when each node may join, by place (number of a node), and how often the node has left."""
 
     def __init__(self, snooze_seconds: float) -> None:
         self._snooze_seconds = snooze_seconds
         self._snoozes: dict[int, float] = {}
         self._joins_at: dict[int, float] = {}
-        self._left: dict[int, tuple[float, int]] = {}  # by place: last time, and times in a row
+        self._left: dict[int, tuple[float, int]] = {}  # by place: time of the last departure, departures in a row
 
     def came(self, place: int, now: float, *, is_ready: bool) -> None:
-        """Handle a node that connected. is_ready: its ranks would start at once."""
+        """Set the snooze of a node that connected. is_ready: its ranks would start at once, so the snooze begins."""
         self._snoozes[place] = min(self._snooze_seconds * 2 ** self._departures(place, now), STABLE_SECONDS)
         self._joins_at.pop(place, None)
         if is_ready:
@@ -32,7 +32,7 @@ class Newcomers:
         self._joins_at.setdefault(place, now + self._snoozes[place])
 
     def left(self, place: int, now: float) -> None:
-        """Handle a node that is lost or leaves."""
+        """Record that a node is lost or leaves, so its next snooze is longer."""
         self._left[place] = now, self._departures(place, now) + 1
 
     def due_at(self, places: Iterable[int]) -> float | None:
@@ -44,6 +44,6 @@ class Newcomers:
         return self._joins_at.get(place, now + self._snoozes[place]) - now
 
     def _departures(self, place: int, now: float) -> int:
-        """Return how often in a row this place has left."""
+        """Return how often this node has left, each time within ten minutes of the time before."""
         at, times = self._left.get(place, (0.0, 0))
         return times if now < at + STABLE_SECONDS else 0

@@ -72,7 +72,7 @@ def node_end(written: Mapping[int, Any]) -> NodeEnd:
 
 
 def as_message(end: NodeEnd) -> dict[str, Any]:
-    """Convert to a message that fits into one line: as many modules as possible, then as many parameter names."""
+    """Return the results as a message of one line: all modules that fit, then all parameter names that fit."""
     message: dict[str, Any] = {"alone": end.alone, "modules": [], "hidden": end.hidden}
     left, named = MESSAGE_BYTES_MAX, set[str]()
     for module in end.modules:
@@ -92,7 +92,7 @@ def as_message(end: NodeEnd) -> dict[str, Any]:
 
 
 def of_message(message: Any) -> NodeEnd:
-    """Read another agent's message."""
+    """Return the results of a node from its agent's message."""
     if not isinstance(message, Mapping):
         return NodeEnd()
     hidden = _hidden(message.get("hidden"))
@@ -172,7 +172,7 @@ def _dtypes(first: ModuleEnd, other: ModuleEnd, index: int) -> str:
 
 
 def _hardware(first: ModuleEnd, drifted: Sequence[ModuleEnd]) -> str:
-    """Name the processors if they differ, because they may round differently."""
+    """Return a text with the processors or GPUs if they differ between ranks, because they may round differently."""
     other = next((module for module in drifted if module.hardware != first.hardware), None)
     if other is None or not first.hardware or not other.hardware:
         return ""

@@ -21,7 +21,7 @@ from ddpjob_core.stall_limits import Learned, Limit, Phase, learn, limit
 
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
-STILL_SECONDS = 5.0  # a rank blocked in a collective uses no CPU time
+STILL_SECONDS = 5.0  # without CPU time for this long, a rank counts as blocked in a collective
 # Levels, by what shows the progress of a rank: steps, or only collectives if the script does not use the library.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 # Reads with progress after which a script without the library counts as training, because it does not report that. With
@@ -60,7 +60,7 @@ class HeartbeatTracker(NamedTuple):
     """True if a collective has completed: the user's limit then applies even before the first step."""
 
     def limit(self, timeout: float | None) -> Limit:
-        """Return how long the rank may go without progress."""
+        """Return how many seconds the rank may make no progress. timeout: stall.timeoutSeconds if set."""
         has_begun = self.completed and timeout and self.phase == "start"
         return limit("train" if has_begun else self.phase, self.mark, self.learned, timeout)
 

@@ -62,7 +62,7 @@ class Question:
         self._positions = {}
 
     def take(self, node: int, positions: Sequence[Position]) -> None:
-        """Store a node's answer; ignore it if there is no request."""
+        """Store the positions that a node has answered; ignore them if there is no request."""
         if self._positions is not None:
             self._positions[node] = positions
 

@@ -60,7 +60,7 @@ class Boundary(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A copy that is written and not yet valid."""
+    """A copy that is written, but not valid before the next optimizer step."""
 
     area: int
     held: Held
@@ -73,7 +73,7 @@ class Copies:
     """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
 
     _least = 1  # steps between two copies, at least
-    _later = 0  # checks for a new plan by which another rank may be ahead of rank 0
+    _later = 0  # number of checks for a new plan by which another rank may be ahead of rank 0
     _because = ALONE
     _on_device = False
 
@@ -85,13 +85,13 @@ class Copies:
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
         self._plan: CopyPlan | None = None
-        self._next: CopyPlan | None = None  # published, not in force yet
+        self._next: CopyPlan | None = None  # published plan whose first step is not reached yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # steps of this boundary, the previous, the last copyable
+        self._step = self._before = self._counted = 0  # steps of this, the previous and the last counted boundary
         self._noted: tuple[list[Any], bool] | None = None  # parameter versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
-        # True if should_stop finds the same parameters as save; None: not known yet
+        # True if parameters are the same at should_stop() and at save(); None: not known yet
         self._is_placed: bool | None = None
         self._lock = threading.Lock()  # held while a copy is written
         self._written: _Written | None = None
@@ -131,7 +131,7 @@ class Copies:
         self.give_up_last()
 
     def give_up_last(self) -> None:
-        """Discard the copy that is not valid yet, because the script has changed its values since."""
+        """Discard the copy that is not valid yet, because the script has changed the copied values since."""
         with self._lock:
             self._written = None
 
@@ -292,7 +292,7 @@ class Copies:
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
-        """Called before a second optimizer's step between the same two boundaries."""
+        """Called before a second optimizer's step between two boundaries; does nothing for copies from a CPU."""
 
     def count_saved(self) -> bool:
         """Make the copy for save() valid, once all ranks have reached its boundary or a rank has failed. Return False
@@ -340,7 +340,7 @@ class Copies:
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
-        """True if nothing shows that the parameters have changed since the boundary."""
+        """True if neither version counters nor samples show a change of parameters since the boundary."""
         is_same = self._versions_of(kept) == versions and not kept.changed()
         return is_same or (self._plan is not None and self._plan.changes)
 
@@ -351,7 +351,7 @@ class Copies:
         return 1 if self._plan is None else self._plan.every
 
     def _look(self) -> None:
-        """Read the next plan from the store, and use it from its first step on."""
+        """Read the next copy plan from the store, and use the plan from its first step on."""
         looks = self._rank > 0 and self._store is not None and self._next is None and self.by_cadence
         if looks and copies.looks(self._step, self._before, self._every):
             with contextlib.suppress(RuntimeError):  # the store is gone, because rank 0 has died
@@ -361,10 +361,10 @@ class Copies:
         if self._next is not None and self._step >= self._next.first:
             before, self._plan, self._next = self._plan, self._next, None
             if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # only rank 0 calls save(), and rank 0 found other parameters there
+                self._misplaced()  # only rank 0 may call save() and see that parameters differ from should_stop()
 
     def _decide(self, at: Boundary) -> None:
-        """Make a plan if there is none, or a better one is possible."""
+        """Plan how often to copy, if there is no plan or a better plan is possible."""
         if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
             return
         if not self._costs and not self._try(at):
@@ -393,7 +393,7 @@ class Copies:
 
     def _tell(self, every: int, named: bool) -> None:
         if self._world_size == 1:
-            first = self._step if self._plan is None else self._plan.first  # a new plan alone is no reason to copy
+            first = self._step if self._plan is None else self._plan.first  # no extra copy only for a new plan
             self._plan = CopyPlan(first, every, named, self.changes)
         else:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
@@ -423,7 +423,7 @@ class Copies:
         return not self._room.is_alive()
 
     def _value(self, kept: Kept) -> dict[str, Any]:
-        """The large values that an area holds."""
+        """Return the large values (parameters, optimizer state) that are copied to an area."""
         return kept.large()
 
     def _reserve(self, size: int) -> None:

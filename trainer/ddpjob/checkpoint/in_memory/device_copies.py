@@ -72,7 +72,7 @@ class _Flight:
         return not self._sums() and self.passed is not None and self.passed.is_done()
 
     def come_down(self) -> bool:
-        """Wait until the copy is complete. Return False if no optimizer step has followed."""
+        """Wait until the copy is complete. Return False if no optimizer step has followed the boundary."""
         self.settle()
         if self.passed is None:
             return False
@@ -131,7 +131,7 @@ class DeviceCopies(Copies):
         self._flight: _Flight | None = None
         self._left: _Flight | None = None  # a dropped copy; the device may still write to its area
         self._looked: StreamMark | None = None  # position after the first backward pass that follows a check
-        self._has_looked = False  # True from a check until that pass
+        self._has_looked = False  # True from a check until the backward pass after it
         self._in_torch = threading.Lock()  # held by a thread in torch's C++ code; not released after the exit begins
         self._pid = os.getpid()
 

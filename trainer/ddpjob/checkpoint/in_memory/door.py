@@ -93,7 +93,7 @@ class InMemory:
         if device is None and world.device.type != "cpu":
             return
         why = _REFUSED
-        if where:  # DDPJOB_MEMORY is empty if there is no file
+        if where:  # empty: the agent could not create the memory
             is_killed = process.number("DDPJOB_OUT_OF_MEMORY", 0)
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
@@ -120,7 +120,7 @@ class InMemory:
         that repeats a name starts over with the newest state.
         """
         if not self._used or self._world is None or self._present.generation == 0:
-            return None  # only an earlier generation can have left a state
+            return None  # in the first generation no state can be in memory
         if not _names(objects).isdisjoint(self._named):
             self._named = set()
         if self._named:

@@ -412,7 +412,7 @@ class _Counters:
 
     @property
     def is_recorded(self) -> bool:
-        """True after the first `record`."""
+        """True if `record` was called."""
         return self._counters is not None
 
     def record(self) -> None:

@@ -54,7 +54,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-LOOSE_STEPS = 2  # changed steps in a row before a report; a single one may be the end of an epoch
+LOOSE_STEPS = 2  # steps in a row with a change after the boundary, before a report; one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
@@ -78,8 +78,8 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: log text: what a restart does without memory. store: the group's. streams: those of the
-        rank's device, None for the CPU. has_folder: False if the states are in memory only.
+        """otherwise: log text: what a restart does without memory. store: the group's store. streams: CUDA streams of
+        the rank's device, None for the CPU. has_folder: False if the states are in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -103,7 +103,7 @@ class Keeper:
         self._stepped = True  # True if an optimizer made a step since the last boundary
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # optimizers unchanged until then; a restart repeats later changes
+        self._repeated: set[str] | None = None  # names of optimizers that had not changed when the step began
         self._notices_begin = False  # True once the beginning of a step was noticed
         self._numbers, self._makers = Numbers(0), Makers()
         # The first counts steps between any boundaries, the second between boundaries at which the script passes
@@ -113,7 +113,7 @@ class Keeper:
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
         self._loose_steps = 0  # steps in a row in which something changed between the boundary and the step
         self._proofs_left = self._proofs_needed
-        self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
+        self._sum: tuple[int, int] | None = None  # (step, sum of all bits of the state), compared before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
         self._is_unnamed = True  # save() and keep() have named nothing, and that is not logged yet
@@ -163,7 +163,7 @@ class Keeper:
         with self._guarded():
             kept = Kept(objects)
             if was_assumed:
-                self._forget_assumed()  # proof starts again: save() may name more, such as averaged weights
+                self._forget_assumed()  # check again from the first step: save() may get more objects than load() did
             elif self.kept is not None and not kept.has_parts_of(self.kept):
                 self._prove_again()
             elif self.kept is not None:
@@ -173,7 +173,7 @@ class Keeper:
     def _keep(self, kept: Kept) -> None:
         if self.kept is None or not kept.has_parts_of(self.kept):  # false if only plain values are new
             self._early.forget()
-        with self.lock:  # the records so far belong to other objects
+        with self.lock:  # slots and areas written so far are of other objects
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
@@ -214,7 +214,7 @@ class Keeper:
             self.copies.forget()
 
     def _prove_again(self) -> None:
-        """Keep nothing, and start the proof again, because it was about other objects."""
+        """Keep nothing until the check on the first steps is repeated, because other objects are kept now."""
         with self.lock:
             self.kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self.shared.cells[CLOCK] |= 1
@@ -251,7 +251,7 @@ class Keeper:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
-        # Within a gradient accumulation keep the first random states: a restart repeats all of its micro-batches.
+        # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or plain values belong to another step
@@ -260,7 +260,7 @@ class Keeper:
         if self.assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        try:  # here and in the hooks `_guarded` would cost a tenth of a boundary's time
+        try:  # without `_guarded`, which would add a tenth to a boundary's time
             self._take_in(kept, int(step), named=named, must_copy=must_copy, counts=named and not kept_alone)
         except Exception as error:
             self.give_up(error)
@@ -373,7 +373,7 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # read random states only if losing a draw would do harm: reading takes a fifth of the cost per step
+        # read random states only if a lost draw would do harm: the read takes a fifth of the cost per step
         if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
@@ -420,13 +420,13 @@ class Keeper:
             )
 
     def _leave(self, kept: Kept) -> None:
-        """Called when an optimizer step begins: find and log values that have changed since the boundary."""
+        """Find and log values that have changed between the boundary and the optimizer step that begins."""
         if not self.places.is_open:
             return
         values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
         repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
         new = self.places.step(values, repeated)
-        if self.places.taken and self._repeated is None and self._rank == 0:  # else they belong to the next step
+        if self.places.taken and self._repeated is None and self._rank == 0:  # otherwise they belong to the next step
             process.log(
                 f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
@@ -442,7 +442,7 @@ class Keeper:
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
     def _check_number(self, step: int, named: bool) -> None:
-        """Check that the step number is the one that `save` would be given, because `load` would return it."""
+        """Check that the script would pass the same step number to `save`, because `load` would return this number."""
         if self._is_off:
             return
         if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):

@@ -1,4 +1,4 @@
-"""How much more memory this container may use."""
+"""Check if this container may use more memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class Shortage(NamedTuple):
-    """Why there is not enough memory."""
+    """The reason why memory is too small for a state."""
 
     why: str
     limit_needed: int | None = None

@@ -239,7 +239,7 @@ class Shared:
     def forget_copy(self, area: int | None = None) -> None:
         """Empty an area, by default the one with the newest state."""
         area = self._newest_area if area is None else area
-        for cell in (AREA_STEP, AREA_BYTES):  # the size too, because a copy that is not valid yet has only that
+        for cell in (AREA_STEP, AREA_BYTES):  # both, because a copy that is not valid yet has only AREA_BYTES
             self.node[memory.area_cell(area, cell)] = 0
 
     def write_rescued(self, state: packed.Packed, held: Held, threads: int) -> None:

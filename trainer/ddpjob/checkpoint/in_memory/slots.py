@@ -66,7 +66,7 @@ class Early:
         shared.forget_slot(EARLY)
 
     def forget(self) -> None:
-        """Forget the last step, because the state now consists of other objects."""
+        """Forget random states and buffers of the last step, because the state now consists of other objects."""
         self._rng, self._content, self._forwarded = None, None, {}
 
     def boundary(self, kept: Kept, rng: dict[str, Any], shared: Shared) -> None:

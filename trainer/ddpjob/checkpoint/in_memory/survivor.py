@@ -37,8 +37,8 @@ from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE,
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _BACKWARD = torch.autograd.backward.__code__
-DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
-TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
+DIRTY_SECONDS = 0.05  # seconds; more than an optimizer step usually takes
+TRIES_LEAST = 50  # attempts to write, even after the time limit; with CPU time a rank makes hundreds
 HELD_UP = 4  # wait at most this many times the usual duration of a step if the main thread is runnable
 
 
@@ -246,7 +246,7 @@ class Survivor:
             raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
-        """True if waiting is worthwhile: the rank is inside the optimizer step and needs no peer to finish it."""
+        """True if it is useful to wait: the rank is in optimizer.step() and needs no other rank to finish it."""
         usual, taken = 2 * self._keeper.dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._keeper.dirty_since
         if self._ends or (kept.by_value and not self._keeper.names_each_step) or taken > HELD_UP * usual:
             return False

@@ -17,9 +17,9 @@ _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
 
 
 class _Seen(NamedTuple):
-    """numpy's generator at the last call."""
+    """State of numpy's generator at the last call of `compact`."""
 
-    generator: Any  # the reference keeps the memory valid
+    generator: Any  # keeps the memory at the generator's address valid
     memory: Any
     raw: bytes
     """Content of the memory; b"" if it was not what get_state() returned."""

@@ -19,7 +19,7 @@ from ddpjob.checkpoint.state.state_dicts import described, not_whole, sharded, u
 from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 
-WORDS_AT_ONCE = 1 << 18  # words and weights fit into a processor's cache
+WORDS_AT_ONCE = 1 << 18  # 32-bit words summed at once; words and weights fit into a processor's cache
 _RANKS_NAMED_MAX = 8
 _REMEDY = (
     "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "

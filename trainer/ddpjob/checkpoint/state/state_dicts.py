@@ -41,7 +41,7 @@ def state_of(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the model without its DDP wrapper, which adds "module." to all keys: the state then fits either."""
+    """Return the model without its DDP wrapper, which adds "module." to all keys. A state fits with or without DDP."""
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
@@ -278,7 +278,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _does_not_fit(target: Any, saved: Any) -> str:
     if hasattr(target, "load_state_dict"):
-        return ""  # load_state_dict() checks
+        return ""  # no check here, because load_state_dict() checks this
     if isinstance(target, torch.Tensor):
         if not isinstance(saved, torch.Tensor):
             return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
