@@ -246,8 +246,9 @@ class LocalCluster:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
-        process.env |= {environment.TERMINATION_LOG: str(termination_log), "DDPJOB_LOCAL": "1"}
-        if launcher.facts(job.spec).restarts_in_place:
+        process.env[environment.TERMINATION_LOG] = str(termination_log)
+        if launcher.facts(job.spec).restarts_in_place:  # only agents read these, and a pod has neither
+            process.env["DDPJOB_LOCAL"] = "1"
             process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:
             debugging.attach(process, base.terminal, self.folder)
