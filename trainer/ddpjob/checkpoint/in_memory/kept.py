@@ -507,7 +507,7 @@ def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state as `save` would write it. Raises StateError if the two parts do not fit."""
+    """Return the state as `save` would write it. Raises StateError if the two parts do not match each other."""
     try:
         return {name: _merged(large.get(name), value) for name, value in small.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
