@@ -928,9 +928,7 @@ def _checked_step(step: Any) -> int:
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:
-        raise ConfigurationError(
-            f"step: {whole} must be at least 1, for 0 means that there is no snapshot, and at most {STEP_MAX}."
-        )
+        raise ConfigurationError(f"step: {whole} must be from 1 to {STEP_MAX}; 0 means that there is no snapshot.")
     return whole
 
 

@@ -232,7 +232,7 @@ class Kept:
             self._keys[name] = list(value.state_dict())
         elif isinstance(value, torch.optim.Optimizer):
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
-                raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
+                raise StateError(f"{name}: {type(value).__name__} overrides state_dict(), which is not supported")
             packed.dumps(_setting(value, name))
             self.optimizers.append(name)
         else:
@@ -511,7 +511,7 @@ def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]
     try:
         return {name: _merged(large.get(name), value) for name, value in small.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(f"the parts of a state in memory do not fit: {type(error).__name__}: {error}") from error
+        raise StateError(f"the parts of a state in memory do not match: {type(error).__name__}: {error}") from error
 
 
 def _merged(large: Any, small: Any) -> Any:
