@@ -145,7 +145,7 @@ def finished(space: Namespace, count: int) -> bool:
 
 
 def loops(api: FaultyApi, pods: int) -> tuple[float, float]:
-    """Run the bare loop in a new namespace, and remove the namespace afterwards."""
+    """Run the loop without the operator in a new namespace, and remove the namespace afterwards."""
     space = Namespace(api).make()
     try:
         return asyncio.run(bare_loop(space.name, pods))

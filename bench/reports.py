@@ -129,7 +129,7 @@ class Trainers:
 
 
 class _Connection:
-    """A connection of one pod, kept open and used as http.client does for `ddpjob.progress`."""
+    """A connection of one pod. It stays open and imitates `ddpjob.progress`, which uses http.client."""
 
     def __init__(self, port: int, number: int) -> None:
         # Twenty pods share an address, because the receiver accepts 64 connections from each.

@@ -143,7 +143,7 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
     for call in script.calls_to(*STARTERS) if not script.methods_called("join") else ():
         if literal(script.argument(call, "join", 3)) is False:
             yield at(
-                call, f"{script.text_of(call)}: nothing calls join() on what it returns, which raises if one fails"
+                call, f"{script.text_of(call)}: nothing calls join() on the result, so failed processes go unnoticed"
             )
     for call in script.starts if not script.mentions("exitcode", "sentinel", "is_alive") else ():
         target, _ = script.started(call) or (None, None)
@@ -165,8 +165,8 @@ def process_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]:
         ):
             yield at(
                 call,
-                f"{script.text_of(call)}: nothing asks for its result, which keeps an exception, so a training that "
-                "fails counts as done; call result() or get() on what it returns",
+                f"{script.text_of(call)}: nothing reads its result, so an exception of the training is lost and "
+                "the script exits with 0; call result() or get() on the returned object",
             )
 
 

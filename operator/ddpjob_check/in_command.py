@@ -107,8 +107,8 @@ def _counterpart(name: str) -> str:
 
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
-    """Return the reference to a variable as written; "" if the command does not read the variable, sets it, or tests
-    it first. default_counts: True if the default in ${NAME:-0} may be correct."""
+    """Return the first reference to a variable as written, or "" if there is none. Skip scripts that set or test the
+    variable. default_counts: also skip references with a default, such as ${NAME:-0}: it may be correct."""
     if any(name == found for word in words for found in _KUBERNETES_NAME.findall(word)):
         return f"$({name})"
     for text in scripts:

@@ -36,9 +36,9 @@ def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Foun
             name = script.variable_read(node)
             yield at(
                 node,
-                f"{script.text_of(node)}: nothing sets it here, so this is a {'KeyError' if is_item else 'TypeError'}; "
-                "with the script unchanged: "
-                f'{_recipe(script, job)}; else use os.environ["{COUNTERPARTS[name]}"]',
+                f"{script.text_of(node)}: nothing sets it here, so this is a {'KeyError' if is_item else 'TypeError'}. "
+                "Two fixes: with the script unchanged: "
+                f'{_recipe(script, job)}; or in the script: os.environ["{COUNTERPARTS[name]}"]',
             )
             return
 

@@ -557,7 +557,7 @@ def test_names_fit_into_a_dns_label_whatever_the_release_is_called() -> None:
 
 
 def test_the_name_of_the_metrics_service_has_room_for_its_suffix() -> None:
-    """With a release name of 40 characters, or a longer fullnameOverride, a name of 64 characters would be refused."""
+    """Kubernetes refuses names above 63 characters, so a long release name must be cut before the suffix."""
     monitored = ("--set", "metrics.serviceMonitor.enabled=true")
     for name in (("r" * 53,), ("ops", "--set", f"fullnameOverride={'n' * 55}")):
         done = helm("template", *name[:1], str(CHART), "--kube-version", OLDEST, *monitored, *name[1:])

@@ -235,7 +235,7 @@ NAMES = st.one_of(
 def test_all_files_of_a_user_are_kept_after_any_number_of_runs(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
 ) -> None:
-    """No run may remove a file that no run has created."""
+    """A run may remove only files that a run has created."""
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

@@ -31,7 +31,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "watchdog": ("blind",),
     "rescue": ("dies", "slow"),
 }  # fmt: skip
-# Points that are passed a few times per pod. The others are passed with every message between two machines.
+# Fault points that each pod passes a few times. The others are passed with every message between two machines.
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog", "rescue"))
 # Points that occur only under ddprun, with gangs, with queues, or when ranks write their state into memory.
 AGENTS = ("post", "watchdog")

@@ -85,7 +85,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
-        """Answer a request, then count it, so that a test which has waited for it cannot change the answer."""
+        """Answer a request, then count it. A test that waits for the count cannot change the answer any more."""
         answer = self._answer(method, raw_path, body)
         asked = read(method, urllib.parse.urlsplit(raw_path).path)
         self.requests.append(f"{asked.verb} {asked.resource}{' (dry run)' if 'dryRun' in raw_path else ''}")

@@ -822,7 +822,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """Without its random states each later resume silently differs, and unread states fill rank 0's store."""
+    """Otherwise that rank silently draws other numbers after a resume, and its unread states fill the store."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"

@@ -707,11 +707,11 @@ OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exe
 @pytest.mark.parametrize(
     ("launcher", "nproc", "recipe"),
     [
-        ("python", 1, f'with the script unchanged: {OF_POD}; else use os.environ["RANK"]'),
-        ("torchrun", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
-        ("ddprun", 2, f"with the script unchanged: command: [ddprun, {OF_RANK}; else"),
-        ("torchrun", 1, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
-        ("python", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; else"),
+        ("python", 1, f'with the script unchanged: {OF_POD}; or in the script: os.environ["RANK"]'),
+        ("torchrun", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; or"),
+        ("ddprun", 2, f"with the script unchanged: command: [ddprun, {OF_RANK}; or"),
+        ("torchrun", 1, f"with the script unchanged: command: [torchrun, {OF_RANK}; or"),
+        ("python", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; or"),
     ],
 )
 def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(

@@ -365,7 +365,7 @@ RAISED = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/app/
 def test_a_success_whose_log_shows_a_failed_rank_gets_a_warning(
     cluster: FakeCluster, ddpjob: Ddpjob, command: list[str], is_doubted: bool
 ) -> None:
-    """A pipe ends with tee's exit code 0, and the operator reads no logs: only the command line can notice this."""
+    """`torchrun … | tee` exits with tee's 0, and the operator reads no logs. So `ddpjob` must warn of the failure."""
     body = stored(state="Succeeded", attempt=2)
     body["spec"]["template"]["spec"]["containers"][0]["command"] = command
     cluster.add("ddpjobs", body)

@@ -406,7 +406,7 @@ def test_options_that_identify_the_machine_are_removed_from_the_command() -> Non
 
 
 def test_plain_python_with_several_gpus_stays_one_process_per_node() -> None:
-    """In Kubeflow RANK counts nodes; with a process per GPU the script would find no RANK at all."""
+    """The script reads RANK as the node's number. The operator sets RANK only if nprocPerNode is 1."""
     result = converted(nprocPerNode=None, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
     assert result.spec["nprocPerNode"] == 1
     assert "nprocPerNode" not in converted(nprocPerNode=None).spec

@@ -92,7 +92,7 @@ def test_remaining_pods_of_a_deleted_job_get_one_warning() -> None:
     world = digits().conflicting_pod("digits-7-0", label="digits", owner="somebody-before").settle()
     lives_on(world, MONTH)
     assert (world.status.state, world.status.reason) == ("Pending", "WaitsLong")
-    assert "waiting for pod digits-7-0 of the deleted job of this name" in world.status.message
+    assert "waiting for the deletion of pod digits-7-0 of the deleted job of this name" in world.status.message
     assert warnings(world) == ["WaitsLong"]
 
 

@@ -656,7 +656,7 @@ def test_devices_of_a_resource_claim_get_a_warning_that_they_do_not_count_as_gpu
 
     assert told() == [
         "devices of a resourceClaim are not counted as GPUs, so spec.backend is gloo, spec.nprocPerNode is 1, "
-        "spec.onePodPerNode is false: set what fits the claim"
+        "spec.onePodPerNode is false: set these fields to match the claim"
     ]
     assert "spec.nprocPerNode" not in told(nprocPerNode=8)[0]
     assert told(nprocPerNode=8, backend="nccl", onePodPerNode=True) == []

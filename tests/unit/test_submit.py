@@ -277,7 +277,7 @@ def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
     """The message must name the job: without its code it would wait for ever, and its name is taken."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
-    ddpjob("submit", "train.py", code=1, says="It is unknown if train was created: ddpjob get train tells")
+    ddpjob("submit", "train.py", code=1, says="It is unknown if train was created: check with `ddpjob get train`")
     cluster.answers = {"create configmaps for real": (504, status)}
     assert ddpjob("submit", "train.py").code == 1
     assert cluster.objects == {}
@@ -449,7 +449,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
         (notebook(), [], "nb.ipynb: its cells hold no Python to run"),
         (notebook("%%writefile a.py\nx = 1"), [], "nb.ipynb: its cells hold no Python to run"),
         (notebook("x = 1", "y =\n"), [], "nb.ipynb:cell 2:1: not valid Python"),
-        (notebook("x = 1"), ["--no-code"], "nb.ipynb: no image has this script already"),
+        (notebook("x = 1"), ["--no-code"], "nb.ipynb: no image contains this script"),
         (notebook("x = 1"), ["--code", "sub"], "nb.ipynb: is not in the folder --code sub"),
         (notebook("import torch.distributed as d", f"\n{LOCAL_RANK}"), [], "nb.ipynb:cell 2:2: error[rank-is-local"),
     ],

@@ -202,10 +202,10 @@ def at_exit(action: Callable[[], object], priority: int) -> None:
 
 
 def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
-    """Register an action for the end of a child of multiprocessing, where atexit runs late or not at all.
+    """Register an action with multiprocessing, because its children call atexit functions late or not at all.
 
-    Higher priorities run first: the termination message (30), the last report of progress (20), leaving the group (10),
-    and after that the exit code 75 and the end of a snapshot's heartbeat (5).
+    Higher priorities run first: the termination message (30), the last report of progress (20), leaving the group (10).
+    The last ones (5) set the exit code 75 of a stopped rank, and end a snapshot's heartbeat.
     """
     util = sys.modules.get("multiprocessing.util")
     if util is not None:

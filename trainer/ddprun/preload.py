@@ -55,7 +55,7 @@ class ForkServer:
 
     def hear(self) -> None:
         """Read what the server sends: the result of its imports, the pid of a spare, or its end."""
-        if not processes.readable(self.fileno(), 0):  # `start` has already read it in this turn
+        if not processes.readable(self.fileno(), 0):  # `start` has already read the message
             return
         message = self._read()
         if message is None:

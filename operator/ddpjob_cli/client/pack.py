@@ -79,7 +79,7 @@ class Archive:
 
 
 def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
-    """Return the archive of a folder. Raise InputError. made: texts of more files, by path. without: a path to skip."""
+    """Return the archive of a folder. Raise InputError. made: added files: path → text. without: a path to skip."""
     folder, contents = read(root, without)
     contents |= _of_texts(made or {})
     if not contents and not folder.links:

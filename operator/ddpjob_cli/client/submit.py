@@ -30,7 +30,7 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
     try:
         made = jobs.of_raw(cluster.create(jobs.path_of(cluster), body))
     except NoAnswerError as error:
-        look = f"ddpjob get {name} tells; delete it before you submit it again"
+        look = f"check with `ddpjob get {name}`, and delete the job before you submit it again"
         raise ClusterError(f"{error}. It is unknown if {name} was created: {look}") from None
     if archive:
         try:

@@ -68,7 +68,7 @@ def job_yaml(start: Source, text: str | None) -> str:
     notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
     restarts = start.max_restarts
     limit = f"\n  backoffLimit: {_scalar(restarts)}     # restarts after a failure" if restarts is not None else ""
-    elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
+    elastic = f"\n  minNodes: {_scalar(least)}         # starts with this many nodes; more may join" if least else ""
     return f"""# From {script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
 {notes}apiVersion: {api.API_VERSION}
 kind: {api.KIND}

@@ -266,7 +266,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
         return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"
     then = f", then {program} job.yaml" if program.split()[-1] != "init" else ""
     return (
-        f"{words[0]} is not a script; of a whole command make a job: ddpjob convert -- {shlex.join(words)} > "
+        f"{words[0]} is not a script; to make a job from a whole command: ddpjob convert -- {shlex.join(words)} > "
         f"job.yaml{then}"
     )
 

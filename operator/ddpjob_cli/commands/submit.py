@@ -208,7 +208,7 @@ def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
     is_made = file == sources.STDIN or sources.is_notebook(file)
     if wishes.no_code:
         if is_made:
-            raise InputError(f"{file}: no image has this script already: leave --no-code away")
+            raise InputError(f"{file}: no image contains this script; omit --no-code")
         return file, None
     if wishes.made or file == sources.STDIN:
         made = wishes.made or {Path(path).name: Path(path).read_text(encoding="utf-8")}

@@ -185,7 +185,7 @@ def _own_after(begins: re.Pattern[str], log: str) -> Iterator[Failure]:
 
 
 def _ends_with_traceback(log: str) -> bool:
-    """True if only lines that launchers and libraries print at any end follow the last traceback."""
+    """True if the log ends with a traceback. Lines that launchers and libraries print at every exit may follow."""
     before, begins, rest = log.rpartition("Traceback (most recent call last)")
     above = before.rstrip().rpartition("\n")[2]
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):

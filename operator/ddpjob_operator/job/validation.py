@@ -50,7 +50,7 @@ MPI_REFUSED = '"mpi" needs a PyTorch built with MPI; no published wheel has it. 
 WINDOWED_LIMIT_MAX = 100
 PROBLEMS_MAX = 200  # problems of a template that are reported; each takes 20 µs, and a tenant may write 9,000
 LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
-_RESEMBLES = 0.8  # "comand" is 0.92 like "command"
+_RESEMBLES = 0.8  # smallest similarity of a typo; "comand" and "command" have 0.92
 
 RULES = (
     SpecRule("backend", "!has(self.backend) || self.backend != 'mpi'", lambda s: s.backend == "mpi", MPI_REFUSED),

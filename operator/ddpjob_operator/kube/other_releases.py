@@ -32,7 +32,7 @@ class OtherReleases:
     """The marks of other releases, read every READ_SECONDS."""
 
     def __init__(self, client: Client, *, are_known: bool = False) -> None:
-        """are_known: True if there are no other releases; `run` is then not needed."""
+        """are_known: True if `run` is not needed, because no other release can serve the same namespaces."""
         self._client, self.are_known = client, are_known
         self._releases: dict[str, str] = {}
         self._logged: set[str] = set()

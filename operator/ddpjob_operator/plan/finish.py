@@ -225,7 +225,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
     if text := variables.remark(job.spec.template):
         yield _event(reasons.RENDEZVOUS_OVERRIDDEN, text)
     if unset := _not_counted(job.spec):
-        text = f"devices of a resourceClaim are not counted as GPUs, so {unset}: set what fits the claim"
+        text = f"devices of a resourceClaim are not counted as GPUs, so {unset}: set these fields to match the claim"
         yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)

@@ -154,7 +154,7 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     """Return the first node that completed early, because its end explains the lost connections of others. A pod
     created afterwards is no such other: the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
-        return None  # an elastic group may have completed its training without a lost node
+        return None  # enough nodes completed; the group may have gone on without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)
     peers = [pod for place, pod in pods.items() if place not in completed]
     places = [n for n in completed if n not in pods or not any(_was_made_after(peer, pods[n]) for peer in peers)]

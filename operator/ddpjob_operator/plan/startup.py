@@ -106,7 +106,7 @@ def name_taken(view: View, status: api.Status) -> Decision | None:
     first = view.conflicts[0]
     more = f" and {len(view.conflicts) - 1} more" if len(view.conflicts) > 1 else ""
     if all(c.of_deleted_job for c in view.conflicts):
-        text = f"waiting for {first.kind.lower()} {first.name}{more} of the deleted job of this name"
+        text = f"waiting for the deletion of {first.kind.lower()} {first.name}{more} of the deleted job of this name"
         return _waiting(view, status, "Pending", reasons.WAITING_FOR_DELETED_JOB, text)
     text = f"a {first.kind} named {first.name}{more} is not this job's. Delete it, or give the job another name"
     return _waiting(view, status, "Pending", reasons.NAME_TAKEN, text)

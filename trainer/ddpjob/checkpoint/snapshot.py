@@ -145,7 +145,7 @@ class Snapshot:
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store keys. `load` sets rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Number of optimizer steps after which all ranks have passed the last save, because gradients are summed over #
+        # Number of optimizer steps after which all ranks have passed the last save, because gradients are summed over
         # all ranks. Two steps after the save: an optimizer with a closure (LBFGS) runs backward inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
@@ -928,9 +928,7 @@ def _checked_step(step: Any) -> int:
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:
-        raise ConfigurationError(
-            f"step: {whole} must be at least 1, for 0 means that there is no snapshot, and at most {STEP_MAX}."
-        )
+        raise ConfigurationError(f"step: {whole} must be from 1 to {STEP_MAX}; 0 means that there is no snapshot.")
     return whole
 
 

@@ -338,7 +338,7 @@ def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> 
         length += sum(map(len, own))
         ends.append(length)
     words = torch.cat([torch.zeros(1, dtype=torch.int64, device=parameters[0].device), *parts])
-    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # weights of the first parameter: 1, 3, 5, …
+    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # checksum factors: -1 for the 0, then 1, 3, 5, …
     sums = torch.stack([words.cumsum(0), words.mul_(weights).cumsum(0)])[:, [0, *ends]].tolist()
     return [
         weighted[1] - weighted[0] - 2 * begin * (plain[1] - plain[0]) & 0xFFFFFFFFFFFFFFFF

@@ -306,7 +306,7 @@ def encode(message: dict[str, Any]) -> bytes:
             return body
         if not kept:
             return encode(_without_its_longest(message))
-        kept = kept[max(1, excess // 6) :]  # a character has at most 6 bytes
+        kept = kept[max(1, excess // 6) :]  # JSON needs at most 6 bytes per character, such as \u001f
 
 
 def _without_its_longest(message: dict[str, Any]) -> dict[str, Any]:

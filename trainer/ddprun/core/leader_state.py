@@ -180,7 +180,7 @@ class LeaderState:
         self._least = len(places) if least is None else least
         self._last_call_seconds = last_call_seconds
         self._calls = True  # True if the next start waits for more nodes than the smallest number
-        self._most, self._most_since = 0, now  # most nodes connected at once before this start, and when that was
+        self._most, self._most_since = 0, now  # highest number of connected nodes before this start, and its time
         self._newcomers = Newcomers(snooze_seconds)
         self._has_operator = has_operator
         self._wants_preflight = preflight
@@ -250,7 +250,7 @@ class LeaderState:
         self._wants_preflight |= preflight
         if grant is not None:
             self._budget = self._budget.renewed(grant, self._replacements[self.places.leader])
-        if generation > self.generation:  # a replaced leader continues the count
+        if generation > self.generation:  # a replacement of the leader continues the count
             self.generation, self.said = generation, "the pod of node 0 is new"
         self._go_on_if_enough_are_here(now)
 
@@ -575,7 +575,7 @@ class LeaderState:
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
         if self._current.finished.issuperset(self.members) and not (self._current.checking or self._dev):
-            return self._end(0, None, "all ranks have ended", now)  # they were being stopped for a new node
+            return self._end(0, None, "all ranks have ended", now)  # the stop was only for a new node
         if self._current.reruns:
             self.said = self._current.reruns
             return self._pause(0, now)

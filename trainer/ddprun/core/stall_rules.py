@@ -91,7 +91,7 @@ class DeadlockSearch(Question):
     def __init__(self) -> None:
         super().__init__()
         self._still: dict[int, bool] = {}  # by node: True if its ranks use no CPU
-        self._is_known = False  # True from the answers until a rank uses the CPU again
+        self._is_known = False  # True from `settle` until a rank uses the CPU again or ends
 
     def heard(self, node: int, *, still: bool) -> None:
         """Record if all ranks of a node have used no CPU for seconds (still=True), or if a rank has used it."""

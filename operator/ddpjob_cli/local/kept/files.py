@@ -15,7 +15,7 @@ from ddpjob import own_files
 
 SCRIPT_MIB_MAX = 4
 NOTEBOOK_MIB_MAX = 64  # notebooks embed the output images of their cells
-_SLOW_ENCODINGS = ("idna", "punycode")  # decoding takes minutes for a megabyte
+_SLOW_ENCODINGS = ("idna", "punycode")  # decoding 1 MB takes minutes
 
 _STREAMS = {"/dev/stdout": "/dev/fd/1", "/dev/stderr": "/dev/fd/2"}
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")

@@ -180,7 +180,7 @@ class LocalCluster:
         if (pace := stall.update(self.trackers.get(report.rank), dated, now)) is not None:
             self.trackers[report.rank] = pace
         for pod in self.pods.values():
-            # Skip an ended pod: otherwise it would seem to train on next to its replacement.
+            # Skip an ended pod: otherwise its step would advance together with its replacement's.
             if pod.place == place and pod.live and pod.attempt == dated.attempt:
                 pod.step, pod.step_at = report.step or None, now
 

@@ -210,7 +210,7 @@ class JobStates:
             return None
         uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation")
         if (known is None or known[:2] != (uid, generation)) and not storage.is_cut(raw):
-            with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports that
+            with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports the error
                 return self.parse(key, raw)[0].spec
         return None if known is None or known[0] != uid else known[2].spec
 

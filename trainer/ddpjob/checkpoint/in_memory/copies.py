@@ -376,7 +376,7 @@ class Copies:
         self._has_copied = False
         every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        # at most doubled, because a restart rejects copies of ranks that are more steps apart
+        # At most double the interval: a restart rejects a rank more than two old intervals ahead of a copy.
         every = every if plan is None else min(every, 2 * plan.every)
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)

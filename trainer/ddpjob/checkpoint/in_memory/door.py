@@ -203,7 +203,7 @@ def _names(objects: Mapping[str, Any]) -> set[str]:
 def _half(named: set[str], found: FoundState, objects: Mapping[str, Any]) -> str:
     before = ", ".join(sorted(named - {""})) or "the rest"
     return (
-        f"{', '.join(sorted(objects))}: the memory does not give it, and the folder has another step than "
-        f"{found.held.version.step}, at which {before} was loaded from memory; the next restart does not use that. "
-        f"Name all in one call of load(), and give keep() all that save() is given."
+        f"{', '.join(sorted(objects))}: not in memory, and the folder has another step than "
+        f"{found.held.version.step}, at which {before} was loaded from memory. The next restart uses the folder. "
+        f"Pass all objects to one call of load(), and pass the same objects to keep() and save()."
     )

@@ -232,7 +232,7 @@ class Kept:
             self._keys[name] = list(value.state_dict())
         elif isinstance(value, torch.optim.Optimizer):
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
-                raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
+                raise StateError(f"{name}: {type(value).__name__} overrides state_dict(), which is not supported")
             packed.dumps(_setting(value, name))
             self.optimizers.append(name)
         else:
@@ -507,11 +507,11 @@ def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state as `save` would write it. Raises StateError if the two parts do not fit."""
+    """Return the state as `save` would write it. Raises StateError if the two parts do not match each other."""
     try:
         return {name: _merged(large.get(name), value) for name, value in small.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(f"the parts of a state in memory do not fit: {type(error).__name__}: {error}") from error
+        raise StateError(f"the parts of a state in memory do not match: {type(error).__name__}: {error}") from error
 
 
 def _merged(large: Any, small: Any) -> Any:
