@@ -184,5 +184,5 @@ class OwnStateDict(torch.optim.SGD):
 def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
     """ZeroRedundancyOptimizer returns its last consolidated state, whose moments may be of an older step."""
     model, _ = model_and_optimizer()
-    with pytest.raises(StateError, match="OwnStateDict has a state_dict"):
+    with pytest.raises(StateError, match="OwnStateDict overrides state_dict"):
         Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})
