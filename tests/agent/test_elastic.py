@@ -39,15 +39,20 @@ class Job:
     ) -> None:
         self.launcher = launcher
         conf = f"last_call_timeout={last_call},snooze={snooze},timeout=60"
-        group = ["--nnodes", nnodes, "--master-port", free_port(), "--rdzv-id", launcher.mark, "--rdzv-conf", conf]
+        self._nnodes = nnodes
+        group = ["--master-port", free_port(), "--rdzv-id", launcher.mark, "--rdzv-conf", conf]
         self._words = [*group, "--preload=json", *words, launcher.script(TRAIN)]
         self.agents: dict[int, subprocess.Popen[str]] = {}
         self.gone: list[subprocess.CompletedProcess[str]] = []
 
+    def nnodes(self, nnodes: str) -> None:
+        """Start later agents with this --nnodes, as the operator does after `kubectl scale`."""
+        self._nnodes = nnodes
+
     def start(self, *nodes: int, replacement: int = 0, **env: str) -> None:
         for node in nodes:
             own = {"NODE": str(node), "DDPJOB_REPLACEMENT": str(replacement)} | env
-            self.agents[node] = self.launcher.ddprun("--node-rank", node, *self._words, **own)
+            self.agents[node] = self.launcher.ddprun("--nnodes", self._nnodes, "--node-rank", node, *self._words, **own)
 
     def kill(self, node: int) -> None:
         """End a node as a power cut does."""
@@ -91,6 +96,16 @@ def test_two_of_four_nodes_start_and_those_that_come_later_join(launcher: Launch
     assert "ddprun: start of nodes 0,2; the others have not connected\n" in said
     assert "ddprun: restart 1 of nodes 0-2: node 1 joined\n" in said
     assert "ddprun: restart 2: node 3 joined\n" in said
+
+
+def test_a_job_grows_beyond_the_number_of_nodes_with_which_it_started(launcher: Launcher) -> None:
+    job = Job(launcher, "1:2")
+    job.start(0, 1)
+    assert job.up(0) == [0, 1]
+    job.nnodes("1:3")
+    job.start(2)
+    assert job.up(1) == [0, 1, 2]
+    assert {d.returncode for d in job.done().values()} == {0}
 
 
 @pytest.mark.parametrize("env", [{}, {"DDPJOB_RESTARTS_LEFT": LEFT}], ids=["alone", "operator"])

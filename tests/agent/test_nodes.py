@@ -182,7 +182,7 @@ class Met:
     def __init__(self, launcher: Launcher, port: int, replacement: int) -> None:
         connection = eventually(lambda: connected(port))
         connection.recv(1, socket.MSG_PEEK)
-        about = {"nodes": 2, "nproc": 1, "generation": -1, "replacement": replacement}
+        about = {"nodes": 2, "least": 2, "nproc": 1, "generation": -1, "replacement": replacement}
         self._link = Link(connection, job_key(launcher.mark, {}), node=1, about=about)
         self._said: list[dict[str, Any]] = []
 

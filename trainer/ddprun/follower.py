@@ -278,6 +278,7 @@ class Follower:
             "ready": self._was_ready,
             "preflight": self._options.preflight and self._generation < 0,
             "nodes": self._options.nodes,
+            "least": self._options.least,
             "nproc": self._options.nproc,
             "generation": self._generation,
             "replacement": self._options.replacement,

@@ -313,10 +313,10 @@ class Leader:
     def _welcome(self, link: Link, message: dict[str, Any], now: float) -> None:
         from ddprun.wire import Refused
 
-        node, own = link.node, (self._options.nodes, self._options.nproc)
-        other = (message.get("nodes"), message.get("nproc"))
-        if node is None or node == self._options.place or node not in self._options.places:
-            raise Refused(f"node {node} of {self._options.nodes}")
+        node, own = link.node, (self._options.least, self._options.nproc)
+        nodes, other = int(message["nodes"]), (message.get("least"), message.get("nproc"))
+        if node is None or node == self._options.place or not 0 <= node < nodes:
+            raise Refused(f"node {node} of {nodes}")
         if other != own:
             say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
             raise Refused("another size")
@@ -332,7 +332,14 @@ class Leader:
         present = self._lead.generation
         has_imports, wants_preflight = message.get("ready") is not False, message.get("preflight") is True
         self._lead.joined(
-            node, now, generation, replacement, preflight=wants_preflight, grant=grant, is_ready=has_imports
+            node,
+            now,
+            generation,
+            replacement,
+            nodes=nodes,
+            preflight=wants_preflight,
+            grant=grant,
+            is_ready=has_imports,
         )
         link.send({"welcome": node, "generation": present, "joins": self._lead.joins_in(node, now)})
 

@@ -234,15 +234,18 @@ class LeaderState:
         generation: int = -1,
         replacement: int = 0,
         *,
+        nodes: int = 0,
         preflight: bool = False,
         grant: Grant | None = None,
         is_ready: bool = True,
     ) -> None:
         """Add a node whose agent connected, without running ranks. generation: of its last ranks; -1 without any.
 
-        is_ready: False if its ranks could not start at once; `ready` follows.
+        nodes: how many may take part, as this agent was told; the job may have become larger. is_ready: False if its ranks could not start at once; `ready` follows.
         """
         assert node not in self._here, "a node is lost before it comes again"
+        if nodes > len(self.places):
+            self.places = Members(range(nodes))
         self._here.add(node)
         self._terminations.leaving.discard(node)
         self._replacements[node] = replacement
