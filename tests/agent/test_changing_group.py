@@ -263,7 +263,7 @@ def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
 
 
 LEADER, NEWCOMERS = leader_state, newcomers
-PRESENT = "Members(place for place in self.places if place in self._here)"
+PRESENT = "Members(sorted(self._here, key=lambda place: (place != self._leader, place)))"
 STOPPING = "self._stopping = self._here.intersection(self.members)"
 CHARGE = "return self._charge(Failure(exit_code=75, vanished=True, node_rank=0), now)"
 ENTER = 'self._enter("stopping", now, None)'

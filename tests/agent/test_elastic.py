@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import psutil
 import pytest
@@ -29,6 +33,42 @@ while not os.path.exists("enough"):
         open(f"saved-{life}-{rank}", "w").close()
         sys.exit(75)
 """
+
+
+class Appointments(ThreadingHTTPServer):
+    """The part of the status receiver that says who leads."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.answer = b"{}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"DDPJOB_STATUS_URL": f"http://127.0.0.1:{self.server_address[1]}/v1/progress"}
+
+    def appoint(self, term: int, place: int) -> None:
+        leader = {"term": term, "place": place, "host": "127.0.0.1", "port": int(free_port())}
+        self.answer = json.dumps(leader | {"left": json.loads(LEFT)}).encode()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Appointments
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v1/leader" else 404)
+        self.end_headers()
+        self.wfile.write(self.server.answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def appointments() -> Iterator[Appointments]:
+    with Appointments() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 class Job:
@@ -175,3 +215,34 @@ def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(laun
     (launcher.folder / "fails").touch()
     assert {node: finish(agent).returncode for node, agent in job.agents.items()} == {0: 75, 1: 75, 2: 9}
     forget_killed(launcher)
+
+
+def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(
+    launcher: Launcher, appointments: Appointments
+) -> None:
+    job = Job(launcher, "2:3")
+    env = {"DDPJOB_RESTARTS_LEFT": LEFT, **appointments.env}
+    job.start(0, 1, 2, **env)
+    assert job.up(0) == [0, 1, 2]
+    appointments.appoint(2, 1)
+    job.kill(0)
+    assert job.up(1) == [1, 2], "rank 0 runs on the leader's node"
+    job.start(0, replacement=1, **env)
+    assert job.up(2) == [1, 0, 2]
+    done = job.done()
+    assert {d.returncode for d in done.values()} == {0}
+    assert "ddprun: node 1 is appointed the leader, term 2\n" in done[2].stderr
+    assert "ddprun: restart 1 of nodes 1-2: node 1 leads now\n" in done[1].stderr
+    forget_killed(launcher)
+
+
+def test_a_leader_that_was_taken_for_lost_follows_the_new_one(launcher: Launcher, appointments: Appointments) -> None:
+    job = Job(launcher, "1:2")
+    job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)
+    assert job.up(0) == [0, 1]
+    job.agents[0].send_signal(signal.SIGSTOP)
+    appointments.appoint(2, 1)
+    eventually(lambda: (launcher.folder / "up-1-1-0-1").exists(), 60)
+    job.agents[0].send_signal(signal.SIGCONT)
+    assert job.up(2) == [1, 0]
+    assert {d.returncode for d in job.done().values()} == {0}

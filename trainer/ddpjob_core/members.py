@@ -7,6 +7,8 @@ equal only if all places take part in order.
 
 from __future__ import annotations
 
+LEADER_PATH = "/v1/leader"
+"""Path at the status receiver where the agents of an elastic job ask who leads."""
 NPROC_MAX = 1024
 """Maximum number of ranks of one node; no machine needs more."""
 

@@ -22,6 +22,7 @@ from ddpjob_core.findings import NamedFinding
 from ddpjob_core.heartbeat import RERUN_SIGNAL, STACKS_SIGNAL
 from ddpjob_core.members import Members
 from ddprun import processes
+from ddprun.appointment import Appointment, Asking
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
 from ddprun.logs import TAIL_SECONDS, LogFolder
@@ -43,11 +44,18 @@ MESSAGE_BEGINS = b'{"ddpjob"'
 class Group(Protocol):
     """The agent's role in the group: leader or follower. The methods are called for events of this node."""
 
+    leads: bool
+
+    @property
+    def ask_seconds(self) -> float:
+        """Seconds between two questions about who leads."""
+
     @property
     def deadline(self) -> float | None:
         """Time of the next call of `tick`; None if none is due."""
 
     def begin(self, now: float, /) -> None: ...
+    def leave(self, now: float, /) -> int: ...
     def tick(self, now: float, /) -> None: ...
     def failed(self, failures: list[Failure], now: float, /) -> None: ...
     def stopped(self, failures: list[Failure], now: float, /) -> None: ...
@@ -102,6 +110,10 @@ class Agent:
         self.members = Members()  # nodes of the last generation in which this node took part
         self._failure_reported = False
         self.settled = True  # False until all ranks of the last generation have ended on this node
+        self.asking = Asking(self, self._appointed)
+        # The agent of a new pod asks first: while its node had none, another agent may have been appointed.
+        is_known = not (self.asking.is_possible and options.replacement)
+        self.leader = Appointment(int(is_known), options.places.leader, options.host, options.port)
         self._has_backlog = False  # True if ranks have written more output than one turn of the loop copies
 
     # ---- the loop ------------------------------------------------------------------------------------------
@@ -143,6 +155,7 @@ class Agent:
             self._has_backlog = not self.folder.copy()
         self._report(now)
         self.watching.tick(now)
+        self.asking.tick(now, self.group.ask_seconds)
         return self.group.tick(now)
 
     def _report(self, now: float) -> None:
@@ -157,7 +170,7 @@ class Agent:
         self.settled = True
         self.watching.end()
         failures = self.node.settle()
-        if self.termination_signal and self.options.place != self.options.places.leader:
+        if self.termination_signal and not self.group.leads:
             if not failures and not self.node.stopped:
                 self.group.finished(now)  # without this event node 0 might wait for this node forever
             self.end(self.termination_code(), None)
@@ -168,7 +181,7 @@ class Agent:
 
     def _milliseconds(self) -> float:
         now = time.monotonic()
-        times = (self.node.deadline(now), self.group.deadline, self.watching.deadline)
+        times = (self.node.deadline(now), self.group.deadline, self.watching.deadline, self.asking.deadline)
         deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
         if self.folder.tails:
             deadlines.append(now if self._has_backlog else now + TAIL_SECONDS)
@@ -226,6 +239,38 @@ class Agent:
         if self._server.hear_later():
             self.unwatch(before)
             self.watch(later, self._receive_from_server)
+
+    # ---- who leads -----------------------------------------------------------------------------------------
+
+    @property
+    def is_appointed(self) -> bool:
+        """True if this agent should lead."""
+        return self.leader.term > 0 and self.leader.place == self.options.place
+
+    @property
+    def turn(self) -> int:
+        """Number of this leader in the attempt: each later one has a higher number."""
+        return self.leader.term if self.leader.term > 1 else self.options.replacement
+
+    def _appointed(self, leader: Appointment, now: float) -> None:
+        """Follow a new leader, or lead after all ranks have ended here."""
+        from ddprun.follower import Follower
+
+        if leader.term <= self.leader.term or self.code is not None:
+            return
+        if self.leader.term:
+            say(f"node {leader.place} is appointed the leader, term {leader.term}")
+        self.leader, generation = leader, self.group.leave(now)
+        self.group = Follower(self, generation)
+        self.group.begin(now)
+        self.stop(now, patient=False)
+
+    def lead(self, generation: int, now: float) -> None:
+        """Lead the group from now on. generation: the last one of this node's ranks."""
+        from ddprun.leader import Leader
+
+        self.group = Leader(self, generation)
+        self.group.begin(now)
 
     # ---- what the group orders -----------------------------------------------------------------------------
 

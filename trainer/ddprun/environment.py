@@ -19,6 +19,8 @@ class Life(NamedTuple):
     generation: int
     """Number of restarts before this generation."""
     members: Members
+    host: str
+    """Name or address of the first member, where rank 0 runs."""
     port: int
     """Port of rank 0's store; each generation has another, so that no old process can join."""
     preflight: bool = False
@@ -59,7 +61,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": str(len(members)),
         "ROLE_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": options.host,
+        "MASTER_ADDR": life.host,
         "MASTER_PORT": str(life.port),
         # Under `ddpjob dev` a saved file starts the ranks again. Resuming then could load another model's state.
         "TORCHELASTIC_RESTART_COUNT": "0" if options.dev else str(life.generation),

@@ -1,4 +1,4 @@
-"""The agent of every node except node 0: keeps a connection to node 0, and carries out its orders."""
+"""The agent of every node that does not lead: keeps a connection to the leader, and carries out its orders."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
 from ddprun import processes
+from ddprun.appointment import FOLLOWER_SECONDS, LEADERLESS_SECONDS
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
 from ddprun.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of, line_of
@@ -34,16 +35,19 @@ LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, so sho
 
 
 class Follower:
-    """The connection to node 0."""
+    """The connection to the leader."""
 
-    def __init__(self, agent: Agent) -> None:
+    leads = False
+
+    def __init__(self, agent: Agent, generation: int = -1) -> None:
+        """generation: the last one in which this node took part."""
         self._agent, self._options = agent, agent.options
         self._link: Link | None = None
         self._welcome = False
         self._connecting: socket.socket | None = None  # a connection in progress
         self._lookup = -1  # pipe of the child that resolves the leader's name
         self._addresses: list[tuple[int, Any]] = []
-        self._generation = -1
+        self._generation = generation
         self._checking = False  # True if the last generation is a pre-flight
         self._disconnected_since = time.monotonic()
         self._retry_at, self._pause = 0.0, RETRY_SECONDS
@@ -54,12 +58,18 @@ class Follower:
         self._was_ready = False  # True if the leader knows that our ranks would start at once
 
     @property
+    def ask_seconds(self) -> float:
+        """Seconds between two questions about who leads: the leader is lost, or it is connected or starts."""
+        is_lost = self._link is None and (self._generation >= 0 or not self._agent.leader.term)
+        return LEADERLESS_SECONDS if is_lost else FOLLOWER_SECONDS
+
+    @property
     def deadline(self) -> float | None:
         """Time at which `tick` has something to do."""
         if self._link is not None:
             return min(self._heartbeat_at, self._heard_at + SILENT_SECONDS)
         give_up = self._disconnected_since + self._options.join_seconds
-        if not self._agent.settled:
+        if not (self._agent.settled and self._agent.leader.term):
             return give_up
         return min(give_up, self._connect_until if self._connecting or self._lookup >= 0 else self._retry_at)
 
@@ -94,7 +104,7 @@ class Follower:
         self._send({**self._event("answered"), "word": report, "positions": lines})
 
     def termination_requested(self, _now: float) -> None:
-        """Report a requested termination to node 0. This agent ends after its ranks."""
+        """Report a requested termination to the leader. This agent ends after its ranks."""
         self._send({"terminating": self._agent.termination_signal})
         if self._agent.settled:
             self._agent.end(self._agent.termination_code(), None)
@@ -104,7 +114,9 @@ class Follower:
 
     def tick(self, now: float) -> None:
         if self._link is None:
-            if self._agent.code is None:
+            if self._agent.settled and self._agent.is_appointed:
+                self._agent.lead(self._generation, now)
+            elif self._agent.code is None:
                 self._reconnect(now)
         elif self._welcome and not self._was_ready and self._agent.node.can_start:
             self._was_ready = True
@@ -135,7 +147,8 @@ class Follower:
             members = Members.read(str(order["members"]))
             if self._options.place not in members:
                 raise ValueError(f"members {members.text}: this node is none of them")
-            life = Life(int(order["generation"]), members, int(order["port"]), order.get("preflight") is True)
+            host, port = str(order["host"]), int(order["port"])
+            life = Life(int(order["generation"]), members, host, port, order.get("preflight") is True)
             self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:
@@ -197,7 +210,7 @@ class Follower:
         self._link.close()
         self._link, self._welcome = None, False
         if known:
-            say(f"node 0 is lost ({why}); waiting for it for {self._options.join_seconds:g} s")
+            say(f"node {self._agent.leader.place} is lost ({why}); waiting for it for {self._options.join_seconds:g} s")
             self._disconnected_since = now
         self._retry(now)
         self._agent.stop(now, patient=bool(self._agent.termination_signal) or self._agent.node.exit_code == RESUMABLE)
@@ -206,24 +219,35 @@ class Follower:
 
     def _reconnect(self, now: float) -> None:
         if now >= self._disconnected_since + self._options.join_seconds:
-            where = f"{self._options.host}:{self._options.port}"
-            say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
+            say(f"{self._leader()} was not reached for {self._options.join_seconds:g} s")
             self._agent.node.end()
             # ended=True, because the others give up too: a replacement of this pod alone would find no peers.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True
-            say(f"waiting for node 0 at {self._options.host}:{self._options.port}")
+            say(f"waiting for {self._leader()}")
         if self._connecting is not None or self._lookup >= 0:
             if now >= self._connect_until:
                 self._cancel(now)
-        elif self._agent.settled and now >= self._retry_at:
+        elif self._agent.settled and self._agent.leader.term and now >= self._retry_at:
             self._look_up(now)
         return None
 
+    def _leader(self) -> str:
+        leader = self._agent.leader
+        return f"node {leader.place} at {leader.host}:{leader.port}" if leader.term else "a leader"
+
+    def leave(self, now: float) -> int:
+        """Follow this leader no longer, because another agent was appointed. Return the last generation."""
+        if self._link is not None:
+            self._disconnect("another node leads", now)
+        self._addresses = []
+        self._cancel(now)
+        return self._generation
+
     def _look_up(self, now: float) -> None:
         """Resolve the name in a child process, because it may take half a minute and SIGTERM must not wait."""
-        host, port = self._options.host, self._options.port
+        host, port = self._agent.leader.host, self._agent.leader.port
 
         def addresses() -> bytes:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -281,6 +305,7 @@ class Follower:
             "least": self._options.least,
             "nproc": self._options.nproc,
             "generation": self._generation,
+            "term": self._agent.leader.term,
             "replacement": self._options.replacement,
             "left": self._agent.environ.get("DDPJOB_RESTARTS_LEFT", ""),
         }

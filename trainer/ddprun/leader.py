@@ -1,4 +1,4 @@
-"""Node 0's side of the group: passes events of all nodes to `LeaderState`, and sends its orders to all nodes."""
+"""The leader's side of the group: passes events of all nodes to `LeaderState`, and sends its orders to all nodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpjob_core.budget import Grant
+from ddpjob_core.budget import Budget, Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.findings import NamedFinding
 from ddprun import ports
+from ddprun.appointment import LEADER_SECONDS
 from ddprun.core import deadlock
 from ddprun.core.leader_state import STANDS, Ask, Ended, EndOrder, LeaderState, Over, Stand, StartOrder, Stop
 from ddprun.core.stall_monitor import StallReport
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ddprun.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
+RECALL_SECONDS = 5.0  # how long an appointed leader waits for nodes of the last generation
 SILENT_SECONDS = 30.0  # after six missed heartbeats an agent counts as lost
 GREETING_SECONDS = 5.0
 UNAUTHENTICATED_MAX = 64
@@ -36,24 +38,32 @@ DRAIN_SECONDS = 2.0
 class Leader:
     """The connections to all other nodes, and the decisions of `LeaderState`."""
 
-    def __init__(self, agent: Agent) -> None:
-        options = agent.options
+    leads = True
+    ask_seconds = LEADER_SECONDS
+
+    def __init__(self, agent: Agent, generation: int = -1) -> None:
+        """generation: the last one in which this node took part under another leader."""
+        options, grant = agent.options, agent.leader.grant
         self._agent, self._options = agent, options
+        self._generation = generation
+        survivors = set(agent.members) - {agent.members.leader} if agent.members else set()
         self._lead = LeaderState(
             options.places,
-            options.budget,
+            options.budget if grant is None else Budget.of(grant, options.budget.max_restarts),
             options.join_seconds,
             time.monotonic(),
             nproc=options.nproc,
             least=options.least,
-            last_call_seconds=options.last_call_seconds,
+            last_call_seconds=RECALL_SECONDS if agent.leader.term > 1 else options.last_call_seconds,
             snooze_seconds=options.snooze_seconds,
             policy=options.policy,
             has_operator=options.has_operator,
             preflight=options.preflight,
-            furthest_step=options.furthest_step,
+            furthest_step=options.furthest_step if grant is None else grant.step,
             dev=options.dev,
             local=options.local,
+            leader=options.place,
+            survivors=survivors,
         )
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
@@ -78,14 +88,15 @@ class Leader:
 
     def begin(self, now: float) -> None:
         if self._options.nodes > 1:
-            assert self._options.port is not None, "several nodes have a port to meet at"
+            port = self._agent.leader.port
+            assert port is not None, "several nodes have a port to meet at"
             try:
-                self._listener = ports.listen(self._options.port)
+                self._listener = ports.listen(port)
             except OSError as error:
-                say(f"port {self._options.port}, where the other nodes connect to this one: {error.strerror}")
+                say(f"port {port}, where the other nodes connect to this one: {error.strerror}")
                 return self._agent.end(RESUMABLE, None, ended=True)  # the next attempt gets another port
             self._agent.watch(self._listener.fileno(), self._accept)
-        self._lead.joined(self._options.place, now, replacement=self._options.replacement)
+        self._lead.joined(self._options.place, now, self._generation, self._options.replacement)
         return self.tick(now)
 
     def failed(self, failures: list[Failure], now: float) -> None:
@@ -160,7 +171,7 @@ class Leader:
         except OSError as error:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
-        life, self._furthest = Life(order.generation, order.members, port, order.preflight), 0
+        life, self._furthest = Life(order.generation, order.members, self._agent.leader.host, port, order.preflight), 0
         self._left.clear()
         self._late_start = life
         self._start_others()
@@ -229,6 +240,19 @@ class Leader:
     def abandon(self) -> None:
         self._go(RESUMABLE)
 
+    def leave(self, _now: float) -> int:
+        """Lead no longer, because another agent was appointed. Return the last generation."""
+        for link in list(self._links.values()) + list(self._unauthenticated):
+            self._agent.unwatch(link.fileno())
+            link.close()
+        if self._listener is not None:
+            self._agent.unwatch(self._listener.fileno())
+            self._listener.close()
+        if self._held is not None:
+            self._held.close()
+        self._posting.abandon()
+        return self._lead.generation
+
     def _go(self, code: int) -> None:
         for link in self._links.values():
             link.shut()
@@ -239,7 +263,7 @@ class Leader:
         """Return the restarts that this agent has charged."""
         step = self._step_in_memory or self._started_from
         return {
-            "replacement": self._options.replacement,
+            "replacement": self._agent.turn,
             "generation": max(0, self._lead.generation),
             **({"stepInMemory": step} if step else {}),
             "restarts": self._lead.counts,
@@ -313,12 +337,15 @@ class Leader:
     def _welcome(self, link: Link, message: dict[str, Any], now: float) -> None:
         from ddprun.wire import Refused
 
+        if int(message["term"]) > self._agent.leader.term:
+            self._agent.asking.ask_soon()
+            raise Refused("another agent leads in a later term")
         node, own = link.node, (self._options.least, self._options.nproc)
         nodes, other = int(message["nodes"]), (message.get("least"), message.get("nproc"))
         if node is None or node == self._options.place or not 0 <= node < nodes:
             raise Refused(f"node {node} of {nodes}")
         if other != own:
-            say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
+            say(f"node {node} has --nnodes, --nproc-per-node {other}, this one {own}: it cannot join")
             raise Refused("another size")
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
         grant = Grant.read(message["left"]) if message.get("left") else None

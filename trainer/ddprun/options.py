@@ -38,6 +38,7 @@ class Options(NamedTuple):
 
     nodes: int  # number of nodes that may take part
     least: int  # smallest number of nodes that train
+    is_elastic: bool  # True if the number of nodes may change
     place: int
     nproc: int
     host: str
@@ -251,6 +252,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     return Options(
         nodes=nodes,
         least=least,
+        is_elastic=":" in read.nnodes and not read.standalone,
         place=_node_rank(read.node_rank, nodes),
         nproc=nproc,
         host=host,

@@ -7,12 +7,11 @@ charge. A post may block for seconds, so a child process makes it.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddprun import processes
+from ddprun.calls import Call
 from ddprun.node import say
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 8192  # limit of the receiver
 REPEAT_SECONDS = 60.0  # a new operator pod does not know the counts
 BACK_OFF_SECONDS, BACK_OFF_SECONDS_MAX = 1.0, 60.0
-CHILD_SECONDS_MAX = 30.0  # limits name resolution; the request has a time-out in ddpjob/reporting/sender.py
 LAST_POST_SECONDS = 2.0
 _CONFIRMED = b"ok"
 
@@ -32,8 +30,7 @@ class Posting:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "")
-        self._child, self._pipe = 0, -1  # the post in flight
-        self._until = 0.0  # deadline of that post
+        self._call = Call(agent, self._answered)
         self._posted: Any = None  # the account in the last post
         self._confirmed: Any = None  # the account that the receiver last confirmed
         self._at, self._back_off = 0.0, 0.0  # time of the next post; 0: nothing was sent yet
@@ -42,49 +39,43 @@ class Posting:
     @property
     def deadline(self) -> float | None:
         """Time at which `tick` has something to do."""
-        return (self._until if self._pipe >= 0 else self._at) or None
+        return (self._call.until if self._call.is_running else self._at) or None
 
     def tick(self, now: float, document: Mapping[str, Any] | None) -> None:
         """Post the document if it is new or due. document: the counts under "agent"; None: nothing was charged."""
         if document is None or not self._url:
             return
-        if self._pipe >= 0:
-            if now >= self._until:
-                self._abandon()
-                self._failed(f"no answer within {CHILD_SECONDS_MAX:g} s", now)
-        elif now >= self._at or (not self._back_off and document["agent"] != self._confirmed):
+        self._call.tick(now)
+        if self._call.is_running:
+            return
+        if now >= self._at or (not self._back_off and document["agent"] != self._confirmed):
             self._post(document, now)
+
+    def abandon(self) -> None:
+        """End the post in flight."""
+        self._call.abandon()
 
     def finish(self, document: Mapping[str, Any] | None) -> None:
         """Try once more if the last account was not confirmed; wait for at most 2 s."""
         if document is None or not self._url:
             return
-        if self._pipe >= 0 and self._posted != document["agent"]:
-            self._abandon()
-        if self._pipe < 0 and self._confirmed != document["agent"]:
+        if self._posted != document["agent"]:
+            self._call.abandon()
+        if not self._call.is_running and self._confirmed != document["agent"]:
             self._post(document, time.monotonic())
-        if self._pipe >= 0 and processes.readable(self._pipe, LAST_POST_SECONDS):
-            self._receive()
+        self._call.wait(LAST_POST_SECONDS)
 
     def _post(self, document: Mapping[str, Any], now: float) -> None:
         environ = self._agent.environ
         attempt = environ.get("DDPJOB_ATTEMPT", "")
         body = encode({"attempt": int(attempt) if attempt.isdecimal() else 1, "rank": 0, "nodeRank": 0, **document})
-        self._posted, self._until = document["agent"], now + CHILD_SECONDS_MAX
+        self._posted = document["agent"]
         try:
-            self._child, self._pipe = processes.call_in_child(lambda: _post_in_child(self._url, body, environ))
+            self._call.begin(lambda: _post_in_child(self._url, body, environ), now)
         except OSError as error:
-            return self._failed(f"no process for it: {error.strerror}", now)
-        self._agent.node.helpers.add(self._child)
-        return self._agent.watch(self._pipe, self._receive)
+            self._failed(f"no process for it: {error.strerror}", now)
 
-    def _receive(self) -> None:
-        try:
-            answer = os.read(self._pipe, 1 << 12)
-        except BlockingIOError:
-            return
-        now = time.monotonic()
-        self._close()
+    def _answered(self, answer: bytes, now: float) -> None:
         if answer == _CONFIRMED:
             self._confirmed, self._back_off, self._at = self._posted, 0.0, now + REPEAT_SECONDS
         else:
@@ -97,16 +88,6 @@ class Posting:
             self._has_warned = True
             why = why or "the process that was to do it was killed"
             say(f"restarts in place are not reported to DDPJOB_STATUS_URL: {why}; tried again, said once")
-
-    def _abandon(self) -> None:
-        processes.kill([self._child])  # the child has not answered and is not reaped, so its pid is not reused
-        self._close()
-
-    def _close(self) -> None:
-        self._agent.node.helpers.discard(self._child)
-        self._agent.unwatch(self._pipe)
-        os.close(self._pipe)
-        self._pipe = -1
 
 
 def encode(document: Mapping[str, Any]) -> bytes:

@@ -46,7 +46,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
 
 def _group(agent: Agent) -> Group:
-    if agent.options.place == agent.options.places.leader:
+    if agent.is_appointed:
         from ddprun.leader import Leader
 
         return Leader(agent)

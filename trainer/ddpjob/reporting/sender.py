@@ -28,34 +28,42 @@ class ReportSender:
 
     def send(self, body: bytes) -> str | None:
         """Post once. Return None for a 2xx answer, else the problem. Raise OSError, ValueError, HTTPException."""
+        return self._request("POST", body)[0]
+
+    def ask(self) -> bytes:
+        """Get the body of a 2xx answer; b"" for another answer. Raise OSError, ValueError, HTTPException."""
+        problem, body = self._request("GET", None)
+        return body if problem is None else b""
+
+    def _request(self, method: str, body: bytes | None) -> tuple[str | None, bytes]:
         is_kept = self._connection is not None
         try:
-            return self._post(body)
+            return self._request_once(method, body)
         except OSError as error:
             # The receiver closed the connection after the last post: it waits a minute, and a new operator starts
             # without it. With TLS this is an SSLEOFError, which is no ConnectionError.
             if not is_kept or isinstance(error, TimeoutError):
                 raise
-            return self._post(body)
+            return self._request_once(method, body)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def _post(self, body: bytes) -> str | None:
+    def _request_once(self, method: str, body: bytes | None) -> tuple[str | None, bytes]:
         target = urlsplit(self._url)
         path = (target.path or "/") + (f"?{target.query}" if target.query else "")
         headers = {"Content-Type": "application/json", **_authorization(self._environ)}
         connection = self._connection or _connection(target, self._environ)
         self._connection = None
         try:
-            connection.request("POST", path, body, headers)
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            answer.read(ANSWER_BYTES_MAX)
+            read = answer.read(ANSWER_BYTES_MAX)
             if answer.isclosed() and not answer.will_close:
                 self._connection = connection
-            return None if 200 <= answer.status < 300 else f"answered {answer.status} {answer.reason}"
+            return None if 200 <= answer.status < 300 else f"answered {answer.status} {answer.reason}", read
         finally:
             if self._connection is None:
                 connection.close()

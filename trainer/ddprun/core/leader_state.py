@@ -160,11 +160,14 @@ class LeaderState:
         furthest_step: int = 0,
         dev: bool = False,
         local: bool = False,
+        leader: int | None = None,
+        survivors: Collection[int] = (),
     ) -> None:
         """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all.
 
         last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
-        is connected before it may interrupt a generation to join it.
+        is connected before it may interrupt a generation to join it. leader: place of this agent; None: the first one.
+        survivors: nodes of an earlier leader's last generation; the first start waits for no others.
         """
         self.state: State = "gathering"
         self._dev, self._is_local = dev, local
@@ -175,6 +178,8 @@ class LeaderState:
         self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
         self._current = Generation()
         self.places, self._budget, self._policy = places, budget, policy
+        self._leader = places.leader if leader is None else leader
+        self._survivors = frozenset(survivors)
         self.members = places  # places of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
@@ -188,7 +193,7 @@ class LeaderState:
         self._here: set[int] = set()
         self._has_trained = False  # the job has made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
-        self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
+        self._terminations = Terminations(self._leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
         self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
         self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
@@ -241,7 +246,8 @@ class LeaderState:
     ) -> None:
         """Add a node whose agent connected, without running ranks. generation: of its last ranks; -1 without any.
 
-        nodes: how many may take part, as this agent was told; the job may have become larger. is_ready: False if its ranks could not start at once; `ready` follows.
+        nodes: how many may take part, by this agent's --nnodes, because the job may have become larger. is_ready: False
+        if its ranks could not start at once; `ready` follows.
         """
         assert node not in self._here, "a node is lost before it comes again"
         if nodes > len(self.places):
@@ -252,9 +258,10 @@ class LeaderState:
         self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
-            self._budget = self._budget.renewed(grant, self._replacements[self.places.leader])
+            self._budget = self._budget.renewed(grant, self._replacements[self._leader])
         if generation > self.generation:  # a replacement of the leader continues the count
-            self.generation, self.said = generation, "the pod of node 0 is new"
+            leads = f"node {node} leads now" if node == self._leader else f"the pod of node {self._leader} is new"
+            self.generation, self.said = generation, leads
         self._go_on_if_enough_are_here(now)
 
     def ready(self, node: int, now: float) -> None:
@@ -399,7 +406,7 @@ class LeaderState:
             self._ask_no_more()
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
-        elif node == self.places.leader and node in self._current.finished:
+        elif node == self._leader and node in self._current.finished:
             self._stop([self._lose(node)], now)  # stop all: the leader must leave, and other ranks have a state to save
 
     def tick(self, now: float) -> None:
@@ -485,7 +492,7 @@ class LeaderState:
             self._most, self._most_since = here, now
         if here < self._least:
             self._calls, self._deadline = True, self._since + self._join_seconds
-        elif here == len(self.places) or not self._calls:
+        elif here == len(self.places) or not self._calls or self._here >= self._survivors > frozenset():
             return self._start(now)
         else:
             self._deadline = self._most_since + self._last_call_seconds
@@ -513,7 +520,7 @@ class LeaderState:
         return self._gather(now)
 
     def _start(self, now: float) -> None:
-        self.members = Members(place for place in self.places if place in self._here)
+        self.members = Members(sorted(self._here, key=lambda place: (place != self._leader, place)))
         self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:
@@ -574,7 +581,7 @@ class LeaderState:
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
         # A leader that is leaving does not wait for other leaving nodes, which end by themselves.
-        leaving, leader = self._terminations.leaving, self.places.leader
+        leaving, leader = self._terminations.leaving, self._leader
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
         if self._current.finished.issuperset(self.members) and not (self._current.checking or self._dev):
@@ -652,7 +659,7 @@ class LeaderState:
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
-        others = "; the other nodes wait for a new node 0" if len(self.places) > 1 else ""
+        others = "; the other nodes wait for a new leader" if len(self.places) > 1 else ""
         return self.orders.append(Leave(f"told to stop{others}"))
 
     def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:

@@ -1,0 +1,100 @@
+"""Ask which agent leads the group: if the leader of an elastic job is lost, the operator appoints another agent.
+
+Agents elect nobody. Each remembers the highest term that it has seen, and ends its ranks if another agent leads in a
+higher one. Without a status receiver (DDPJOB_STATUS_URL), node 0 leads for ever. A leader asks every 5 s, because it
+may have been taken for lost. An agent without a leader asks each second. The others ask twice a minute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urljoin
+
+from ddpjob_core.budget import Grant, natural
+from ddpjob_core.members import LEADER_PATH
+from ddprun.calls import Call
+
+if TYPE_CHECKING:
+    from ddprun.agent import Agent
+
+LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # between two questions
+
+
+class Appointment(NamedTuple):
+    """The leader of one term."""
+
+    term: int
+    """1 for the first leader of an attempt, which is node 0; 0 if the leader is not known yet."""
+    place: int
+    host: str
+    port: int | None
+    """Port of the leader's agent."""
+    grant: Grant | None = None
+    """Restarts that were left when the operator appointed it."""
+
+    @staticmethod
+    def read(text: bytes) -> Appointment:
+        """Parse an answer. Raise ValueError."""
+        try:
+            values = json.loads(text)
+            grant = Grant.read(json.dumps(values["left"])) if values.get("left") else None
+            term, place, port = (natural(values[name]) for name in ("term", "place", "port"))
+            return Appointment(term, place, str(values["host"]), port, grant)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ValueError(f"no appointment: {text[:100]!r}") from None
+
+
+class Asking:
+    """Asks the status receiver, one question at a time."""
+
+    def __init__(self, agent: Agent, told: Callable[[Appointment, float], None]) -> None:
+        self._agent, self._told = agent, told
+        self._url = agent.environ.get("DDPJOB_STATUS_URL", "") if agent.options.is_elastic else ""
+        self._call = Call(agent, self._answered)
+        self._asked_at = float("-inf")
+        self._seconds = LEADER_SECONDS
+
+    @property
+    def is_possible(self) -> bool:
+        return bool(self._url)
+
+    @property
+    def deadline(self) -> float | None:
+        """Time at which `tick` has something to do."""
+        if not self._url:
+            return None
+        return self._call.until if self._call.is_running else self._asked_at + self._seconds
+
+    def tick(self, now: float, seconds: float) -> None:
+        """Ask if the last question was so long ago."""
+        self._seconds = seconds
+        self._call.tick(now)
+        if not self._url or self._call.is_running or now < self._asked_at + seconds:
+            return
+        self._asked_at, url, environ = now, urljoin(self._url, LEADER_PATH), self._agent.environ
+        try:
+            self._call.begin(lambda: _ask_in_child(url, environ), now)
+        except OSError:  # no process can be created now
+            return
+
+    def ask_soon(self) -> None:
+        """Ask at the next `tick`."""
+        self._asked_at = float("-inf")
+
+    def _answered(self, answer: bytes, now: float) -> None:
+        try:
+            self._told(Appointment.read(answer), now)
+        except ValueError:  # the operator does not answer, or is older: the leader stays
+            return
+
+
+def _ask_in_child(url: str, environ: Mapping[str, str]) -> bytes:
+    """Return the answer; b"" if there is none."""
+    from ddpjob.reporting.sender import ReportSender
+
+    try:
+        return ReportSender(url, environ).ask()
+    except Exception:
+        return b""
