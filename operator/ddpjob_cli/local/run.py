@@ -369,6 +369,8 @@ class Runner:
         if is_new_attempt:
             self.cluster.agent = None  # the agent's restarts belong to the old attempt, and are counted
         self.job = replace(self.job, status=status)
+        if status.attempt and launcher.facts(self.job.spec).min_nodes is not None:
+            self._receiver.leader = self.cluster.leader(self.job)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
             with self._whatever_disk(f"--status {self.options.status}"):

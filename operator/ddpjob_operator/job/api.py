@@ -174,6 +174,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """How often single pods were replaced in this attempt (with ddprun), by node rank."""
     in_place: InPlace | None = None
     """Restarts in place in this attempt that node 0's agent has reported and `restarts` includes."""
+    leader: Leader | None = None
+    """The leader of an elastic ddprun job after node 0 was lost in this attempt; unset while node 0 leads."""
     completed_nodes: Ranges = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
     selector: Text = ""
@@ -264,13 +266,24 @@ class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     application."""
 
 
+class Leader(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """The pod whose agent (ddprun) starts and stops the ranks of all nodes."""
+
+    term: Count
+    """Number of the leader in this attempt, from 1."""
+    place: Count = 0
+    """Number in the pod's name."""
+    replacement: Count = 0
+    """How often the pod of this place had been replaced before."""
+
+
 class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Restarts without new pods, as counted by one agent."""
 
     replacement: Count = 0
-    """How often node 0's pod had been replaced before the agent's."""
+    """How often node 0's pod had been replaced before the agent's; the term of a later leader."""
     earlier: Count = 0
-    """Restarts in place in this attempt by agents in earlier pods of node 0."""
+    """Restarts in place in this attempt by earlier leaders."""
     application: Count = 0
     """Charged to backoffLimit."""
     infrastructure: Count = 0

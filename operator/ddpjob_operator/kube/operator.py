@@ -45,6 +45,7 @@ from ddpjob_operator.metrics.meter import Meter, Moment
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.plan import leadership
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
@@ -123,7 +124,7 @@ class Operator:
         self._ports: list[tuple[int, BoundedServer]] = [
             (settings.health_port, Health(self.unhealthy, self.standing_by)),
             (settings.metrics_port, exposition.Exposition(self.meter, self.snapshot)),
-            (settings.status_port, Receiver(verifier.pod, self.locate, self.report, runtime=runtime, leads=leads)),
+            (settings.status_port, Receiver(verifier.pod, self.locate, self.report, self.leader_of, runtime=runtime, leads=leads)),
         ]
 
     def _set_up_work(self) -> None:
@@ -259,6 +260,16 @@ class Operator:
         key = (sender.namespace, sender.job)
         if (in_seconds := self.reports.take(key, report)) is not None:
             self._enqueue(key, in_seconds, Priority.NEWS)
+
+    def leader_of(self, sender: Sender) -> dict[str, Any] | None:
+        """Return the stored leader of the sender's job; None if its pod is not running."""
+        key = (sender.namespace, sender.job)
+        raw = self.caches.jobs.get(key)
+        if raw is None or self.states.spec(key) is None:
+            return None
+        job, _ = self.states.parse(key, raw)
+        port = naming.port(job.metadata.uid, job.status.attempt)
+        return leadership.answer(job, self.caches.pods.each(key), port)
 
     def unhealthy(self) -> str:
         """Return why a restart would help, or "". An unreachable API server is not a reason."""

@@ -70,6 +70,8 @@ class Pod(msgspec.Struct, frozen=True):
     job: str = ""
     """Name of the job in its label."""
     node: str = ""
+    address: str = ""
+    """Its IP address, once its trainer is running."""
     phase: str = "Pending"
     reason: str = ""
     """The pod's own reason, such as Evicted or NodeLost."""

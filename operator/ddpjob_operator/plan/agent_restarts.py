@@ -13,14 +13,14 @@ from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, ranges, topology
 from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.reports import AgentReport, Report
-from ddpjob_operator.plan import transitions
+from ddpjob_operator.plan import leadership, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
     """Return the newest counts of node 0's agent, from its last report or its termination message."""
-    leader = view.known_pods.get(view.members.leader)
+    leader = view.known_pods.get(view.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
     # With equal counts `max` returns the first, which is the agent's report: only the report contains the failures.
@@ -28,8 +28,8 @@ def newest(view: View) -> AgentReport | None:
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """Return the newer report of node 0's agent, because it contains all restarts so far. Ignore other agents."""
-    return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
+    """Return the newer report of a leader's agent, because it contains all restarts so far."""
+    return known if known is not None and _age(new) < _age(known) else new
 
 
 def _age(report: Report) -> tuple[int, int, int]:
@@ -39,7 +39,7 @@ def _age(report: Report) -> tuple[int, int, int]:
 
 def with_agent(status: api.Status, view: View) -> api.Status:
     """Return the status with the restarts that the leader's agent has made but the status does not count yet."""
-    agent, leader = newest(view), view.members.leader
+    agent, leader = newest(view), view.leader
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
         return status
@@ -49,7 +49,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     # Record that these pods have run, because ranks start only after all nodes have joined.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
     ran = {place for place in view.members if naming.replacement(status, place) == 0}
-    if agent.replacement == naming.replacement(status, leader):
+    if agent.replacement == leadership.turn(view.job, status):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
     # The agent has already counted these steps as progress, so later failures must not count them again.

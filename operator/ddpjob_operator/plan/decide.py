@@ -66,4 +66,5 @@ def decide(view: View, status: api.Status) -> Decision:
 def garbage(view: View) -> tuple[DeletePod, ...]:
     """Return deletes of pods of finished attempts: a pod on a lost node must not answer to its rank's DNS name."""
     over = [p for p in view.garbage if is_over(p, view.recorded)]
-    return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked))
+    removed = view.stop([p for p in view.removed if is_over(p, view.recorded)], None)
+    return (*(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked)), *removed)

@@ -9,12 +9,12 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, reasons, wording
+from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
+from ddpjob_operator.plan import gang, invalid_spec, leadership, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
@@ -51,13 +51,33 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
         return None
     if status.completed_nodes:
         return None
+    was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
+    if view.facts.restarts_in_place and not gang.group_of(view, status):
+        return Decision(_resized(view, status, was))
     # Keep the end of a back-off, because a change of the number of nodes is not its reason.
     wait = backing_off(view, status)
     later = new_attempt(status, (status.attempt_time if wait else None) or view.now)
-    was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
     again = f" at {wording.clock(later.attempt_time)}" if wait and later.attempt_time else ""
     text = f"{was}: all nodes stop, and start again as attempt {later.attempt}{again}"
     return Decision(enter(later, "Restarting", reasons.RESCALED, text, view.now))
+
+
+def _resized(view: View, status: api.Status, was: str) -> api.Status:
+    """Return the status with another number of nodes in the same attempt: the pods above it stop as for a suspension
+    (view.removed), so all ranks save at one step, and the other nodes go on. New pods join later."""
+    removed = {place for place in view.members if place >= view.wanted_nodes}
+    known = removed & (status.started | set(view.pods))
+    # A later pod at this place gets another name.
+    numbers = {str(place): naming.replacement(status, place) + 1 for place in known}
+    later = replace(
+        status,
+        attempt_nodes=view.wanted_nodes,
+        replacements={**status.replacements, **numbers},
+        started_nodes=ranges.text(status.started - removed),
+    )
+    what = "new nodes join the others" if not removed else "the others go on without the nodes above it"
+    later = leadership.after_loss(view, later, removed)
+    return enter(later, status.state or "Pending", reasons.RESCALED, f"{was}: {what}", view.now)
 
 
 def start_overdue(view: View, status: api.Status) -> Decision | None:

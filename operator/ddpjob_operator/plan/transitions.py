@@ -36,6 +36,7 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         completed_nodes="",
         replacements={},
         in_place=None,
+        leader=None,
         findings=[],
         not_kept="",
         save_failed="",

@@ -45,6 +45,8 @@ class View:
     job: api.DDPJob
     """Its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
     wanted_nodes: int
+    leader: int
+    """Place of the pod whose agent leads in this attempt."""
     stored: api.Status
     """The status exactly as the API server has it."""
     seen: Observed
@@ -59,6 +61,8 @@ class View:
     """Active pods of earlier attempts, and replaced ones, without those on lost nodes."""
     garbage: tuple[Pod, ...]
     """Pods of earlier attempts, and replaced ones, to delete: they ended long ago, or are on lost nodes."""
+    removed: tuple[Pod, ...]
+    """Live pods of the current attempt at places that it has no more, because spec.nodes became smaller."""
     leaked: tuple[Pod, ...]
     """Pods of a deleted job of this name that are terminating on lost nodes: nobody else would ever delete them."""
     lost: frozenset[str]
@@ -123,10 +127,17 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if these pods are enough to train: all, or an elastic job's minimum with node 0, which has the store."""
+        """True if these pods are enough to train: all, or an elastic job's minimum with its leader."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
-        return is_all if least is None else len(present) >= least and self.members.leader in present
+        # A leader that has run and is lost is replaced by another node at once.
+        is_led = self.leader in present or (self.appoints and self.leader in self.recorded.started)
+        return is_all if least is None else len(present) >= least and is_led
+
+    @cached_property
+    def appoints(self) -> bool:
+        """True if the agent of any node may lead: in an elastic ddprun job whose agents can ask who leads."""
+        return self.is_elastic and self.facts.restarts_in_place and self.settings.has_receiver
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
@@ -208,12 +219,14 @@ def _sorted(
     places = set(topology.members(job.spec))
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
+    removed = tuple(p for p in others if p.live and p.attempt == status.attempt and p.place not in places)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
     garbage = (p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status)))
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))
     return View(
         job=job,
         wanted_nodes=wanted_nodes,
+        leader=status.leader.place if status.leader is not None else topology.members(job.spec).leader,
         stored=stored,
         seen=seen,
         problems=problems,
@@ -225,7 +238,8 @@ def _sorted(
             for p in seen.deleted_pods
             if is_own(p, job) and is_present(p, status) and p.place in places
         },
-        older=tuple(p for p in others if p.live and p.uid not in lost),
+        older=tuple(p for p in others if p.live and p.uid not in lost and p not in removed),
+        removed=removed,
         garbage=tuple(p for p in garbage if p.uid not in seen.undeletable),
         leaked=tuple(sorted((p for p in leaked if p.uid not in seen.undeletable), key=by_identity)),
         lost=lost,

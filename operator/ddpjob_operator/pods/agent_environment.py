@@ -19,7 +19,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]
     variables = {
         "DDPJOB_REPLACEMENT": replacement,
-        "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
+        "DDPJOB_RESTARTS_LEFT": grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,
         # Set only if given: by default ranks are stopped at once, because a broken group has nothing to save in place.
@@ -30,7 +30,8 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items() if value is not None}
 
 
-def _grant(job: api.DDPJob) -> Grant:
+def grant(job: api.DDPJob) -> Grant:
+    """Return the restarts that are left now."""
     status = job.status
     return Grant.of(
         budgets.history(status),

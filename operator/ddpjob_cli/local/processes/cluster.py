@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -27,7 +28,7 @@ from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
-from ddpjob_operator.plan import agent_restarts
+from ddpjob_operator.plan import agent_restarts, leadership
 from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.pods import build, environment, naming
 from ddprun import ports, processes
@@ -99,6 +100,7 @@ class LocalCluster:
         self._without_room: dict[str, tuple[api.DDPJob, CreatePod, dt.datetime]] = {}  # waiting pods, by name
         self._service = False
         self._ports: dict[int, socket.socket] = {}
+        self._ports_of_leaders: dict[tuple[int, int], socket.socket] = {}  # by attempt and term
         self._observations = 0
         self._group_sizes: dict[tuple[int, int], tuple[float, int]] = {}
         """By attempt and place: start time and WORLD_SIZE of the newest rank that was seen."""
@@ -225,7 +227,7 @@ class LocalCluster:
         for pod in self.pods.values():
             pod.node.close()
         nodes.kill_orphans(set())
-        for held in self._ports.values():
+        for held in (*self._ports.values(), *self._ports_of_leaders.values()):
             held.close()
         self.selector.close()
 
@@ -284,6 +286,14 @@ class LocalCluster:
                 self._ports.pop(older).close()
         return ports.number(self._ports[attempt])
 
+    def leader(self, job: api.DDPJob) -> dict[str, Any] | None:
+        """Return what agents are told about who leads. All nodes are one machine, so each leader has its own port."""
+        attempt, term = job.status.attempt, leadership.leader(job, job.status).term
+        if term > 1 and (attempt, term) not in self._ports_of_leaders:
+            self._ports_of_leaders[attempt, term] = ports.hold()
+        port = self._port(attempt) if term == 1 else ports.number(self._ports_of_leaders[attempt, term])
+        return leadership.answer(job, (p.known for p in self.pods.values() if p.known is not None), port)
+
     def _waiting(self, name: str) -> Pod:
         """Return a pod beyond the number of nodes that this machine offers, as a scheduler reports it: pending."""
         _, action, since = self._without_room[name]
@@ -314,6 +324,7 @@ class LocalCluster:
             phase=phase,
             reason=pod.trainer.reason if pod.node.end is not None and pod.node.end.is_lost else "",
             deletion_requested_at=pod.deletion_requested_at,
+            address=pod_process.LOOPBACK if pod.trainer.state == "running" else "",
             trainer=pod.trainer,
             ended_first=pod.node.end is not None and pod.node.end.ended_first,
         )

@@ -10,13 +10,15 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
+
+from ddpjob_core.members import LEADER_PATH
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
@@ -36,6 +38,8 @@ class LocalReceiver(ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}{PATH}"
         self.on_report = on_report
+        self.leader: Mapping[str, Any] | None = None
+        """Answer for agents that ask who leads."""
         self.token_file = token_file
         self.token = secrets.token_urlsafe(32)
         self.reporting = threading.Lock()
@@ -97,9 +101,17 @@ class Handler(BaseHTTPRequestHandler):
         elif len(body) == length:  # otherwise the trainer was killed while sending
             self.hand_over(body)
 
-    def refusal(self, length: str) -> tuple[HTTPStatus, str] | None:
+    def do_GET(self) -> None:
+        """Tell an agent who leads."""
+        refusal = self.refusal("0", LEADER_PATH)
+        if refusal is not None or self.server.leader is None:
+            self.answer(*(refusal or (HTTPStatus.NO_CONTENT, None)))
+        else:
+            self.answer(HTTPStatus.OK, self.server.leader)
+
+    def refusal(self, length: str, path: str = PATH) -> tuple[HTTPStatus, str] | None:
         """Return why the body is not a report. length: the header Content-Length."""
-        if self.path != PATH:
+        if self.path != path:
             return HTTPStatus.NOT_FOUND, f"{self.path[:80]}: is not served; reports go to {PATH}"
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.server.token.encode()):
@@ -120,12 +132,13 @@ class Handler(BaseHTTPRequestHandler):
             raise RuntimeError("on_report must return its refusal, not raise") from error
         self.answer(HTTPStatus.NO_CONTENT if sentence is None else HTTPStatus.BAD_REQUEST, sentence)
 
-    def answer(self, status: HTTPStatus, sentence: str | None = None) -> None:
+    def answer(self, status: HTTPStatus, said: str | Mapping[str, Any] | None = None) -> None:
+        """said: why a request is refused, or the body."""
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
-        if sentence is not None:
-            self.wfile.write(json.dumps({"error": sentence}).encode())
+        if said is not None:
+            self.wfile.write(json.dumps({"error": said} if isinstance(said, str) else said).encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
         """Print nothing, because stderr belongs to the screen."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
+from ddpjob_core.members import LEADER_PATH
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
@@ -21,6 +22,7 @@ from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
+PATHS = {PATH: "POST", LEADER_PATH: "GET"}
 BODY_BYTES_MAX = 8192  # bytes; a report with 16 metrics has less than 1 kB
 # Limits per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second.
 # At a restart the old ranks and the agent send last reports, and the new ranks report start, load, first step, save.
@@ -53,6 +55,7 @@ class Receiver(BoundedServer):
 
     - verify: returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     - locate: returns the job and node of a pod; None for other pods.
+    - on_question: returns the leader of a pod's job; None if it is not known, or the job's agents need not ask.
     - on_report: takes a report whose node and attempt were proven. Raises BadReportError for a rank of another pod.
     - leads: if it returns False, a report on an old connection is refused, and the sender's next one finds the leader.
     """
@@ -64,11 +67,12 @@ class Receiver(BoundedServer):
         verify: Callable[[str], Awaitable[BoundPod]],
         locate: Callable[[BoundPod], Sender | None],
         on_report: Callable[[Sender, Report], None],
+        on_question: Callable[[Sender], dict[str, Any] | None] = lambda _: None,
         runtime: Runtime = SYSTEM,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
-        self._verify, self._locate, self._on_report = verify, locate, on_report
+        self._verify, self._locate, self._on_report, self._on_question = verify, locate, on_report, on_question
         self._runtime, self._leads = runtime, leads
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
@@ -96,6 +100,9 @@ class Receiver(BoundedServer):
         body = await _read_body(request)
         if not self._leads():
             raise _RefusedError(503, "this operator does not lead", retry_seconds=5)
+        if request.path == LEADER_PATH:
+            found = self._on_question(sender)
+            return web.Response(status=204) if found is None else web.json_response(found)
         try:
             report, account.total_steps = kubeflow.read_body(body, self._runtime.utc(), account.total_steps)
         except (BadReportError, UnicodeDecodeError, RecursionError) as error:
@@ -159,10 +166,11 @@ class _RefusedError(Exception):
 
 
 def _check_request(request: web.BaseRequest) -> None:
-    if request.path != PATH:
+    method = PATHS.get(request.path)
+    if method is None:
         raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is served")
-    if request.method != "POST":
-        raise _RefusedError(405, f"{request.method[:20]}: only POST is taken")
+    if request.method != method:
+        raise _RefusedError(405, f"{request.method[:20]}: only {method} is taken")
     if (request.content_length or 0) > BODY_BYTES_MAX:
         raise _too_large()
 

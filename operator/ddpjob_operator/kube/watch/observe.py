@@ -84,6 +84,7 @@ def pod(raw: Raw) -> Pod:
         unschedulable_since=tried and time(unscheduled.get("lastTransitionTime")),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
+        address=text(status.get("podIP")) if trainer_state.state == "running" else "",
         trainer=trainer_state,
         deadline_set=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
