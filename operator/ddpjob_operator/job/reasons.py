@@ -119,7 +119,10 @@ ENOUGH_NODES_RUN = Reason(
     "At least minNodes trainers are running; the message says what the others wait for.",
     "Nothing: nodes that start later join. To stop waiting for them: `kubectl scale ddp NAME --replicas N`.",
 )
-RESCALED = Reason("Rescaled", "spec.nodes of an elastic job has changed: under torchrun all nodes start again, under ddprun the others go on.")
+RESCALED = Reason(
+    "Rescaled",
+    "spec.nodes of an elastic job has changed: under torchrun all nodes start again, under ddprun the others go on.",
+)
 RANK_FAILED = _warning(
     "RankFailed",
     "A trainer ended with an error, or its pod vanished.",

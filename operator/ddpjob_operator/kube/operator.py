@@ -124,7 +124,10 @@ class Operator:
         self._ports: list[tuple[int, BoundedServer]] = [
             (settings.health_port, Health(self.unhealthy, self.standing_by)),
             (settings.metrics_port, exposition.Exposition(self.meter, self.snapshot)),
-            (settings.status_port, Receiver(verifier.pod, self.locate, self.report, self.leader_of, runtime=runtime, leads=leads)),
+            (
+                settings.status_port,
+                Receiver(verifier.pod, self.locate, self.report, self.leader_of, runtime=runtime, leads=leads),
+            ),
         ]
 
     def _set_up_work(self) -> None:
