@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from ddpjob_cli.manifest import yamlfile
 from ddpjob_core.failures import Failure
 from ddpjob_operator.job import api, launcher, validation
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
+from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import build, environment, naming
 
@@ -158,11 +160,104 @@ def test_too_few_that_are_left_wait_for_the_replacement() -> None:
     assert any("digits-1-1-r1 takes its place, the other node waits" in event.message for event in world.events)
 
 
-def test_the_others_wait_for_a_new_node_0() -> None:
-    world = trains_under_ddprun().vanishes(0).settle()
+def test_without_a_status_receiver_the_others_wait_for_a_new_node_0() -> None:
+    """Agents that cannot ask who leads would each follow another leader."""
+    world = trains_under_ddprun()
+    world.settings = dataclasses.replace(world.settings, has_receiver=False)
+    world.vanishes(0).settle()
     assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"0": 1})
     assert any("digits-1-0-r1 takes its place, the other 2 nodes wait" in event.message for event in world.events)
     assert world.runs(0).settle().status.reason == "AllNodesRun"
+
+
+def told(world: World) -> dict[str, Any] | None:
+    pods = [
+        replace(pod, address=f"10.0.0.{pod.place}") for pod in world.pods.values() if pod.trainer.state == "running"
+    ]
+    return leadership.answer(world.job, pods, 29400)
+
+
+def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> None:
+    world = trains_under_ddprun()
+    answer = told(world)
+    assert answer is not None
+    assert (answer["term"], answer["place"], answer["host"]) == (1, 0, "10.0.0.0")
+    world.vanishes(0).settle()
+    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
+    assert world.status.leader == api.Leader(term=2, place=1)
+    answer = told(world)
+    assert answer is not None
+    assert (answer["term"], answer["place"], answer["host"]) == (2, 1, "10.0.0.1")
+    assert (answer["left"]["application"], answer["left"]["infrastructure"]) == (3, 99)
+    world.runs(0).settle().vanishes(0).settle()
+    assert world.status.leader == api.Leader(term=2, place=1), "node 0 leads no more"
+    world.runs(0).settle().vanishes(1).settle()
+    assert world.status.leader == api.Leader(term=3, place=0, replacement=2)
+
+
+def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
+    world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
+    assert world.status.state == "Restarting"
+    assert told(world) is None
+    world.runs(0, 1).settle()
+    assert told(world) is not None
+
+
+def test_restarts_in_place_of_two_leaders_are_all_counted() -> None:
+    world = trains_under_ddprun()
+    counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
+    failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
+    world.agent = AgentReport(replacement=0, generation=1, restarts=counts, failures=[failure])
+    world.settle().vanishes(0).settle()
+    world.agent = AgentReport(replacement=2, generation=3, restarts=counts, failures=[failure])
+    world.settle().settle()
+    assert world.status.restarts.application == 2
+
+
+def test_a_new_attempt_begins_with_node_0() -> None:
+    world = trains_under_ddprun().vanishes(0).settle().change(suspend=True).settle().stops_all().settle()
+    world.change(suspend=False).settle()
+    assert (world.status.attempt, world.status.leader) == (2, None)
+
+
+def test_a_smaller_number_of_nodes_stops_only_the_nodes_above_it() -> None:
+    world = trains_under_ddprun(nodes=4, minNodes=1).change(nodes=2).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert "Rescaled" in [event.reason for event in world.events]
+    stopping = [pod.place for pod in world.pods.values() if pod.deletion_requested_at is not None]
+    assert stopping == [2, 3]
+    world.stops(2, 75).stops(3, 75).settle()
+    assert (world.names(), world.status.message) == (
+        ["digits-1-0", "digits-1-1"],
+        "2 of 2 nodes are running, attempt 1",
+    )
+    assert world.status.restarts is None or world.status.restarts.infrastructure == 0
+    world.exits(0).exits(1).settle()
+    assert world.status.state == "Succeeded"
+
+
+def test_a_larger_number_of_nodes_adds_pods_and_stops_none() -> None:
+    world = trains_under_ddprun(nodes=2, minNodes=1).change(nodes=4).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2", "digits-1-3"]
+    assert all(pod.deletion_requested_at is None for pod in world.pods.values())
+    assert world.runs(2, 3).settle().status.reason == "AllNodesRun"
+
+
+def test_a_job_that_grows_again_makes_new_pods_for_the_places_that_it_had_left() -> None:
+    world = trains_under_ddprun(nodes=3, minNodes=1).change(nodes=2).settle().change(nodes=3).settle()
+    assert "digits-1-2-r1" not in world.names(), "the old pod is still ending"
+    world.stops(2, 75).settle()
+    assert world.names()[-1] == "digits-1-2-r1"
+    assert world.runs(2).settle().status.reason == "AllNodesRun"
+
+
+def test_the_lead_moves_if_its_node_is_above_the_smaller_number() -> None:
+    world = trains_under_ddprun(nodes=3, minNodes=1).vanishes(0).vanishes(1).settle().runs(0, 1).settle()
+    assert world.status.leader is not None
+    assert world.status.leader.place == 2
+    world.change(nodes=2).settle()
+    assert (world.status.leader.term, world.status.leader.place) == (3, 0)
 
 
 def test_a_pod_that_fails_again_and_again_is_not_created_without_a_pause() -> None:

@@ -24,7 +24,7 @@ def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Sta
     if not view.appoints or present.place not in lost:
         return status
     # Without any other pod, the agent of the next pod at this place leads.
-    place = min(view.staying.difference(lost), default=present.place)
+    place = min(view.staying - set(lost), default=present.place)
     number = naming.replacement(status, place)
     return replace(status, leader=api.Leader(term=present.term + 1, place=place, replacement=number))
 
