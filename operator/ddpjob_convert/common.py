@@ -147,7 +147,7 @@ def set_elastic(
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
-    """Set nodes and minNodes from a range with one or both limits. Without a launcher that can change it, only add a remark."""
+    """Set nodes and minNodes from a range with one or both limits. Without torchrun or ddprun, only add a remark."""
     nodes = result.spec["nodes"]
     if by_torchrun(command) is None:
         result.remark(path, NO_ELASTIC)

@@ -154,6 +154,16 @@ def test_reports_of_the_others_count_before_and_after_a_loss_is_seen() -> None:
     assert world.status.goodput.restarting_seconds == 0
 
 
+def test_a_pod_that_joins_nodes_that_train_wants_no_pre_flight() -> None:
+    """After two lost nodes each later one would stop the training for some seconds."""
+    world = trains_under_ddprun()
+    for _ in range(3):
+        world.after(60).evicted(2, "Evicted").settle()
+        pod = build.pod(world.job, 1, 2, replacement=1)
+        assert "DDPJOB_PREFLIGHT" not in {entry["name"] for entry in pod["spec"]["containers"][0]["env"]}
+        world.runs(2).settle()
+
+
 def test_too_few_that_are_left_wait_for_the_replacement() -> None:
     world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle().vanishes(1).settle()
     assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"1": 1})
@@ -529,10 +539,10 @@ def test_a_lost_node_is_not_charged_and_torchrun_keeps_its_restarts() -> None:
 # ---------------------------------------------------------------- scale
 
 
-@pytest.mark.parametrize("nodes", [2, 5])
-def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(nodes: int) -> None:
-    """torchrun accepts no more nodes than its maximum, so scaling must restart all pods. No budget may count this."""
-    world = elastic().running().change(nodes=nodes).settle()
+@pytest.mark.parametrize(("program", "nodes"), [("torchrun", 2), ("torchrun", 5), ("ddprun", 2), ("ddprun", 5)])
+def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(program: str, nodes: int) -> None:
+    """A launcher accepts no more nodes than its maximum, so scaling must restart all pods. No budget may count this."""
+    world = elastic(container={"command": [program, "train.py"]}).running().change(nodes=nodes).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "WaitingForOldPods")
     assert all(p.deletion_requested_at is not None for p in world.pods.values())
     world.stops_all().settle()
