@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from agents import Launcher, forget_torchs_own
+from appointments import Appointments
 
 
 @pytest.fixture
@@ -20,3 +22,11 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     assert not survivors, "an agent leaves no process behind"
     forget_torchs_own(found)
     assert os.listdir(tmp_path / "tmp") == [], "an agent leaves no file behind"
+
+
+@pytest.fixture
+def appointments() -> Iterator[Appointments]:
+    with Appointments() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import psutil
 import pytest
 from agents import Launcher, finish
+from appointments import LEFT, Appointments
 from free_port import free_port
 from shell import eventually
-
-LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
 
 # Each rank records its generation, world size, rank and node, and waits. After SIGTERM to one rank all ranks save.
 TRAIN = """
@@ -33,42 +29,6 @@ while not os.path.exists("enough"):
         open(f"saved-{life}-{rank}", "w").close()
         sys.exit(75)
 """
-
-
-class Appointments(ThreadingHTTPServer):
-    """The part of the status receiver that says who leads."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.answer = b"{}"
-
-    @property
-    def env(self) -> dict[str, str]:
-        return {"DDPJOB_STATUS_URL": f"http://127.0.0.1:{self.server_address[1]}/v1/progress"}
-
-    def appoint(self, term: int, place: int) -> None:
-        leader = {"term": term, "place": place, "host": "127.0.0.1", "port": int(free_port())}
-        self.answer = json.dumps(leader | {"left": json.loads(LEFT)}).encode()
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: Appointments
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/v1/leader" else 404)
-        self.end_headers()
-        self.wfile.write(self.server.answer)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def appointments() -> Iterator[Appointments]:
-    with Appointments() as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 class Job:

@@ -1,4 +1,4 @@
-"""Nodes come, are lost and leave, and the training has the result of an undisturbed run. With torch and gloo."""
+"""Nodes come, are lost and leave, also the leader, without a change of the result. With torch and gloo."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import elastic_training
 import pytest
 from agents import Launcher, finish
+from appointments import LEFT, Appointments
 from free_port import free_port
 from shell import eventually
 
@@ -21,16 +22,19 @@ SCRIPT = SCRIPT.replace("loss_of =", f"{BEGINS}; loss_of =")
 class Training:
     """The nodes of one training."""
 
-    def __init__(self, launcher: Launcher, least: int, most: int, folder: str) -> None:
+    def __init__(self, launcher: Launcher, least: int, most: int, folder: str, told: Appointments) -> None:
         self.launcher = launcher
-        self._group = ["--nnodes", f"{least}:{most}", "--master-port", free_port(), "--rdzv-id", launcher.mark]
+        port = free_port()
+        told.appoint(1, 0, port)
+        self._group = ["--nnodes", f"{least}:{most}", "--master-port", port, "--rdzv-id", launcher.mark]
         self._group += ["--rdzv-conf", "last_call_timeout=0,snooze=0", "--node-rank"]
         self._script = [launcher.script(SCRIPT), folder, 0.03]
+        self._env = {"DDPJOB_RESTARTS_LEFT": LEFT, **told.env}
         self.agents: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, *nodes: int, replacement: int = 0) -> None:
         for node in nodes:
-            own = {"DDPJOB_REPLACEMENT": str(replacement), "OMP_NUM_THREADS": "1"}
+            own = {"DDPJOB_REPLACEMENT": str(replacement), "OMP_NUM_THREADS": "1", **self._env}
             own["DDPJOB_TERMINATION_LOG"] = str(self.launcher.folder / f"termination-{node}-{replacement}.json")
             self.agents[node] = self.launcher.warm(*self._group, node, *self._script, **own)
 
@@ -61,9 +65,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("folder", [pytest.param("snapshots", marks=pytest.mark.long), ""], ids=["folder", "memory"])
 def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
-    launcher: Launcher, undisturbed: list[float], folder: str
+    launcher: Launcher, undisturbed: list[float], appointments: Appointments, folder: str
 ) -> None:
-    training = Training(launcher, 2, 3, folder)
+    training = Training(launcher, 2, 3, folder, appointments)
     training.start(0, 1)
     training.trains_with(2)
     training.start(2)
@@ -72,16 +76,21 @@ def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
     training.trains_with(2, 3, 2)
     training.start(1, replacement=1)
     training.trains_with(2, 3, 2, 3)
+    appointments.appoint(2, 1)
+    training.kill(0)
+    training.trains_with(2, 3, 2, 3, 2)
+    training.start(0, replacement=1)
+    training.trains_with(2, 3, 2, 3, 2, 3)
     training.agents[2].terminate()
     left = finish(training.agents.pop(2))
     assert left.returncode == 75
     done = training.done()
     said = "\n".join(d.stderr for d in (*done.values(), left))
     assert {d.returncode for d in done.values()} == {0}, said
-    assert training.noted("sizes") == [2, 3, 2, 3, 2], said
+    assert training.noted("sizes") == [2, 3, 2, 3, 2, 3, 2], said
     assert "the number of ranks has changed; random states are seeded" in said
     assert training.noted("made") == list(range(1, TOTAL + 1)), said
-    result = elastic_training.result(done[0].stdout)
+    result = elastic_training.result(done[1].stdout)
     error = sum((one - other) ** 2 for one, other in zip(result, undisturbed, strict=True)) ** 0.5
     assert error <= 1e-5 * sum(value**2 for value in undisturbed) ** 0.5
     for path in Path(launcher.folder / "tmp").glob("ddprun_*"):  # left by the killed agent

@@ -54,6 +54,14 @@ while not (os.environ["WORLD_SIZE"] == "2" and os.path.exists("size-1") and time
 """
 
 
+WAITS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+while time.time() < float(sys.argv[1]):
+    time.sleep(0.05)
+"""
+
+
 def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli) -> None:
     """When there is room for one node less, the other nodes must not wait for the missing one."""
     (cli.folder / "train.py").write_text(CHANGES)
@@ -63,6 +71,15 @@ def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli
     assert "takes its place, the others go on (not charged to backoffLimit" in done.stderr
     status = status_of(cli.folder / "status.json")
     assert (status["state"], status["attempt"], status["restarts"]["application"]) == ("Succeeded", 1, 0)
+
+
+def test_the_others_go_on_without_node_0(cli: Cli) -> None:
+    """The machine of node 0 is lost as often as any other; the others must not wait until it is there again."""
+    (cli.folder / "train.py").write_text(WAITS)
+    words = ["--nodes", "1:2", "--fail", "node=0,at=8s", "--status", "status.json", "--no-check", "train.py"]
+    cli.run("run", *words, str(time.time() + 20), code=0)
+    status = status_of(cli.folder / "status.json")
+    assert (status["attempt"], status["leader"], status["restarts"]["application"]) == (1, {"term": 2, "place": 1}, 0)
 
 
 @pytest.mark.parametrize(

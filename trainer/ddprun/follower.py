@@ -236,7 +236,9 @@ class Follower:
 
     def _leader(self) -> str:
         leader = self._agent.leader
-        return f"node {leader.place} at {leader.host}:{leader.port}" if leader.term else "a leader"
+        if not leader.term:
+            return "DDPJOB_STATUS_URL, which knows who leads,"
+        return f"node {leader.place} at {leader.host}:{leader.port}"
 
     def leave(self, now: float) -> int:
         """Follow this leader no longer, because another agent was appointed. Return the last generation."""

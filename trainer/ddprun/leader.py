@@ -179,7 +179,7 @@ class Leader:
 
     def _which_nodes(self, order: StartOrder) -> str:
         """Return for example ` of nodes 0-1,3`, for the log; "" if all nodes take part."""
-        return f" of nodes {order.members.text}" if order.members != self._lead.places else ""
+        return f" of nodes {order.members.text}" if len(order.members) < len(self._lead.places) else ""
 
     def _start_others(self) -> None:
         """Send the start order once this node's ranks can begin, or before any later order.
