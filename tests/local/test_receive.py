@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ddpjob.reporting.sender import ReportSender
 from ddpjob_cli.local.processes import receive
 from ddpjob_cli.local.processes.receive import BODY_BYTES_MAX, CONNECTIONS_MAX, PATH, LocalReceiver
+from ddpjob_core.members import LEADER_PATH
 
 BOUND_SECONDS = 10.0
 
@@ -144,6 +146,15 @@ def test_the_token_file_is_private_and_removed_with_the_receiver(tmp_path: Path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert [entry.name for entry in tmp_path.iterdir()] == ["token"]
     assert not path.exists()
+
+
+def test_an_agent_with_the_token_is_told_who_leads(world: World, tmp_path: Path) -> None:
+    url = world.receiver.url.replace(PATH, LEADER_PATH)
+    own = ReportSender(url, {"DDPJOB_STATUS_TOKEN_FILE": str(world.receiver.token_file)})
+    assert own.ask() == b"", "no leader is known yet"
+    world.receiver.leader = {"term": 2, "place": 1}
+    assert json.loads(own.ask()) == {"term": 2, "place": 1}
+    assert ReportSender(url, {}).ask() == b""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from served import BOUND_SECONDS, Served
 
 from ddpjob.reporting.progress import encode
 from ddpjob.reporting.sender import ReportSender as Library
+from ddpjob_core.members import LEADER_PATH
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.kube.ports import bounded_server, receive
@@ -42,7 +43,9 @@ class World(Served):
         self.keys = True
         self.broken = False
         self.leads = True
+        self.leader: dict[str, Any] | None = None
         about: dict[str, Any] = {"runtime": Runtime(clock=lambda: self.now), "leads": lambda: self.leads}
+        about["on_question"] = lambda sender: self.leader if sender.job == "digits" else None
         self.receiver = Receiver(self.verify, self.locate, self.on_report, **about)
         super().__init__(self.receiver)
 
@@ -121,6 +124,20 @@ def test_reports_of_the_trainer_library_are_accepted(world: World, tmp_path: Pat
     body = encode({"step": 3, "rank": 0, "worldSize": 2, "metrics": {"loss": "0.5"}, "final": True})
     assert Library(world.url, environment).send(body) is None
     assert world.reports[0][1].metrics == {"loss": "0.5"}
+
+
+def test_a_pod_of_the_job_is_told_who_leads_and_no_stranger_is(world: World, tmp_path: Path) -> None:
+    def ask(token: str) -> bytes:
+        (tmp_path / "token").write_text(token)
+        url = world.url.replace(PATH, LEADER_PATH)
+        return Library(url, {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")}).ask()
+
+    assert ask("token-of-rank-0") == b"", "the leader's pod is not running"
+    world.leader = {"term": 2, "place": 1, "host": "10.0.0.1", "port": 29400, "left": None}
+    assert json.loads(ask("token-of-rank-1")) == world.leader
+    assert (ask("token-of-a-stranger"), ask("no token")) == (b"", b"")
+    world.leads = False
+    assert ask("token-of-rank-1") == b"", "an operator that does not lead may know an older status"
 
 
 def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_report(
