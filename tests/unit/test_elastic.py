@@ -194,15 +194,15 @@ def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> No
     assert (answer["term"], answer["place"], answer["host"]) == (1, 0, "10.0.0.0")
     world.vanishes(0).settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
-    assert world.status.leader == api.Leader(term=2, place=1)
+    assert world.status.leader == api.JobLeader(term=2, place=1)
     answer = told(world)
     assert answer is not None
     assert (answer["term"], answer["place"], answer["host"]) == (2, 1, "10.0.0.1")
     assert (answer["left"]["application"], answer["left"]["infrastructure"]) == (3, 99)
     world.runs(0).settle().vanishes(0).settle()
-    assert world.status.leader == api.Leader(term=2, place=1), "node 0 leads no more"
+    assert world.status.leader == api.JobLeader(term=2, place=1), "node 0 leads no more"
     world.runs(0).settle().vanishes(1).settle()
-    assert world.status.leader == api.Leader(term=3, place=0, replacement=2)
+    assert world.status.leader == api.JobLeader(term=3, place=0, replacement=2)
 
 
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:

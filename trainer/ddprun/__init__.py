@@ -3,12 +3,13 @@
     ddprun --nproc-per-node 4 train.py --lr 0.1
 
 It starts the ranks of its node with torchrun's environment, forked from a process that has imported torch already. When
-a rank fails, node 0's agent lets all ranks of the job start again in their pods, on a new port (a new generation).
+a rank fails, the leader's agent (node 0's) lets all ranks of the job start again in their pods, on a new port (a new generation).
 
     options.py         torchrun's options                 environment.py  variables and command line of a rank
     run.py             puts an agent together             wire.py         the protocol between agents
     agent.py           the loop: signals, sockets, time
     leader.py          the agent of node 0                follower.py     the agents of all other nodes
+    appointment.py     another node's agent leads         calls.py        work in a child process
     node.py            the ranks of this node              processes.py    fork, exec, signals, the tree
     forkserver.py      the process with torch in it       preload.py      the agent's connection to it
     heartbeats.py      shared memory of heartbeats       watch_ranks.py  the watchdog: reads them, asks for positions

@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 
 from ddpjob_core.budget import Grant, natural
 from ddpjob_core.members import LEADER_PATH
-from ddprun.calls import Call
+from ddprun.calls import ChildCall
 
 if TYPE_CHECKING:
     from ddprun.agent import Agent
@@ -52,7 +52,7 @@ class Asking:
     def __init__(self, agent: Agent, told: Callable[[Appointment, float], None]) -> None:
         self._agent, self._told = agent, told
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "") if agent.options.is_elastic else ""
-        self._call = Call(agent, self._answered)
+        self._call = ChildCall(agent, self._answered)
         self._asked_at = float("-inf")
         self._seconds = LEADER_SECONDS
 

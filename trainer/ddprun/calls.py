@@ -16,7 +16,7 @@ SECONDS_MAX = 30.0  # limits name resolution; the request has a time-out in ddpj
 ANSWER_BYTES_MAX = 4096
 
 
-class Call:
+class ChildCall:
     """One call at a time."""
 
     def __init__(self, agent: Agent, answered: Callable[[bytes, float], None]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddprun.calls import Call
+from ddprun.calls import ChildCall
 from ddprun.node import say
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Posting:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "")
-        self._call = Call(agent, self._answered)
+        self._call = ChildCall(agent, self._answered)
         self._posted: Any = None  # the account in the last post
         self._confirmed: Any = None  # the account that the receiver last confirmed
         self._at, self._back_off = 0.0, 0.0  # time of the next post; 0: nothing was sent yet

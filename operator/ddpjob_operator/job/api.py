@@ -174,7 +174,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """How often single pods were replaced in this attempt (with ddprun), by node rank."""
     in_place: InPlace | None = None
     """Restarts in place in this attempt that node 0's agent has reported and `restarts` includes."""
-    leader: Leader | None = None
+    leader: JobLeader | None = None
     """The leader of an elastic ddprun job after node 0 was lost in this attempt; unset while node 0 leads."""
     completed_nodes: Ranges = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
@@ -266,7 +266,7 @@ class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     application."""
 
 
-class Leader(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class JobLeader(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """The pod whose agent (ddprun) starts and stops the ranks of all nodes."""
 
     term: Count

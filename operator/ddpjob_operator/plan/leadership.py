@@ -26,12 +26,12 @@ def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Sta
     # Without any other pod, the agent of the next pod at this place leads.
     place = min(view.staying - set(lost), default=present.place)
     number = naming.replacement(status, place)
-    return replace(status, leader=api.Leader(term=present.term + 1, place=place, replacement=number))
+    return replace(status, leader=api.JobLeader(term=present.term + 1, place=place, replacement=number))
 
 
-def leader(job: api.DDPJob, status: api.Status) -> api.Leader:
+def leader(job: api.DDPJob, status: api.Status) -> api.JobLeader:
     """Return the leader of the attempt; the first one, node 0, is not in the status."""
-    return status.leader or api.Leader(term=1, place=topology.members(job.spec).leader)
+    return status.leader or api.JobLeader(term=1, place=topology.members(job.spec).leader)
 
 
 def turn(job: api.DDPJob, status: api.Status) -> int:
