@@ -18,6 +18,7 @@ from ddpjob_operator.job.status import apart_from_progress, is_broken
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, Report
+from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
@@ -376,36 +377,55 @@ def test_any_spec_of_a_running_job_gives_a_plan(
 LOSSES = ("vanishes", "Evicted", "node lost", "deleted", "ends", "runs", "unschedulable", "a minute", "a step")
 
 
-@given(st.lists(st.tuples(st.sampled_from(LOSSES), st.integers(1, 3)), max_size=30))
-def test_an_elastic_job_under_ddprun_trains_on_whatever_happens_to_nodes_that_it_can_do_without(
-    events: list[tuple[str, int]],
-) -> None:
-    """Node 0 alone is enough: the job must stay Running in one attempt, and no node may have two live pods."""
+def happens(world: World, what: str, place: int, number: int) -> None:
+    """Let something happen to a place, unless no node would be left whose first pod trains."""
+    trains = {p.place for p in world.pods.values() if p.live and p.trainer.state == "running" and p.replacement == 0}
+    trains -= {p.place for p in world.pods.values() if p.deletion_requested_at is not None}
+    pod = next((p for p in world.pods.values() if p.place == place and p.live), None)
+    waits = pod is not None and pod.trainer.state == "waiting" and pod.deletion_requested_at is None
+    if what == "resize" and any(other < place for other in trains):
+        world.change(nodes=place)
+    elif what == "runs" and waits:
+        world.nodes = {}
+        world.runs(place)
+    elif what == "unschedulable" and waits:
+        world.unschedulable(place, "0/4 nodes are available")
+    elif what in ("a minute", "a step", "resize") or pod is None or not trains - {place}:
+        world.after(60 if what == "a minute" else 1).reports_step(number)
+    else:
+        is_lost(world, what, pod)
+
+
+def is_lost(world: World, what: str, pod: Pod) -> None:
+    if what == "node lost" and pod.node:
+        world.node_lost(pod.place).after(31)
+    elif what == "deleted" and pod.deletion_requested_at is None:
+        world.deleted_first(pod.place)
+    elif what == "ends" and pod.node:
+        world.exits(pod.place, 143 if pod.deletion_requested_at else 75)
+    elif what == "Evicted" and pod.node:
+        world.evicted(pod.place, what)
+    elif what == "vanishes":
+        world.vanishes(pod.place)
+
+
+@given(st.lists(st.tuples(st.sampled_from((*LOSSES, "resize")), st.integers(0, 3)), max_size=30))
+def test_an_elastic_job_under_ddprun_trains_on_as_long_as_one_node_stays(events: list[tuple[str, int]]) -> None:
+    """Any node may be lost, also the leader's. The job must stay Running in one attempt, no node may have two live
+    pods, and the leader of each term must have a live pod."""
     world = World(job(container={"command": ["ddprun", "train.py"]}, nodes=4, minNodes=1)).running().after(60)
+    leaders: dict[int, api.JobLeader] = {}
     for number, (what, place) in enumerate(events):
-        pod = next((p for p in world.pods.values() if p.place == place and p.live), None)
-        if what in ("a minute", "a step") or pod is None:
-            world.after(60 if what == "a minute" else 1).reports_step(number)
-        elif what == "runs" and pod.trainer.state == "waiting" and pod.deletion_requested_at is None:
-            world.nodes = {}
-            world.runs(place)
-        elif what == "unschedulable" and pod.trainer.state == "waiting":
-            world.unschedulable(place, "0/4 nodes are available")
-        elif what == "node lost" and pod.node:
-            world.node_lost(place).after(31)
-        elif what == "deleted" and pod.deletion_requested_at is None:
-            world.deleted_first(place)
-        elif what == "ends" and pod.node:
-            world.exits(place, 143 if pod.deletion_requested_at else 75)
-        elif what == "Evicted" and pod.node:
-            world.evicted(place, what)
-        elif what == "vanishes":
-            world.vanishes(place)
+        happens(world, what, place, number)
         world.settle()
         assert (world.status.state, world.status.attempt, world.status.restarts.application) == ("Running", 1, 0)
-        assert world.pods["digits-1-0"].deletion_requested_at is None
-        live = [p.place for p in world.pods.values() if p.live]
-        assert len(live) == len(set(live))
+        live = [(p.place, p.replacement) for p in world.pods.values() if p.live]
+        assert len(live) == len({place for place, _ in live})
+        leader = leadership.leader(world.job, world.status)
+        assert (leader.place, leader.replacement) in live
+        assert leaders.setdefault(leader.term, leader) == leader
+        assert leader.term == max(leaders)
     world.nodes = {}
-    world.settle().stops_all().settle().after(10).settle().runs(0, 1, 2, 3).settle()
-    assert world.status.reason == "AllNodesRun"
+    world.change(nodes=4).settle().stops_all().settle().after(10).settle()
+    waiting = [p.place for p in world.pods.values() if p.live and p.trainer.state == "waiting"]
+    assert world.runs(*waiting).settle().status.reason == "AllNodesRun"

@@ -230,7 +230,9 @@ def _sorted(
     places = set(topology.members(job.spec))
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
-    removed = tuple(p for p in others if p.live and p.attempt == status.attempt and p.place not in places)
+    removed = tuple(
+        p for p in others if p.live and p.uid not in lost and p.attempt == status.attempt and p.place not in places
+    )
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
     garbage = (p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status)))
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))
