@@ -20,7 +20,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure as RankFailure
 from ddpjob_core.members import Members
 from ddprun import leader as leading
-from ddprun import options, posting
+from ddprun import calls, options, posting
 from ddprun.core.leader_state import EndOrder, LeaderState, Leave, Over, StartOrder, Stop
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ class Agents:
             seconds = self._faults.number("post", 5, 25) if fault == "late" else self._random.uniform(0.02, 0.5)
             self._loop.call_later(seconds, self._arrives, leader, account, body, fault == "lost answer", leader.posts)
         # All requests that are still open fail within half a minute.
-        self._loop.call_later(posting.CHILD_SECONDS_MAX, self._failed, leader, leader.posts)
+        self._loop.call_later(calls.SECONDS_MAX, self._failed, leader, leader.posts)
 
     def _arrives(self, leader: Agent, account: Any, body: bytes, is_unheard: bool, number: int) -> None:
         if not self.heard(leader.process, body):
