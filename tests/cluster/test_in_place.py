@@ -190,6 +190,27 @@ def test_an_elastic_job_trains_without_a_deleted_pod_until_the_new_pod_joins(job
     assert not {"Disrupted", "RankFailed", "Restarting"}.intersection(told), "nobody waited"
 
 
+def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_changes_in_place(jobs: Space) -> None:
+    """The pods that stay must not restart, whichever pod is lost and whatever number `kubectl scale` asks for."""
+    body = ddprun("moves", CHANGES, minNodes=1)
+    trainer(body)["command"][1:1] = ["--rdzv-conf", "last_call_timeout=60,snooze=1"]
+    jobs.apply(body)
+    says(jobs, "moves-1-1", "generation 0 trains with 2")
+    stays = uids(jobs, "moves")["moves-1-1"]
+    jobs.kubectl("delete", "pod", "moves-1-0", "--grace-period=0", "--force", "--wait=false")
+    says(jobs, "moves-1-1", "generation 1 trains with 1")
+    says(jobs, "moves-1-1", "generation 2 trains with 2")
+    assert jobs.status("moves")["leader"] == {"term": 2, "place": 1}
+    jobs.kubectl("scale", "ddpjob", "moves", "--replicas=3")
+    says(jobs, "moves-1-1", "generation 3 trains with 3")
+    jobs.kubectl("scale", "ddpjob", "moves", "--replicas=2")
+    says(jobs, "moves-1-1", "generation 4 trains with 2")
+    status = ends_with(jobs, "moves", "moves-1-0-r1", "moves-1-1")
+    assert status["nodes"]["total"] == 2
+    assert jobs.pods("moves")["moves-1-1"]["metadata"]["uid"] == stays
+    assert jobs.pods("moves")["moves-1-1"]["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
 def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
     """The pod may have to wait for minutes, and a training that is complete must not wait for it."""
     loses_a_pod(jobs, "short", 500)
