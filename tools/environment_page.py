@@ -102,6 +102,7 @@ MEANINGS = {
     "Results depend on it",
     "PYTHONUNBUFFERED": "output is complete when a rank fails",
     "TORCH_FR_BUFFER_SIZE": "entries of torch's flight recorder, which names the collectives of a hang",
+    "DDPJOB_LEADER_APPOINTED": "1 in an elastic job in which another node than node 0 was appointed the leader",
     "DDPJOB_REPLACEMENT": "the number of this pod among the pods of its node in the attempt",
     "DDPJOB_RESTARTS_LEFT": "the restarts that are left, by class, and what the back-off continues from",
     "DDPJOB_FAILURE_POLICY": "the job's `failurePolicy`, for restarts in place too",
@@ -114,6 +115,7 @@ MEANINGS = {
     "DDPJOB_STATUS_INTERVAL": "seconds between two reports",
     "KUBEFLOW_TRAINER_SERVER_URL": "the address for Hugging Face's `Trainer` and Kubeflow's SDK",
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
+    "DDPJOB_TERM": "2, 3, …: the number of the leader, after another node than node 0 was appointed in an elastic job",
     "DDPJOB_GENERATION": "0, 1, …: how often the ranks were started again in their pods; equal on all nodes",
     "DDPJOB_BEATS": "the memory of the heartbeats",
     "DDPJOB_END": "the file for checksums of DDP modules, where the rank is a new process",
@@ -142,7 +144,7 @@ def to_markdown() -> str:
     """Return docs/environment.md."""
     head = ("Variable", "Value", "Set", "Meaning")
     own = ("Variable", "Meaning")
-    ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_END", "DDPJOB_MEMORY")
+    ranks = ("DDPJOB_TERM", "DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_END", "DDPJOB_MEMORY")
     others = (
         "DDPJOB_AGENT_KEY",
         "DDPJOB_LOCAL",

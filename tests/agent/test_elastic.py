@@ -201,7 +201,7 @@ def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(
     appointments.appoint(2, 1)
     job.kill(0)
     assert job.up(1) == [1, 2], "rank 0 runs on the leader's node"
-    job.start(0, replacement=1, **env)
+    job.start(0, replacement=1, DDPJOB_LEADER_APPOINTED="1", **env)
     assert job.up(2) == [1, 0, 2]
     done = job.done()
     assert {d.returncode for d in done.values()} == {0}
@@ -220,3 +220,16 @@ def test_a_leader_that_was_taken_for_lost_follows_the_new_one(launcher: Launcher
     job.agents[0].send_signal(signal.SIGCONT)
     assert job.up(2) == [1, 0]
     assert {d.returncode for d in job.done().values()} == {0}
+
+
+def test_the_only_node_that_is_left_leads_itself(launcher: Launcher, appointments: Appointments) -> None:
+    """Its ranks have ended before the operator sees that node 0 is lost, and nobody else would start them."""
+    job = Job(launcher, "1:2")
+    job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)
+    assert job.up(0) == [0, 1]
+    job.kill(0)
+    eventually(lambda: not psutil.Process(job.agents[1].pid).children(recursive=True)[1:])
+    appointments.appoint(2, 1)
+    assert job.up(1) == [1]
+    assert {d.returncode for d in job.done().values()} == {0}
+    forget_killed(launcher)

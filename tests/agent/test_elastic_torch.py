@@ -32,9 +32,9 @@ class Training:
         self._env = {"DDPJOB_RESTARTS_LEFT": LEFT, **told.env}
         self.agents: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, *nodes: int, replacement: int = 0) -> None:
+    def start(self, *nodes: int, replacement: int = 0, **env: str) -> None:
         for node in nodes:
-            own = {"DDPJOB_REPLACEMENT": str(replacement), "OMP_NUM_THREADS": "1", **self._env}
+            own = {"DDPJOB_REPLACEMENT": str(replacement), "OMP_NUM_THREADS": "1", **self._env, **env}
             own["DDPJOB_TERMINATION_LOG"] = str(self.launcher.folder / f"termination-{node}-{replacement}.json")
             self.agents[node] = self.launcher.warm(*self._group, node, *self._script, **own)
 
@@ -79,7 +79,7 @@ def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
     appointments.appoint(2, 1)
     training.kill(0)
     training.trains_with(2, 3, 2, 3, 2)
-    training.start(0, replacement=1)
+    training.start(0, replacement=1, DDPJOB_LEADER_APPOINTED="1")
     training.trains_with(2, 3, 2, 3, 2, 3)
     training.agents[2].terminate()
     left = finish(training.agents.pop(2))

@@ -19,8 +19,8 @@ from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure as RankFailure
 from ddpjob_core.members import Members
-from ddprun import leader as leading
 from ddprun import calls, options, posting
+from ddprun import leader as leading
 from ddprun.core.leader_state import EndOrder, LeaderState, Leave, Over, StartOrder, Stop
 
 if TYPE_CHECKING:

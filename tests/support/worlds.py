@@ -71,6 +71,7 @@ class World:
         self.reports: dict[int, Report] = {}
         self.trackers: dict[int, StepTracker] = {}
         self.agent: AgentReport | None = None
+        self.agents_ask = True
         self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
@@ -98,6 +99,7 @@ class World:
             reports=dict(self.reports),
             trackers=dict(self.trackers),
             agent=self.agent,
+            agents_ask=self.agents_ask,
             listening_since=self.listening_since,
             nodes=self.nodes,
             gang_apis=self.gang_apis,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import json
 from pathlib import Path
@@ -19,7 +18,7 @@ from ddpjob_operator.job import api, launcher, validation
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod
-from ddpjob_operator.pods import build, environment, naming
+from ddpjob_operator.pods import agent_environment, build, environment, naming
 
 
 def elastic(**spec: Any) -> World:
@@ -172,10 +171,10 @@ def test_too_few_that_are_left_wait_for_the_replacement() -> None:
     assert any("digits-1-1-r1 takes its place, the other node waits" in event.message for event in world.events)
 
 
-def test_without_a_status_receiver_the_others_wait_for_a_new_node_0() -> None:
-    """Agents that cannot ask who leads would each follow another leader."""
+def test_if_no_agent_asks_who_leads_the_others_wait_for_a_new_node_0() -> None:
+    """Agents that cannot reach the status receiver would wait for a leader that they do not know."""
     world = trains_under_ddprun()
-    world.settings = dataclasses.replace(world.settings, has_receiver=False)
+    world.agents_ask = False
     world.vanishes(0).settle()
     assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"0": 1})
     assert any("digits-1-0-r1 takes its place, the other 2 nodes wait" in event.message for event in world.events)
@@ -183,10 +182,10 @@ def test_without_a_status_receiver_the_others_wait_for_a_new_node_0() -> None:
 
 
 def told(world: World) -> dict[str, Any] | None:
-    pods = [
-        replace(pod, address=f"10.0.0.{pod.place}") for pod in world.pods.values() if pod.trainer.state == "running"
-    ]
-    return leadership.answer(world.job, pods, 29400)
+    pod = world.pods.get(leadership.pod_name(world.job))
+    if pod is not None and pod.trainer.state == "running":
+        pod = replace(pod, address=f"10.0.0.{pod.place}")
+    return leadership.answer(world.job, pod, 29400)
 
 
 def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> None:
@@ -204,7 +203,7 @@ def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> No
     world.runs(0).settle().vanishes(0).settle()
     assert world.status.leader == api.JobLeader(term=2, place=1), "node 0 leads no more"
     world.runs(0).settle().vanishes(1).settle()
-    assert world.status.leader == api.JobLeader(term=3, place=0, replacement=2)
+    assert world.status.leader == api.JobLeader(term=3, place=2)
 
 
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
@@ -264,12 +263,60 @@ def test_a_job_that_grows_again_makes_new_pods_for_the_places_that_it_had_left()
     assert world.runs(2).settle().status.reason == "AllNodesRun"
 
 
-def test_the_lead_moves_if_its_node_is_above_the_smaller_number() -> None:
-    world = trains_under_ddprun(nodes=3, minNodes=1).vanishes(0).vanishes(1).settle().runs(0, 1).settle()
+def led_by_node_2() -> World:
+    world = trains_under_ddprun(nodes=3, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.leader is not None
     assert world.status.leader.place == 2
-    world.change(nodes=2).settle()
-    assert (world.status.leader.term, world.status.leader.place) == (3, 0)
+    return world
+
+
+def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_have_saved() -> None:
+    """An appointment ends the ranks of the other nodes at once, also while all save together."""
+    world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle()
+    before = world.status.leader
+    assert before is not None
+    assert before.place == 2
+    world.stops(2, 75).settle()
+    assert world.status.leader == api.JobLeader(term=before.term + 1, place=0, replacement=1)
+    assert world.status.state == "Running"
+
+
+def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
+    world = led_by_node_2().change(nodes=2).settle().stops(2, 75).settle()
+    assert world.status.leader is not None
+    assert world.status.leader.place == 0
+    assert told(world) is None
+    world.runs(0, 1).settle()
+    assert told(world) is not None
+
+
+def test_a_node_whose_ranks_were_in_the_group_leads_rather_than_one_that_has_just_come() -> None:
+    """The newcomer holds no state, and does not know the number of the last generation."""
+    world = trains_under_ddprun(minNodes=1).vanishes(1).settle().runs(1).settle().vanishes(0).settle()
+    assert world.status.leader is not None
+    assert world.status.leader.place == 2
+
+
+def test_a_lost_leader_is_replaced_while_a_pod_that_was_scaled_away_still_saves() -> None:
+    world = trains_under_ddprun(nodes=4, minNodes=1).change(nodes=3).settle().change(nodes=4).settle()
+    assert "digits-1-3-r1" not in world.names()
+    world.vanishes(0).settle()
+    assert world.status.leader is not None
+    assert (world.status.leader.place, world.status.state, world.names()[0]) == (1, "Running", "digits-1-0-r1")
+
+
+def test_a_pod_that_was_scaled_away_and_still_saves_keeps_the_job_from_being_suspended() -> None:
+    world = trains_under_ddprun(minNodes=1).change(nodes=2).settle().change(suspend=True).settle().stops(0).stops(1)
+    assert not world.settle().is_true("Suspended")
+    assert world.stops(2, 75).settle().is_true("Suspended")
+
+
+def test_the_pods_of_a_job_with_an_appointed_leader_ask_first() -> None:
+    """Otherwise a new pod of node 0 would lead a second group until it hears of the leader."""
+    world = trains_under_ddprun()
+    assert "DDPJOB_LEADER_APPOINTED" not in agent_environment.environment(world.job, 1)
+    world.vanishes(0).settle()
+    assert agent_environment.environment(world.job, 1)["DDPJOB_LEADER_APPOINTED"] == "1"
 
 
 def test_a_pod_that_fails_again_and_again_is_not_created_without_a_pause() -> None:

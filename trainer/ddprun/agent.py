@@ -55,7 +55,7 @@ class Group(Protocol):
         """Time of the next call of `tick`; None if none is due."""
 
     def begin(self, now: float, /) -> None: ...
-    def leave(self, now: float, /) -> int: ...
+    def leave(self) -> int: ...
     def tick(self, now: float, /) -> None: ...
     def failed(self, failures: list[Failure], now: float, /) -> None: ...
     def stopped(self, failures: list[Failure], now: float, /) -> None: ...
@@ -110,10 +110,11 @@ class Agent:
         self.members = Members()  # nodes of the last generation in which this node took part
         self._failure_reported = False
         self.settled = True  # False until all ranks of the last generation have ended on this node
-        self.asking = Asking(self, self._appointed)
-        # The agent of a new pod asks first: while its node had none, another agent may have been appointed.
-        is_known = not (self.asking.is_possible and options.replacement)
+        self.asking = Asking(self, self._told)
+        # A pod that was created after another agent had been appointed asks first.
+        is_known = not (self.asking.is_possible and environ.get("DDPJOB_LEADER_APPOINTED") == "1")
         self.leader = Appointment(int(is_known), options.places.leader, options.host, options.port)
+        self._next_leader = self.leader
         self._has_backlog = False  # True if ranks have written more output than one turn of the loop copies
 
     # ---- the loop ------------------------------------------------------------------------------------------
@@ -156,6 +157,7 @@ class Agent:
         self._report(now)
         self.watching.tick(now)
         self.asking.tick(now, self.group.ask_seconds)
+        self._change_leader(now)
         return self.group.tick(now)
 
     def _report(self, now: float) -> None:
@@ -252,18 +254,24 @@ class Agent:
         """Number of this leader in the attempt: each later one has a higher number."""
         return self.leader.term if self.leader.term > 1 else self.options.replacement
 
-    def _appointed(self, leader: Appointment, now: float) -> None:
-        """Follow a new leader, or lead after all ranks have ended here."""
+    def _told(self, leader: Appointment, _now: float) -> None:
+        if leader.term > max(self.leader.term, self._next_leader.term):
+            self._next_leader = leader
+
+    def _change_leader(self, now: float) -> None:
+        """Follow the newest leader, or lead, after all ranks have ended here. Ranks that are being stopped end first,
+        because they may be saving together."""
         from ddprun.follower import Follower
 
-        if leader.term <= self.leader.term or self.code is not None:
+        leader, ends_already = self._next_leader, not self.settled and (self.node.stopped or self.node.failures)
+        if leader.term <= self.leader.term or ends_already or self.code is not None:
             return
         if self.leader.term:
             say(f"node {leader.place} is appointed the leader, term {leader.term}")
-        self.leader, generation = leader, self.group.leave(now)
-        self.group = Follower(self, generation)
-        self.group.begin(now)
+        generation = self.group.leave()
         self.stop(now, patient=False)
+        self.leader, self.group = leader, Follower(self, generation)
+        self.group.begin(now)
 
     def lead(self, generation: int, now: float) -> None:
         """Lead the group from now on. generation: the last one of this node's ranks."""

@@ -148,7 +148,8 @@ class Follower:
             if self._options.place not in members:
                 raise ValueError(f"members {members.text}: this node is none of them")
             host, port = str(order["host"]), int(order["port"])
-            life = Life(int(order["generation"]), members, host, port, order.get("preflight") is True)
+            checks, term = order.get("preflight") is True, int(order["term"])
+            life = Life(int(order["generation"]), members, host, port, checks, term)
             self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:
@@ -240,12 +241,14 @@ class Follower:
             return "DDPJOB_STATUS_URL, which knows who leads,"
         return f"node {leader.place} at {leader.host}:{leader.port}"
 
-    def leave(self, now: float) -> int:
+    def leave(self) -> int:
         """Follow this leader no longer, because another agent was appointed. Return the last generation."""
         if self._link is not None:
-            self._disconnect("another node leads", now)
+            self._agent.unwatch(self._link.fileno())
+            self._link.close()
+            self._link = None
         self._addresses = []
-        self._cancel(now)
+        self._cancel(0.0)
         return self._generation
 
     def _look_up(self, now: float) -> None:

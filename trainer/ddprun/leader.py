@@ -63,6 +63,7 @@ class Leader:
             dev=options.dev,
             local=options.local,
             leader=options.place,
+            turn=agent.turn,
             survivors=survivors,
         )
         self._posting = Posting(agent)
@@ -94,7 +95,8 @@ class Leader:
                 self._listener = ports.listen(port)
             except OSError as error:
                 say(f"port {port}, where the other nodes connect to this one: {error.strerror}")
-                return self._agent.end(RESUMABLE, None, ended=True)  # the next attempt gets another port
+                # The next attempt gets another port. If this agent was appointed, another one is.
+                return self._agent.end(RESUMABLE, None, ended=self._agent.leader.term <= 1)
             self._agent.watch(self._listener.fileno(), self._accept)
         self._lead.joined(self._options.place, now, self._generation, self._options.replacement)
         return self.tick(now)
@@ -171,7 +173,12 @@ class Leader:
         except OSError as error:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
-        life, self._furthest = Life(order.generation, order.members, self._agent.leader.host, port, order.preflight), 0
+        life, self._furthest = (
+            Life(
+                order.generation, order.members, self._agent.leader.host, port, order.preflight, self._agent.leader.term
+            ),
+            0,
+        )
         self._left.clear()
         self._late_start = life
         self._start_others()
@@ -242,7 +249,7 @@ class Leader:
     def abandon(self) -> None:
         self._go(RESUMABLE)
 
-    def leave(self, _now: float) -> int:
+    def leave(self) -> int:
         """Lead no longer, because another agent was appointed. Return the last generation."""
         for link in list(self._links.values()) + list(self._unauthenticated):
             self._agent.unwatch(link.fileno())

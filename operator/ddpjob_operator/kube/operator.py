@@ -271,8 +271,10 @@ class Operator:
         if raw is None or self.states.spec(key) is None:
             return None
         job, _ = self.states.parse(key, raw)
+        self.states.of(key, job.metadata.uid).agents_ask = True
+        entry = self.caches.pods.entry(key[0], leadership.pod_name(job))
         port = naming.port(job.metadata.uid, job.status.attempt)
-        return leadership.answer(job, self.caches.pods.each(key), port)
+        return leadership.answer(job, None if entry is None else entry.value, port)
 
     def unhealthy(self) -> str:
         """Return why a restart would help, or "". An unreachable API server is not a reason."""

@@ -248,6 +248,8 @@ class Observed:
     """When the caller began to receive reports; None if it always has."""
     agent: AgentReport | None = None
     """Last report of node 0's agent in the current attempt; None without ddprun."""
+    agents_ask: bool = False
+    """True if an agent of the job has asked who leads, so another one can be appointed."""
     group_size: int | None = None
     """WORLD_SIZE of the ranks, if the caller sees it and it is the same on all nodes."""
     nodes: dict[str, Node] | None = None

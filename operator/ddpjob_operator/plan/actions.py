@@ -105,8 +105,6 @@ class Settings:
     command: Sequence[str] = ()
     """The trainer's command with the text of its script file; empty if only the cluster has the file."""
     keep_log_tail: bool = True
-    has_receiver: bool = True
-    """True if agents can ask the status receiver who leads."""
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
 
 

@@ -7,7 +7,7 @@ no two agents lead in one term.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Set
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,10 +23,40 @@ def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Sta
     present = leader(view.job, status)
     if not view.appoints or present.place not in lost:
         return status
-    # Without any other pod, the agent of the next pod at this place leads.
-    place = min(view.staying - set(lost), default=present.place)
-    number = naming.replacement(status, place)
-    return replace(status, leader=api.JobLeader(term=present.term + 1, place=place, replacement=number))
+    staying = view.staying - set(lost)
+    # One that was in the last group, because the others may hold no state, or an older one. Without any other pod, the
+    # agent of the next pod at this place leads, or of node 0 if the place is gone.
+    next_one = present.place if present.place in view.members else view.members.leader
+    place = min(in_last_group(view, status, staying, lost) or staying, default=next_one)
+    # Reports of an agent of node 0 that nobody has appointed have the number of its pod.
+    before = max(present.term, naming.replacement(status, view.members.leader))
+    found = api.JobLeader(term=before + 1, place=place, replacement=naming.replacement(status, place))
+    return replace(status, leader=found)
+
+
+def in_last_group(view: View, status: api.Status, waiting: Set[int], lost: Collection[int]) -> set[int]:
+    """Return the waiting pods that were in the newest generation of ranks: first pods of the attempt, and replacements
+    whose ranks have reported. If a lost pod has run, a waiting pod that has not run does not count as a first pod: it
+    may replace a lost pod of the same name that was never seen."""
+    started = {
+        (view.members.place(report.node_rank), report.replacement)
+        for report in view.seen.reports.values()
+        if report.attempt == status.attempt
+    }
+    ran = view.recorded.started | status.started
+    first = waiting & ran if ran.intersection(lost) else waiting
+    numbers = {place: naming.replacement(status, place) for place in waiting}
+    return {
+        place for place, number in numbers.items() if (number == 0 and place in first) or (place, number) in started
+    }
+
+
+def with_present(view: View, status: api.Status) -> api.Status:
+    """Return the status with a new leader, if the present one was at a place that spec.nodes has taken out. Its pod
+    ends first, because all ranks save together."""
+    place = leader(view.job, status).place
+    gone = place not in view.members and all(p.place != place for p in view.removed)
+    return after_loss(view, status, {place}) if gone else status
 
 
 def leader(job: api.DDPJob, status: api.Status) -> api.JobLeader:
@@ -40,11 +70,18 @@ def turn(job: api.DDPJob, status: api.Status) -> int:
     return found.term if found.term > 1 else naming.replacement(status, found.place)
 
 
-def answer(job: api.DDPJob, pods: Iterable[Pod], port: int) -> dict[str, Any] | None:
-    """Return what agents are told; None if the leader's pod is not running. port: of the leader's agent."""
+def pod_name(job: api.DDPJob) -> str:
+    """Return the name of the leader's pod, by the stored status."""
     found = leader(job, job.status)
-    wanted = (job.metadata.uid, job.status.attempt, found.place, found.replacement)
-    of_leader = (p for p in pods if (p.owner_uid, p.attempt, p.place, p.replacement) == wanted and p.address)
+    number = found.replacement if job.status.leader is not None else naming.replacement(job.status, found.place)
+    return naming.pod_name(job, job.status.attempt, found.place, number)
+
+
+def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None:
+    """Return what agents are told; None if the leader's pod is not running. pod: with the name `pod_name`. port: of the
+    leader's agent."""
+    if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
+        return None
+    found = leader(job, job.status)
     left = json.loads(agent_environment.grant(job).text())
-    about = {"term": found.term, "place": found.place, "port": port, "left": left}
-    return next((about | {"host": pod.address} for pod in of_leader), None)
+    return {"term": found.term, "place": found.place, "host": pod.address, "port": port, "left": left}

@@ -78,26 +78,11 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
-    if group_ended or not _one_was_in_the_last_group(view, status, waiting, lost):
+    # A waiting pod of the last group knows the number by which Snapshot finds the newest checkpoint. It also shows
+    # that no older group still writes: in a partition, nodes may be lost one by one while their ranks train.
+    if group_ended or not leadership.in_last_group(view, status, waiting, lost):
         return []
     return lost
-
-
-def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
-    """True if a waiting pod was in the newest generation of ranks: a first pod of the attempt, or a replacement
-    whose ranks have reported. Snapshot finds the newest checkpoint by the number of that generation, which this
-    pod's agent knows. The pod also proves that no older group still writes: in a partition, nodes may be lost one by
-    one while their ranks train. If a lost pod has run, a waiting pod that has not run does not count as a first pod:
-    it may replace a lost pod of the same name that was never seen."""
-    started = {
-        (view.members.place(report.node_rank), report.replacement)
-        for report in view.seen.reports.values()
-        if report.attempt == status.attempt
-    }
-    ran = status.started
-    first = waiting & ran if ran.intersection(lost) else waiting
-    numbers = ((place, naming.replacement(status, place)) for place in waiting)
-    return any((number == 0 and place in first) or (place, number) in started for place, number in numbers)
 
 
 def _replaced(

@@ -11,7 +11,7 @@ from ddpjob_core.findings import FINDINGS_MAX, NamedFinding, trained_alone
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
-from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
+from ddpjob_operator.plan import agent_restarts, late_nodes, leadership, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
@@ -30,7 +30,7 @@ _ALL_PODS_WERE_MADE = (
 def record(view: View, status: api.Status) -> api.Status:
     """Return the status with started and completed nodes, progress, and the restarts that agents counted."""
     report = view.seen.reports.get(0)
-    status = _with_findings(_with_nodes(view, status), view)
+    status = leadership.with_present(view, _with_findings(_with_nodes(view, status), view))
     status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))

@@ -14,7 +14,7 @@ from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import gang, invalid_spec, leadership, lifecycle, pending
+from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
@@ -79,7 +79,6 @@ def _resized(view: View, status: api.Status, was: str) -> api.Status:
         started_nodes=ranges.text(status.started - removed),
     )
     what = "new nodes join the others" if not removed else "the others go on without the nodes above it"
-    later = leadership.after_loss(view, later, removed)
     return enter(later, status.state or "Pending", reasons.RESCALED, f"{was}: {what}", view.now)
 
 
@@ -264,7 +263,7 @@ def _waiting(
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
         return ()  # training has ended, so a new node would find no group to join
-    known = status.started | set(view.pods)
+    known = status.started | set(view.pods) | {p.place for p in view.removed}
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known and not _waits_until(view, status, place)]
     if view.is_elastic and view.leader in missing:

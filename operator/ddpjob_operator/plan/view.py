@@ -62,7 +62,7 @@ class View:
     garbage: tuple[Pod, ...]
     """Pods of earlier attempts, and replaced ones, to delete: they ended long ago, or are on lost nodes."""
     removed: tuple[Pod, ...]
-    """Live pods of the current attempt at places that it has no more, because spec.nodes became smaller."""
+    """Live pods of an elastic ddprun job that spec.nodes took out of the current attempt. The others go on."""
     leaked: tuple[Pod, ...]
     """Pods of a deleted job of this name that are terminating on lost nodes: nobody else would ever delete them."""
     lost: frozenset[str]
@@ -106,7 +106,7 @@ class View:
 
     @cached_property
     def active_of_all_attempts(self) -> list[Pod]:
-        return [p for p in (*self.pods.values(), *self.older) if p.live]
+        return [p for p in (*self.pods.values(), *self.older, *self.removed) if p.live]
 
     @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
@@ -131,13 +131,15 @@ class View:
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         # A leader that has run and is lost is replaced by another node at once.
-        is_led = self.leader in present or (self.appoints and self.leader in self.recorded.started)
+        is_led = self.leader in present or (
+            self.appoints and self.leader not in set(self.members) - self.recorded.started
+        )
         return is_all if least is None else len(present) >= least and is_led
 
     @cached_property
     def appoints(self) -> bool:
-        """True if the agent of any node may lead: in an elastic ddprun job whose agents can ask who leads."""
-        return self.is_elastic and self.facts.restarts_in_place and self.settings.has_receiver
+        """True if the agent of any node may lead: in an elastic ddprun job whose agents ask who leads."""
+        return self.is_elastic and self.facts.restarts_in_place and self.seen.agents_ask
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
@@ -230,9 +232,9 @@ def _sorted(
     places = set(topology.members(job.spec))
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
-    removed = tuple(
-        p for p in others if p.live and p.uid not in lost and p.attempt == status.attempt and p.place not in places
-    )
+    facts = launcher.facts(job.spec)
+    is_resized = facts.min_nodes is not None and facts.restarts_in_place
+    removed = tuple(p for p in others if is_resized and p.live and p.uid not in lost and p.attempt == status.attempt)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
     garbage = (p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status)))
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))

@@ -136,7 +136,8 @@ class Snapshot:
             self.rank, self.world_size = rank_in_group("pass world=")
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
         generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
-        self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
+        term = int(os.environ.get("DDPJOB_TERM") or 1)
+        self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, term, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None  # the next `_join` raises it, because this process must end
@@ -1004,23 +1005,26 @@ class _Claim(NamedTuple):
 
     job: str
     attempt: int
+    term: int  # number of the leader of an elastic group
     generation: int
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
 
     def as_json(self) -> str:
-        """Return the claim as JSON, without a generation of 0, because older versions do not know the field."""
-        return json.dumps({name: value for name, value in self._asdict().items() if name != "generation" or value})
+        """Return the claim as JSON, without a generation of 0 and a term of 1, which older versions do not know."""
+        usual = {"generation": 0, "term": 1}
+        return json.dumps({name: value for name, value in self._asdict().items() if usual.get(name) != value})
 
 
 def _claim_of(folder: Path, writer: int) -> _Claim | None:
     try:
         claim = json.loads(own_files.read_file(writers.claim_path(folder, writer)))
-        job, attempt, generation = claim["job"], int(claim["attempt"]), int(claim.get("generation", 0))
+        job, attempt = claim["job"], int(claim["attempt"])
+        term, generation = int(claim.get("term", 1)), int(claim.get("generation", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None  # the file is missing, or is no claim
-    return _Claim(job, attempt, generation) if isinstance(job, str) else None
+    return _Claim(job, attempt, term, generation) if isinstance(job, str) else None
 
 
 def create_exclusively(folder: Path, writer: int, content: str) -> bool:

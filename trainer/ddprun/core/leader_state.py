@@ -161,12 +161,14 @@ class LeaderState:
         dev: bool = False,
         local: bool = False,
         leader: int | None = None,
+        turn: int | None = None,
         survivors: Collection[int] = (),
     ) -> None:
         """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all.
 
         last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
         is connected before it may interrupt a generation to join it. leader: place of this agent; None: the first one.
+        turn: number of this leader in its reports; None: the number of its pod.
         survivors: nodes of an earlier leader's last generation; the first start waits for no others.
         """
         self.state: State = "gathering"
@@ -179,7 +181,9 @@ class LeaderState:
         self._current = Generation()
         self.places, self._budget, self._policy = places, budget, policy
         self._leader = places.leader if leader is None else leader
+        self._turn = turn
         self._survivors = frozenset(survivors)
+        self._known_generation = -1  # highest generation in which a connected node took part
         self.members = places  # places of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
@@ -258,10 +262,17 @@ class LeaderState:
         self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
-            self._budget = self._budget.renewed(grant, self._replacements[self._leader])
-        if generation > self.generation:  # a replacement of the leader continues the count
-            leads = f"node {node} leads now" if node == self._leader else f"the pod of node {self._leader} is new"
-            self.generation, self.said = generation, leads
+            self._budget = self._budget.renewed(
+                grant, self._replacements[self._leader] if self._turn is None else self._turn
+            )
+        if generation > max(self.generation, self._known_generation):  # a new leader continues the count
+            self._known_generation = generation
+            if self.state == "gathering":
+                self.generation = generation
+            self.said = f"node {node} leads now" if node == self._leader else f"the pod of node {self._leader} is new"
+            if self.state == "running":  # this node may hold a newer state than the others
+                self._current.reruns = f"node {node} was in a later generation"
+                self._stop([], now, patient=True)
         self._go_on_if_enough_are_here(now)
 
     def ready(self, node: int, now: float) -> None:
@@ -524,7 +535,7 @@ class LeaderState:
         self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:
-            self.generation += 1
+            self.generation = max(self.generation, self._known_generation) + 1
         self._terminations.begin_generation()
         self._enter("running", now, PREFLIGHT_SECONDS if self._current.checking else None)
         self.orders.append(StartOrder(self.generation, self.members, self._current.checking))

@@ -146,6 +146,7 @@ class LocalCluster:
             agent=self.agent.agent if self.agent is not None and self.agent.attempt == newest else None,
             trackers={rank: pace for rank, pace in self.trackers.items() if pace.attempt == newest},
             master_addr=rendezvous,
+            agents_ask=True,
             group_size=sizes[0] if len(sizes) == len(self._slots) and len({*sizes}) == 1 else None,
         )
 
@@ -292,7 +293,8 @@ class LocalCluster:
         if term > 1 and (attempt, term) not in self._ports_of_leaders:
             self._ports_of_leaders[attempt, term] = ports.hold()
         port = self._port(attempt) if term == 1 else ports.number(self._ports_of_leaders[attempt, term])
-        return leadership.answer(job, (p.known for p in self.pods.values() if p.known is not None), port)
+        pod = self.pods.get(leadership.pod_name(job))
+        return leadership.answer(job, None if pod is None else pod.known, port)
 
     def _waiting(self, name: str) -> Pod:
         """Return a pod beyond the number of nodes that this machine offers, as a scheduler reports it: pending."""

@@ -60,7 +60,9 @@ class JobState:
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
     """By kind and name."""
     agent: Report | None = None
-    """Last report of node 0's agent."""
+    """Last report of a leader's agent."""
+    agents_ask: bool = False
+    """True if an agent has asked who leads."""
     reports: dict[int, Report] = field(default_factory=dict)
     """Last report by rank. Of equal reports the first is kept, because its time shows since when nothing changed."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)

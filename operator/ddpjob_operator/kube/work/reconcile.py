@@ -270,6 +270,7 @@ class Reconciler:
             reports=state.reports,
             listening_since=self.reports.listening_since,
             agent=state.agent.agent if state.agent and state.agent.attempt == job.status.attempt else None,
+            agents_ask=state.agents_ask,
             nodes=self.caches.nodes.seen(),
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
