@@ -214,7 +214,8 @@ def _of_agents() -> Mapping[str, str]:
         }
     )
     killed = api.FailureLine(attempt=1, time=dt.datetime.now(dt.timezone.utc), reason="OOMKilled", message="")
-    return agent_environment.environment(replace(what, status=api.Status(attempt=1, failures=[killed])), 0)
+    status = api.Status(attempt=1, failures=[killed], leader=api.JobLeader(term=2))
+    return agent_environment.environment(replace(what, status=status), 0)
 
 
 def _job(shape: Mapping[str, object]) -> api.DDPJob:
