@@ -159,10 +159,10 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 def known(job: api.DDPJob) -> CheckedJob:
     """Return the facts about a job that the rules for its script need."""
     template = job.spec.template
-    started = launcher.facts(job.spec).started
+    started = job.spec.facts.started
     return CheckedJob(
         nodes=job.spec.nodes,
-        min_nodes=launcher.facts(job.spec).min_nodes,
+        min_nodes=job.spec.facts.min_nodes,
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),
@@ -195,8 +195,8 @@ def mistakes(
     script: the text of the job's script; "" if unknown. given: variables that the trainer has from outside. local: all
     nodes are on this machine."""
     template = job.spec.template
-    by = launcher.facts(job.spec).launcher
-    if not launcher.facts(job.spec).trainer.get("image"):
+    by = job.spec.facts.launcher
+    if not job.spec.facts.trainer.get("image"):
         yield (
             trainer_path(template),
             "image-missing",
@@ -227,8 +227,8 @@ def mistakes(
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
     """Yield mistakes in the launch: nodes that cannot meet, missing scripts, lost exit codes."""
     template = job.spec.template
-    words = launcher.facts(job.spec).command
-    if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
+    words = job.spec.facts.command
+    if "command" in job.spec.facts.trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, so no script is started; add it"
         yield command_path(template), "script-missing", said
     if text := shells.cut_short(words):
@@ -237,12 +237,12 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
         yield command_path(template), "words-in-one", said
-    by_python = launcher.facts(job.spec).started.launcher == "python"
+    by_python = job.spec.facts.started.launcher == "python"
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # With one process per node the operator sets the ranks' variables in the pod, for scripts without a launcher.
-    if topology.nproc_per_node(job.spec) > 1 or launcher.facts(job.spec).min_nodes is not None:
+    if topology.nproc_per_node(job.spec) > 1 or job.spec.facts.min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
             yield command_path(template), "variable-of-ranks", said
@@ -301,7 +301,7 @@ def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterato
 def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
     """Return why the memory limit of a job under ddprun is too small for the state in memory (docs/memory.md); "" if it
     may suffice. gpus: of a pod; None if unknown."""
-    limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
+    limit, by = limits(job.spec.template).get("memory"), job.spec.facts.launcher
     if limit is None or by is None or by.launcher != "ddprun":
         return ""
     nproc = topology.nproc_per_node(job.spec)

@@ -76,7 +76,7 @@ def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytes
         for _ in range(5):
             assert topology.nproc_per_node(job.spec) == processes
             assert topology.ranks_follow_nodes(job.spec)
-            assert launcher.facts(job.spec).min_nodes is None
+            assert job.spec.facts.min_nodes is None
     assert read == 2
 
 

@@ -16,7 +16,7 @@ from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, N
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.log_lines import ANSWER
-from ddpjob_operator.job import api, launcher, topology
+from ddpjob_operator.job import api, topology
 
 DRAIN_SECONDS = 10.0  # seconds without a new line after the job's end, until a log counts as complete
 RETRY_SECONDS = 1.0
@@ -75,7 +75,7 @@ class ClusterLogs:
 
     def gone(self, attempt: int) -> list[int]:
         status, spec = self.stored.job.status, self.stored.job.spec
-        is_static = launcher.facts(spec).min_nodes is None
+        is_static = spec.facts.min_nodes is None
         ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 

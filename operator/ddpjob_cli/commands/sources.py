@@ -22,7 +22,7 @@ from ddpjob_cli.local.kept.files import read_script
 from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
-from ddpjob_operator.job import api, command, launcher, topology, validation, wording
+from ddpjob_operator.job import api, command, topology, validation, wording
 from ddpjob_operator.job.podspec import command_path, trainer_container
 
 PROCESSES_MAX = 512
@@ -124,7 +124,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
     given = {setting.partition("=")[0].strip() for setting in source.settings}
     taken = [f"--nodes {job.spec.nodes}"] if source.nodes is None and "spec.nodes" not in given else []
     nproc = topology.nproc_per_node(job.spec)
-    if source.nproc is None and "spec.nprocPerNode" not in given and launcher.facts(job.spec).launcher:
+    if source.nproc is None and "spec.nprocPerNode" not in given and job.spec.facts.launcher:
         more = f" ({devices} GPUs here: --nproc-per-node gpu)" if devices > max(1, nproc * job.spec.nodes) else ""
         taken.append(f"--nproc-per-node {nproc}{more}")
     word = "default" if len(taken) == 1 else "defaults"
@@ -212,7 +212,7 @@ def _refuse_two_values(source: Source) -> None:
 
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
     refuse_other_bytes(arguments)
-    words = launcher.facts(job.spec).command
+    words = job.spec.facts.command
     given = command.read(words).words
     trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
     head = words[: len(words) - len(given)]

@@ -27,7 +27,7 @@ from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, ran
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError
-from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
+from ddpjob_operator.job import api, podspec, reasons, topology, wording
 from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.observed import kubeflow
@@ -98,7 +98,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     if options.pdb is not None:
         notes.append(f"--pdb: rank {options.pdb} has this terminal; the output of the others is in {folder.path}")
     read, _ = script.with_shell_script(document.source, job)
-    settings = dataclasses.replace(SETTINGS, command=launcher.facts(read.spec).command)
+    settings = dataclasses.replace(SETTINGS, command=read.spec.facts.command)
     try:
         runner = Runner(job, slots, folder, options, settings)
     except OSError as error:
@@ -144,7 +144,7 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # workingDir is relative to our working folder
+    has_own = job.spec.facts.trainer.get("workingDir")  # workingDir is relative to our working folder
     cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
@@ -196,7 +196,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
     if fault is not None:
         text = f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
         raise InputError(f"{fault.option}: {text}")
-    if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.facts(job.spec).restarts_in_place:
+    if job.spec.stall is None or not job.spec.stall.timeout_seconds or job.spec.facts.restarts_in_place:
         return []
     return [
         f"A hang of this script will not be detected: {path.name} reports no steps, so stall.timeoutSeconds has no "
@@ -355,7 +355,7 @@ class Runner:
 
     def _is_watched(self) -> bool:
         """True if this run itself must check for idle ranks. Under ddprun the agents check, with more information."""
-        return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
+        return self.job.status.state == "Running" and not self.job.spec.facts.restarts_in_place
 
     def _record(self, status: api.Status) -> None:
         reported = self.cluster.agent

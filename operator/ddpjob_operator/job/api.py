@@ -12,9 +12,11 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from ddpjob_core import budget, failure_policy
 from ddpjob_operator.job import bounds, ranges
+from ddpjob_operator.job.facts import JobFacts
 
 GROUP = "training.ddpjob.io"
 VERSION = "v1alpha1"
@@ -98,6 +100,19 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Another controller that runs this job (as in batch/v1 Job). Empty: this operator."""
     template: dict[str, Any] = field(default_factory=dict)
     """An ordinary PodTemplateSpec. The container named `trainer`, else the first, is the trainer."""
+
+    @cached_property
+    def facts(self) -> JobFacts:
+        """What follows from this spec for any number of nodes."""
+        return JobFacts(self.template, min_nodes=self.min_nodes)
+
+    def with_nodes(self, nodes: int) -> Spec:
+        """Return the spec with another number of nodes; its command is not read again."""
+        if nodes == self.nodes:
+            return self
+        changed = replace(self, nodes=nodes)
+        changed.__dict__["facts"] = self.facts
+        return changed
 
 
 class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

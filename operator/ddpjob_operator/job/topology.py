@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from ddpjob_core.members import Members
-from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.podspec import grace_seconds
 
 
@@ -13,7 +13,7 @@ def nproc_per_node(spec: api.Spec) -> int:
     """Return processes per node: the spec's number; for auto the command's number, else the number of GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
-    return min(bounds.NPROC_MAX, launcher.facts(spec).nproc_per_node or max(1, launcher.facts(spec).gpus))
+    return min(bounds.NPROC_MAX, spec.facts.nproc_per_node or max(1, spec.facts.gpus))
 
 
 def world_size(spec: api.Spec) -> int:
@@ -34,8 +34,8 @@ def _of(nodes: int) -> Members:
 
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """True if node k has the ranks from k × nproc on, unlike under torchrun's dynamic rendezvous."""
-    started = launcher.facts(spec).launcher
-    if launcher.facts(spec).min_nodes is not None:
+    started = spec.facts.launcher
+    if spec.facts.min_nodes is not None:
         return False
     return started is None or started.launcher == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 
@@ -64,7 +64,7 @@ def rank_of_place(spec: api.Spec, place: int) -> int | None:
 def backend(spec: api.Spec) -> str:
     if spec.backend != "auto":
         return spec.backend
-    return "nccl" if launcher.facts(spec).gpus else "gloo"
+    return "nccl" if spec.facts.gpus else "gloo"
 
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
@@ -75,5 +75,5 @@ def shutdown_timeout_seconds(spec: api.Spec) -> int:
 
 def termination_log(spec: api.Spec) -> str:
     """Return the file to which a trainer may write why it ended. The kubelet creates and reads it."""
-    path = launcher.facts(spec).trainer.get("terminationMessagePath")
+    path = spec.facts.trainer.get("terminationMessagePath")
     return path if isinstance(path, str) and path else "/dev/termination-log"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator.job import api, bounds, launcher, topology
+from ddpjob_operator.job import api, bounds, topology
 from ddpjob_operator.job.command import Command
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
@@ -45,11 +45,11 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
     """Yield (index in env, name, sentence) for values with which several nodes cannot meet. by_python: the command
     starts the script without a launcher. An unknown program may read any variable, so nothing is reported for it.
     local: all nodes are on this machine and find rank 0 at localhost."""
-    by = launcher.facts(spec).launcher
+    by = spec.facts.launcher
     if spec.nodes == 1 or not (by or by_python):
         return
-    text = launcher.facts(spec).text
-    for number, entry in enumerate(mappings(launcher.facts(spec).trainer, "env")):
+    text = spec.facts.text
+    for number, entry in enumerate(mappings(spec.facts.trainer, "env")):
         name, value = entry.get("name"), entry.get("value")
         if local and name in _ADDRESSES:
             continue

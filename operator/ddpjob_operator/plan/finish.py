@@ -229,17 +229,17 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
         yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)
-    for text in shells.lost_exit_codes(launcher.facts(job.spec).command):
+    for text in shells.lost_exit_codes(job.spec.facts.command):
         yield _event(reasons.EXIT_CODE_LOST, text)
 
 
 def _not_counted(spec: api.Spec) -> str:
     """Return the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
-    if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
+    if not podspec.claims_devices(spec.template) or spec.facts.gpus:
         return ""
     given = {
         "backend is gloo": spec.backend,
-        "nprocPerNode is 1": spec.nproc_per_node if launcher.facts(spec).nproc_per_node is None else 1,
+        "nprocPerNode is 1": spec.nproc_per_node if spec.facts.nproc_per_node is None else 1,
         "onePodPerNode is false": spec.one_pod_per_node,
     }
     return ", ".join(f"spec.{what}" for what, value in given.items() if value == "auto")

@@ -10,7 +10,8 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from ddpjob_core.members import Members
-from ddpjob_operator.job import api, exit_codes, launcher, podspec, times, topology
+from ddpjob_operator.job import api, exit_codes, podspec, times, topology
+from ddpjob_operator.job.facts import JobFacts
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -75,8 +76,8 @@ class View:
         return self.job.spec
 
     @cached_property
-    def facts(self) -> launcher.JobFacts:
-        return launcher.facts(self.spec)
+    def facts(self) -> JobFacts:
+        return self.spec.facts
 
     @cached_property
     def members(self) -> Members:
@@ -177,7 +178,7 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
     """Return spec.nodes; for an elastic job admitted in part by its queue, the admitted number."""
-    if launcher.facts(job.spec).min_nodes is None:
+    if job.spec.facts.min_nodes is None:
         return job.spec.nodes
     own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
     return min((job.spec.nodes, *(g.placement.count for g in own if g.placement.count)))
@@ -185,7 +186,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 def in_attempt(view: View, status: api.Status) -> View:
     """Return the view for the attempt that begins with `status`: all existing pods then belong to older attempts."""
-    job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
+    job = replace(view.job, spec=view.spec.with_nodes(view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
 
@@ -200,7 +201,7 @@ def _sorted(
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
     # An elastic job has the number of nodes that its pods were made for; before the first pod, the number allowed now.
-    job = replace(job, spec=launcher.with_nodes(job.spec, status.attempt_nodes or wanted_nodes))
+    job = replace(job, spec=job.spec.with_nodes(status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
@@ -240,7 +241,7 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
     """Return the pod with the facts that depend on the time and on its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
-    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.facts(spec).command):
+    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(spec.facts.command):
         pod = replace(pod, overcome=True)
     return pod
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 
 from ddpjob_core.budget import Grant
-from ddpjob_operator.job import api, budgets, launcher
+from ddpjob_operator.job import api, budgets
 
 PREFLIGHT_FAILURES = 2  # infrastructure failures in a row before a preflight; a single lost node may be chance
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     """Return the variables; {} for other launchers."""
-    if not launcher.facts(job.spec).restarts_in_place:
+    if not job.spec.facts.restarts_in_place:
         return {}
     spec = job.spec
     rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]

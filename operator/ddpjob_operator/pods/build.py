@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.launcher import facts
 from ddpjob_operator.job.podspec import TRAINER, quantity, restarts_of_the_kubelet, trainer_container
 from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
@@ -141,7 +140,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
     """True if pods of the job must not share a node. With `auto` this is so if the job has GPUs."""
-    return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
+    return spec.facts.gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
 def as_given(value: Any) -> Any:

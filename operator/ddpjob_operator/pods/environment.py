@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_operator.job import api, budgets, launcher
+from ddpjob_operator.job import api, budgets
 from ddpjob_operator.job.podspec import cpus, mappings
 from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutdown_timeout_seconds, termination_log
 from ddpjob_operator.pods.naming import Endpoint
@@ -18,7 +18,7 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
     """Return the variables of a pod; the user's own have priority. place: its number. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
-    facts = launcher.facts(job.spec)
+    facts = job.spec.facts
     least = facts.min_nodes
     # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
@@ -52,7 +52,7 @@ def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
     Each variable costs API server, scheduler and kubelets 0.15 ms of CPU (bench/results). A Python file gets all of
     them: it may start torchrun, and without PET_… each node would train alone, and succeed.
     """
-    facts = launcher.facts(spec)
+    facts = spec.facts
     if not facts.is_launcher_alone:
         return set()
     defaults = {"PET_MAX_RESTARTS"} if facts.min_nodes is None or facts.restarts_in_place else set()

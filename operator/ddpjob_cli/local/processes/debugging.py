@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ddpjob_cli.local.processes import pod_process
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, command, launcher, topology, wording
+from ddpjob_operator.job import api, command, topology, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
@@ -38,8 +38,8 @@ def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process
 
 
 def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
-    words = launcher.facts(job.spec).command
-    found, program = launcher.facts(job.spec).launcher, os.path.basename(words[0]) if words else ""
+    words = job.spec.facts.command
+    found, program = job.spec.facts.launcher, os.path.basename(words[0]) if words else ""
     if found is not None and "no_python" not in found.options:
         return
     if found is None and program.startswith("python") and topology.nproc_per_node(job.spec) == 1:

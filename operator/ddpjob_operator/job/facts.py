@@ -1,0 +1,101 @@
+"""What follows from a job's spec: its trainer, its launcher, its ranks."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any
+
+from ddpjob_operator.job import bounds, command, programs
+from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
+from ddpjob_operator.job.podspec import command_of, gpus, mappings, trainer_container
+
+_VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
+
+
+class JobFacts:
+    """Facts about a job's template, computed once per parsed spec, because a plan asks for them dozens of times."""
+
+    def __init__(self, template: dict[str, Any], *, min_nodes: int | None) -> None:
+        self._template, self._min_nodes = template, min_nodes
+
+    @cached_property
+    def trainer(self) -> dict[str, Any]:
+        """The trainer's container; {} if the template has none."""
+        return trainer_container(self._template) or {}
+
+    @cached_property
+    def env(self) -> dict[str, Any]:
+        """Values of the trainer's own variables; None for a variable that is set by reference (valueFrom)."""
+        return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
+
+    @cached_property
+    def command(self) -> list[str]:
+        return command_of(self._template)
+
+    @cached_property
+    def text(self) -> str:
+        """The command as one text, limited to the length that is searched."""
+        return " ".join(self.command)[:SCRIPT_READ_MAX]
+
+    @cached_property
+    def started(self) -> Command:
+        return command.of_container(self.command)
+
+    @cached_property
+    def launcher(self) -> Command | None:
+        """The command that torchrun or ddprun starts, with the launcher's options; None for other commands."""
+        return self.started if self.started.has_torchrun_options else None
+
+    @cached_property
+    def is_launcher_alone(self) -> bool:
+        """True if the container's program is torchrun or ddprun, without a shell or an image's ENTRYPOINT before it."""
+        words = (self.command if self.trainer.get("command") else []) or [""]
+        program, rest = programs.name(words[0]), command.after_python_options(words[1:])
+        is_module = rest[:1] == ["-m"] and any(map(command.starts_ranks, rest[1:2]))
+        return program in command.LAUNCHERS or (command.PYTHON.match(program) is not None and is_module)
+
+    @cached_property
+    def mentioned(self) -> frozenset[str]:
+        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: the script may read them."""
+        return frozenset(_VARIABLE.findall(repr(self.trainer)))
+
+    @cached_property
+    def gpus(self) -> int:
+        return gpus(self._template)
+
+    @cached_property
+    def restarts_in_place(self) -> bool:
+        """True if ddprun starts the ranks, so that they can restart without new pods."""
+        return self.launcher is not None and self.launcher.launcher == "ddprun"
+
+    @cached_property
+    def min_nodes(self) -> int | None:
+        """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
+        if self._min_nodes is not None or self.launcher is None:
+            return self._min_nodes
+        least, most = nodes_range(self.launcher)
+        return least if 0 < least < most else None
+
+    @cached_property
+    def nproc_per_node(self) -> int | None:
+        """--nproc-per-node of the command if it is a number."""
+        value = self.launcher.options.get("nproc_per_node", "") if self.launcher else ""
+        return number(value) if number(value) > 0 else None
+
+    @cached_property
+    def max_restarts(self) -> int | None:
+        """How often torchrun may restart ranks in their pods, if the user's template sets it."""
+        given = self.launcher.options.get("max_restarts") if self.launcher else None
+        count = number(given or self.env.get("PET_MAX_RESTARTS") or "")
+        return None if count < 0 else count
+
+
+def nodes_range(launcher: Command) -> tuple[int, int]:
+    """Return MIN and MAX of --nnodes, equal for a single number; -1 for anything else."""
+    first, _, last = launcher.options.get("nnodes", "").partition(":")
+    return number(first), number(last or first)
+
+
+def number(text: str) -> int:
+    return bounds.number(text, bounds.COUNT_MAX)
