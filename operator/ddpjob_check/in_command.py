@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ddpjob_check.schedulers import COUNTERPARTS
-from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
+from ddpjob_operator.job import api, command, launcher, programs, shell_text, variables
 from ddpjob_operator.job.facts import JobFacts
 from ddpjob_operator.job.podspec import mappings
 
@@ -69,7 +69,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
     words, own = facts.command, {name: str(value or "") for name, value in facts.env.items()}
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     named = {name for name, _ in launcher.of_ranks(job.spec)}  # reported as variable-of-ranks
-    has_ranks = topology.nproc_per_node(job.spec) == 1 and facts.min_nodes is None
+    has_ranks = job.spec.facts.nproc_per_node == 1 and facts.min_nodes is None
     for name in () if has_ranks else _OF_RANKS:
         if name in own or name in named:
             continue

@@ -13,7 +13,7 @@ from ddpjob_check import groups, in_command
 from ddpjob_check.rule import CheckedJob, Severity, command_line
 from ddpjob_check.starting import DEPRECATED
 from ddpjob_core import memory
-from ddpjob_operator.job import api, command, launcher, podspec, shells, topology, variables
+from ddpjob_operator.job import api, command, launcher, podspec, shells, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import (
     command_path,
@@ -163,9 +163,9 @@ def known(job: api.DDPJob) -> CheckedJob:
     return CheckedJob(
         nodes=job.spec.nodes,
         min_nodes=job.spec.facts.min_nodes,
-        nproc=topology.nproc_per_node(job.spec),
+        nproc=job.spec.facts.nproc_per_node,
         gpus=_gpus(template),
-        backend=topology.backend(job.spec),
+        backend=job.spec.facts.backend,
         launcher=started.launcher,
         launcher_options=dict(started.options),
         words=started.words,
@@ -173,7 +173,7 @@ def known(job: api.DDPJob) -> CheckedJob:
         variables=_variables(template),
         mounts=mounts(template),
         name=job.metadata.name,
-        only_leader_has_name=not topology.all_have_dns_names(job.spec),
+        only_leader_has_name=not job.spec.facts.all_have_dns_names,
         known=True,
     )
 
@@ -211,7 +211,7 @@ def mistakes(
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (problem := _too_small(job, parameters, _gpus(template))):
         yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", problem
-    if not topology.all_have_dns_names(job.spec):
+    if not job.spec.facts.all_have_dns_names:
         for field, text in _texts(template):
             if name := groups.other_node(text, job.metadata.name):
                 yield field, "other-node-named", f"{name}: {groups.NO_NAME}"
@@ -242,7 +242,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # With one process per node the operator sets the ranks' variables in the pod, for scripts without a launcher.
-    if topology.nproc_per_node(job.spec) > 1 or job.spec.facts.min_nodes is not None:
+    if job.spec.facts.nproc_per_node > 1 or job.spec.facts.min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
             yield command_path(template), "variable-of-ranks", said
@@ -304,8 +304,8 @@ def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
     limit, by = limits(job.spec.template).get("memory"), job.spec.facts.launcher
     if limit is None or by is None or by.launcher != "ddprun":
         return ""
-    nproc = topology.nproc_per_node(job.spec)
-    by_cadence = bool(gpus) or topology.world_size(job.spec) == 1
+    nproc = job.spec.facts.nproc_per_node
+    by_cadence = bool(gpus) or job.spec.world_size == 1
     areas = memory.AREAS if by_cadence else 1
     least = memory.needed(areas * memory.area_bytes(_STATE_BYTES * parameters))
     least += nproc * _RANK_BYTES * parameters if gpus == 0 else 0

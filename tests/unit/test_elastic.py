@@ -98,7 +98,7 @@ def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
 )
 def test_ddprun_trains_with_a_range_on_this_machine_and_is_refused_in_a_cluster(command: list[str], spec: Any) -> None:
     what = manifest(container={"command": command}, nodes=3, **spec)
-    assert launcher.facts(validation.parse(what, here=True)[0].spec).min_nodes == 2
+    assert validation.parse(what, here=True)[0].spec.facts.min_nodes == 2
     assert validation.parse(what, here=True)[1] == []
     (problem,) = validation.parse(what)[1]
     assert "in a cluster yet, only under `ddpjob run`" in problem.message

@@ -22,7 +22,7 @@ from ddpjob_cli.local.kept.files import read_script
 from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
-from ddpjob_operator.job import api, command, topology, validation, wording
+from ddpjob_operator.job import api, command, validation, wording
 from ddpjob_operator.job.podspec import command_path, trainer_container
 
 PROCESSES_MAX = 512
@@ -123,7 +123,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
         return ""
     given = {setting.partition("=")[0].strip() for setting in source.settings}
     taken = [f"--nodes {job.spec.nodes}"] if source.nodes is None and "spec.nodes" not in given else []
-    nproc = topology.nproc_per_node(job.spec)
+    nproc = job.spec.facts.nproc_per_node
     if source.nproc is None and "spec.nprocPerNode" not in given and job.spec.facts.launcher:
         more = f" ({devices} GPUs here: --nproc-per-node gpu)" if devices > max(1, nproc * job.spec.nodes) else ""
         taken.append(f"--nproc-per-node {nproc}{more}")
@@ -161,9 +161,9 @@ def as_file(source: Source) -> Iterator[Source]:
 
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
     """Return a warning if there are many more processes than cores, else "". Raise InputError for far too many."""
-    count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
+    count, cores = job.spec.world_size, len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
-    size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
+    size = f"{nodes} × {job.spec.facts.nproc_per_node} are {processes}"
     if count > PROCESSES_MAX and not allowed:
         raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
     return f"{size} on {cores} cores: they share the cores" if count > 4 * cores else ""

@@ -8,13 +8,14 @@ Field names follow batch/v1 Job and torchrun. Times are timezone-aware datetimes
 from __future__ import annotations
 
 import datetime as dt
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from ddpjob_core import budget, failure_policy
+from ddpjob_core.members import Members
 from ddpjob_operator.job import bounds, ranges
 from ddpjob_operator.job.facts import JobFacts
 
@@ -104,7 +105,28 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     @cached_property
     def facts(self) -> JobFacts:
         """What follows from this spec for any number of nodes."""
-        return JobFacts(self.template, min_nodes=self.min_nodes)
+        return JobFacts(
+            self.template,
+            min_nodes=self.min_nodes,
+            nproc_per_node=self.nproc_per_node,
+            backend=self.backend,
+            dns=self.dns,
+        )
+
+    @property
+    def members(self) -> Members:
+        """The places of the job (the numbers in its pods' names), in order. Only this translates between places
+        (pods, startedNodes, completedNodes and replacements in a status) and node ranks (reports, failures)."""
+        return _members(self.nodes)
+
+    @property
+    def world_size(self) -> int:
+        return self.members.world_size(self.facts.nproc_per_node)
+
+    def rank_of_place(self, place: int) -> int | None:
+        """Return the rank of a pod's only process; None if the pod has several processes or the rank is unknown."""
+        is_known = self.facts.nproc_per_node == 1 and self.facts.ranks_follow_nodes
+        return self.members.node_rank(place) if is_known else None
 
     def with_nodes(self, nodes: int) -> Spec:
         """Return the spec with another number of nodes; its command is not read again."""
@@ -113,6 +135,12 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
         changed = replace(self, nodes=nodes)
         changed.__dict__["facts"] = self.facts
         return changed
+
+
+@lru_cache(maxsize=16)
+def _members(nodes: int) -> Members:
+    # Not cached in the spec: the operator keeps the specs of all jobs, and one job may have 99,999 nodes.
+    return Members(range(nodes))
 
 
 class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ddpjob_operator.job import bounds, command, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
-from ddpjob_operator.job.podspec import command_of, gpus, mappings, trainer_container
+from ddpjob_operator.job.podspec import command_of, gpus, grace_seconds, mappings, trainer_container
 
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 
 
 class JobFacts:
-    """Facts about a job's template, computed once per parsed spec, because a plan asks for them dozens of times."""
+    """Facts of a spec for any number of nodes, computed once, because a plan asks for them dozens of times."""
 
-    def __init__(self, template: dict[str, Any], *, min_nodes: int | None) -> None:
+    def __init__(
+        self,
+        template: dict[str, Any],
+        *,
+        min_nodes: int | None,
+        nproc_per_node: int | Literal["auto"],
+        backend: str,
+        dns: str,
+    ) -> None:
         self._template, self._min_nodes = template, min_nodes
+        self._nproc_per_node, self._backend, self._dns = nproc_per_node, backend, dns
 
     @cached_property
     def trainer(self) -> dict[str, Any]:
@@ -78,7 +87,14 @@ class JobFacts:
         return least if 0 < least < most else None
 
     @cached_property
-    def nproc_per_node(self) -> int | None:
+    def nproc_per_node(self) -> int:
+        """Processes per node: the spec's number; for auto the command's number, else the number of GPUs, else 1."""
+        if self._nproc_per_node != "auto":
+            return self._nproc_per_node
+        return min(bounds.NPROC_MAX, self.nproc_of_command or max(1, self.gpus))
+
+    @cached_property
+    def nproc_of_command(self) -> int | None:
         """--nproc-per-node of the command if it is a number."""
         value = self.launcher.options.get("nproc_per_node", "") if self.launcher else ""
         return number(value) if number(value) > 0 else None
@@ -89,6 +105,38 @@ class JobFacts:
         given = self.launcher.options.get("max_restarts") if self.launcher else None
         count = number(given or self.env.get("PET_MAX_RESTARTS") or "")
         return None if count < 0 else count
+
+    @cached_property
+    def ranks_follow_nodes(self) -> bool:
+        """True if node k has the ranks from k × nproc on, unlike under torchrun's dynamic rendezvous."""
+        if self.min_nodes is not None:
+            return False
+        by = self.launcher
+        return by is None or by.launcher == "ddprun" or by.options.get("rdzv_backend", "static") == "static"
+
+    @cached_property
+    def all_have_dns_names(self) -> bool:
+        """True if every node has a DNS name, not only node 0. With a dynamic rendezvous, torchrun may give all ranks
+        the name of any node as MASTER_ADDR (torch 2.13, elastic/rendezvous/api.py)."""
+        return not self.ranks_follow_nodes if self._dns == "auto" else self._dns == "all"
+
+    @cached_property
+    def backend(self) -> str:
+        if self._backend != "auto":
+            return self._backend
+        return "nccl" if self.gpus else "gloo"
+
+    @cached_property
+    def shutdown_timeout_seconds(self) -> int:
+        """Seconds for which torchrun waits for its workers after SIGTERM: the grace period, minus time to report. A
+        negative value crashes torchrun (docs/dev/upstream.md, launchers)."""
+        return max(1, grace_seconds(self._template) - 5)
+
+    @cached_property
+    def termination_log(self) -> str:
+        """The file to which a trainer may write why it ended. The kubelet creates and reads it."""
+        path = self.trainer.get("terminationMessagePath")
+        return path if isinstance(path, str) and path else "/dev/termination-log"
 
 
 def nodes_range(launcher: Command) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator.job import api, bounds, topology
+from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.command import Command
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
@@ -76,7 +76,7 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
         yield f" is not an address at which {nodes} nodes can find rank 0. Remove it: the job sets it."
     elif name == "PET_NNODES" and not _is_number_of_nodes(value, spec):
         yield f" contradicts spec.nodes: {nodes}. Remove it: the job sets it."
-    elif name == "WORLD_SIZE" and value.isdecimal() and int(value) not in (nodes, topology.world_size(spec)):
+    elif name == "WORLD_SIZE" and value.isdecimal() and int(value) not in (nodes, spec.world_size):
         yield f" contradicts spec.nodes: {nodes}. Remove it: the job sets it; or use $(DDPJOB_WORLD_SIZE)."
 
 

@@ -10,7 +10,7 @@ from ddpjob_core.budget import Spent, newly_spent, with_newly_spent
 from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, ranges, topology
+from ddpjob_operator.job import api, budgets, ranges
 from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.reports import AgentReport, Report
 from ddpjob_operator.plan import transitions
@@ -20,7 +20,7 @@ from ddpjob_operator.pods import naming
 
 def newest(view: View) -> AgentReport | None:
     """Return the newest counts of node 0's agent, from its last report or its termination message."""
-    leader = view.known_pods.get(view.members.leader)
+    leader = view.known_pods.get(view.spec.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
     # With equal counts `max` returns the first, which is the agent's report: only the report contains the failures.
@@ -39,7 +39,7 @@ def _age(report: Report) -> tuple[int, int, int]:
 
 def with_agent(status: api.Status, view: View) -> api.Status:
     """Return the status with the restarts that the leader's agent has made but the status does not count yet."""
-    agent, leader = newest(view), view.members.leader
+    agent, leader = newest(view), view.spec.members.leader
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
         return status
@@ -48,7 +48,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     status = transitions.with_idle(counted, last_step_time)
     # Record that these pods have run, because ranks start only after all nodes have joined.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
-    ran = {place for place in view.members if naming.replacement(status, place) == 0}
+    ran = {place for place in view.spec.members if naming.replacement(status, place) == 0}
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
@@ -92,9 +92,9 @@ def count(status: api.Status) -> int:
 
 def _failure(status: api.Status, failure: Failure, view: View) -> api.JobFailure:
     assert failure.node_rank is not None, "a report without it is refused"
-    place = view.members.place(failure.node_rank)
+    place = view.spec.members.place(failure.node_rank)
     pod = None if place is None else view.pods.get(place)
-    is_known = failure.rank is not None and failure.rank < topology.world_size(view.spec)
+    is_known = failure.rank is not None and failure.rank < view.spec.world_size
     return api.JobFailure(
         attempt=status.attempt,
         rank=failure.rank if is_known else None,

@@ -239,7 +239,7 @@ def _not_counted(spec: api.Spec) -> str:
         return ""
     given = {
         "backend is gloo": spec.backend,
-        "nprocPerNode is 1": spec.nproc_per_node if spec.facts.nproc_per_node is None else 1,
+        "nprocPerNode is 1": spec.nproc_per_node if spec.facts.nproc_of_command is None else 1,
         "onePodPerNode is false": spec.one_pod_per_node,
     }
     return ", ".join(f"spec.{what}" for what, value in given.items() if value == "auto")

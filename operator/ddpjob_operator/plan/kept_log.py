@@ -54,8 +54,10 @@ def with_deadline(view: View, status: api.Status) -> api.Status:
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status
-    steps = {place: t.step for t in view.trackers.values() if (place := view.members.place(t.node_rank)) in running}
-    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.members.node_rank(p)))
+    steps = {
+        place: t.step for t in view.trackers.values() if (place := view.spec.members.place(t.node_rank)) in running
+    }
+    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.spec.members.node_rank(p)))
     failure = failure_of(view, status, place, root_cause.DEADLINE)
     return with_failure(status, failure, sentences.sentence(failure))
 

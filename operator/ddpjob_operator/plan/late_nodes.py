@@ -36,7 +36,7 @@ def late(view: View, status: api.Status) -> Set[int]:
     reported = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
     reported |= {tracker.node_rank for tracker in view.trackers.values()}
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
-    silent = (p for p in failed if view.members.node_rank(p.place) not in reported)
+    silent = (p for p in failed if view.spec.members.node_rank(p.place) not in reported)
     return {p.place for p in silent if _is_late(view, status, p, others)}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX
-from ddpjob_operator.job import api, launcher, reasons, topology, wording
+from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken
 from ddpjob_operator.job.times import after, earliest, is_past
@@ -73,7 +73,7 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:
         group = progress.world_size
-    ranks, nproc = topology.world_size(spec), topology.nproc_per_node(spec)
+    ranks, nproc = spec.world_size, spec.facts.nproc_per_node
     why = launcher.apart(spec) if group != ranks else []
     yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
     if group == nproc < ranks and not (why or view.is_elastic):

@@ -41,11 +41,11 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     """Return the numbers of lost pods that are replaced while agents elsewhere wait; [] if all restart or stop."""
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
-    if all_stop or all_start or not view.facts.restarts_in_place:
+    if all_stop or all_start or not view.spec.facts.restarts_in_place:
         return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | status.started
-    lost = sorted((known - waiting).intersection(view.members))
+    lost = sorted((known - waiting).intersection(view.spec.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
@@ -62,7 +62,7 @@ def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]
     one while their ranks train. If a lost pod has run, a waiting pod that has not run does not count as a first pod:
     it may replace a lost pod of the same name that was never seen."""
     started = {
-        (view.members.place(report.node_rank), report.replacement)
+        (view.spec.members.place(report.node_rank), report.replacement)
         for report in view.seen.reports.values()
         if report.attempt == status.attempt
     }
@@ -86,9 +86,9 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
     when = f" in {wording.duration(wait)}" if wait else ""
     others = view.spec.nodes - len(lost)
     kept = f"the other {others} nodes wait" if others > 1 else "the other node waits"
-    if view.is_enough(set(view.members).difference(lost)):  # an elastic job does not wait
+    if view.is_enough(set(view.spec.members).difference(lost)):  # an elastic job does not wait
         kept = "the others go on"
     cost = group_restart.charge(view, settled.verdict)
-    where = group_restart.from_step(status, kept=view.members.leader not in lost or group_restart.files_stay(view))
+    where = group_restart.from_step(status, kept=view.spec.members.leader not in lost or group_restart.files_stay(view))
     text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost}){where}"
     return enter(status, "Restarting", reasons.REPLACING, text, view.now)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX, NamedFinding, trained_alone
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, ranges, reasons, topology
+from ddpjob_operator.job import api, ranges, reasons
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
@@ -53,7 +53,7 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
     # Under torchrun only the library knows that no group was formed.
     report = view.seen.reports.get(0)
     if report is not None and report.alone and report.attempt == status.attempt:
-        yield trained_alone(report.world_size or topology.world_size(view.spec))
+        yield trained_alone(report.world_size or view.spec.world_size)
     for _, pod in sorted(view.known_pods.items()):
         if pod.has_completed and pod.trainer.message:
             yield from termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code)
@@ -100,4 +100,4 @@ def _with_the_group(view: View, status: api.Status, started: set[int], completed
     if status.reason not in _ALL_PODS_WERE_MADE:
         return started  # a pod may be missing because the operator stopped before creating it
     # All pods have existed, so a missing pod has run. A new pod with the same number would wait in vain for the others.
-    return started | (set(view.members) - set(view.pods))
+    return started | (set(view.spec.members) - set(view.pods))

@@ -219,7 +219,7 @@ def _waiting(
 ) -> Decision:
     """Return the decision while some nodes are not running. After a failure the state is Restarting, with a message."""
     # Agents wait for late nodes (the last call) only at the start, and not for the replacement of a lost pod.
-    last_call = 0 if view.facts.restarts_in_place and status.replacements else LAST_CALL_SECONDS
+    last_call = 0 if view.spec.facts.restarts_in_place and status.replacements else LAST_CALL_SECONDS
     last_call_at = after(status.attempt_time, last_call) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -239,9 +239,9 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
         return ()  # training has ended, so a new node would find no group to join
     known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
-    missing = [place for place in view.members if place not in known]
-    if view.is_elastic and view.members.leader in missing:
-        missing = [view.members.leader]  # first in the scheduler's queue, because no group trains without node 0
+    missing = [place for place in view.spec.members if place not in known]
+    if view.is_elastic and view.spec.members.leader in missing:
+        missing = [view.spec.members.leader]  # first in the scheduler's queue, because no group trains without node 0
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
     unplaced = any(p.live and not p.node for p in view.pods.values())
     groups = gang.to_create(view, status) if pods or unplaced else ()

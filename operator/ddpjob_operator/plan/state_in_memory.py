@@ -38,13 +38,13 @@ def _lacking(view: View, status: api.Status) -> list[Report]:
         if report.not_kept
         and report.attempt in (0, status.attempt)
         and report.generation == zero.generation
-        and view.members.place(report.node_rank) is not None
+        and view.spec.members.place(report.node_rank) is not None
     ]
 
 
 def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
-    places = sorted({place for one in lacking if (place := view.members.place(one.node_rank)) is not None})
-    if len(view.members) == 1:
+    places = sorted({place for one in lacking if (place := view.spec.members.place(one.node_rank)) is not None})
+    if len(view.spec.members) == 1:
         return ""
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return f"in pod {naming.present_pod_name(view.job, status, places[0])}{more}: "

@@ -9,9 +9,7 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob_core.members import Members
-from ddpjob_operator.job import api, exit_codes, podspec, times, topology
-from ddpjob_operator.job.facts import JobFacts
+from ddpjob_operator.job import api, exit_codes, podspec, times
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -76,14 +74,6 @@ class View:
         return self.job.spec
 
     @cached_property
-    def facts(self) -> JobFacts:
-        return self.spec.facts
-
-    @cached_property
-    def members(self) -> Members:
-        return topology.members(self.spec)
-
-    @cached_property
     def recorded(self) -> api.Status:
         """The API server's status, with times corrected to this clock. A pod is deleted only for a reason in it."""
         return self.job.status
@@ -94,7 +84,7 @@ class View:
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
-        place = self.members.place(node_rank)
+        place = self.spec.members.place(node_rank)
         return None if place is None else self.known_pods.get(place)
 
     @cached_property
@@ -117,17 +107,17 @@ class View:
 
     @cached_property
     def hands_over_exit_code(self) -> bool | None:
-        return exit_codes.zero_proves_success([*(self.settings.command or self.facts.command)])
+        return exit_codes.zero_proves_success([*(self.settings.command or self.spec.facts.command)])
 
     @cached_property
     def is_elastic(self) -> bool:
-        return self.facts.min_nodes is not None
+        return self.spec.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
         """True if these pods are enough to train: all, or an elastic job's minimum with node 0, which has the store."""
-        least, present = self.facts.min_nodes, places & set(self.members)
-        is_all = len(present) == len(self.members)
-        return is_all if least is None else len(present) >= least and self.members.leader in present
+        least, present = self.spec.facts.min_nodes, places & set(self.spec.members)
+        is_all = len(present) == len(self.spec.members)
+        return is_all if least is None else len(present) >= least and self.spec.members.leader in present
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
@@ -135,7 +125,7 @@ class View:
 
     def participants(self, status: api.Status) -> Set[int]:
         """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""
-        return status.started.intersection(self.members) if self.is_elastic else set(self.members)
+        return status.started.intersection(self.spec.members) if self.is_elastic else set(self.spec.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
         """True if an elastic job completed its training before this node started, so it finds no group to join."""
@@ -206,7 +196,7 @@ def _sorted(
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)
-    places = set(topology.members(job.spec))
+    places = set(job.spec.members)
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
@@ -347,7 +337,7 @@ def name_pods(pods: Sequence[Pod]) -> str:
 
 def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[ConflictingObject]:
     others = [pod for pod in seen.pods if not is_own(pod, job)]
-    places = topology.members(job.spec) if others else ()
+    places = job.spec.members if others else ()
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
         # A pod of the deleted job answers to the same DNS name until the pod has ended, in any attempt.

@@ -9,7 +9,6 @@ from typing import Any
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import TRAINER, quantity, restarts_of_the_kubelet, trainer_container
-from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
 from ddpjob_operator.pods import environment as contract
 
@@ -47,7 +46,7 @@ class Reporting:
 def service(job: api.DDPJob) -> Body:
     """Build the headless Service that gives node 0 a DNS name, or all pods if spec.dns requires that. Selecting only
     node 0 is cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them."""
-    leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
+    leader = {} if job.spec.facts.all_have_dns_names else {naming.LABEL_RANK: str(job.spec.members.leader)}
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ddpjob_cli.local.kept.run_folder import FACTS, HISTORY, STATUS, RunFolder
 from ddpjob_cli.local.kept.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api
 from ddpjob_operator.job.status import apart_from_progress, present_progress
 from ddpjob_operator.plan import agent_restarts
 
@@ -109,9 +109,9 @@ class Record:
             run=folder.path.name,
             started=started,
             nodes=job.spec.nodes,
-            nproc_per_node=topology.nproc_per_node(job.spec),
-            ranks_follow_nodes=topology.ranks_follow_nodes(job.spec),
-            backend=topology.backend(job.spec),
+            nproc_per_node=job.spec.facts.nproc_per_node,
+            ranks_follow_nodes=job.spec.facts.ranks_follow_nodes,
+            backend=job.spec.facts.backend,
         )
         self.history = History()
         self._folder = folder

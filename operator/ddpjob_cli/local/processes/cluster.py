@@ -22,7 +22,7 @@ from ddpjob_cli.local.processes import debugging, faults, pod_process, ranks
 from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_core.findings import NamedFinding
-from ddpjob_operator.job import api, command, launcher, reasons, topology, wording
+from ddpjob_operator.job import api, command, launcher, reasons, wording
 from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
@@ -114,7 +114,7 @@ class LocalCluster:
     def waits_in_vain(self, job: api.DDPJob, parent_of: Mapping[int, int]) -> Iterator[str]:
         """Yield why launchers wait for nodes that never come."""
         running = (
-            (topology.members(job.spec).node_rank(pod.place), words, ranks.environ(pid))
+            (job.spec.members.node_rank(pod.place), words, ranks.environ(pid))
             for pod in self._live()
             for pid in sorted(processes.descendants(pod.node.pid, parent_of))
             if any(map(command.starts_ranks, words := processes.words(pid)))

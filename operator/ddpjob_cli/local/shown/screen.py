@@ -14,7 +14,7 @@ from ddpjob_cli.local.processes.cluster import LocalPod
 from ddpjob_cli.local.shown import table
 from ddpjob_cli.local.shown.usage import SeenUsage, Usages
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, reasons, topology, wording
+from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
 from ddpjob_operator.plan.actions import Event
 
@@ -248,14 +248,14 @@ def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: boo
 def title(job: api.DDPJob, defaults: str) -> str:
     """Return for example `digits · 2 nodes × 1 process · gloo`, followed by `defaults`."""
     nodes = wording.count(job.spec.nodes, "node")
-    processes = wording.count(topology.nproc_per_node(job.spec), "process")
+    processes = wording.count(job.spec.facts.nproc_per_node, "process")
     shape = f"{nodes} × {processes}"
-    return " · ".join(filter(None, (job.metadata.name, shape, topology.backend(job.spec), defaults)))
+    return " · ".join(filter(None, (job.metadata.name, shape, job.spec.facts.backend, defaults)))
 
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
     """Return [node:rank] if the node has one rank, else [node], because the rank that printed is unknown."""
-    rank = topology.rank_of_place(job.spec, pod.place)
+    rank = job.spec.rank_of_place(pod.place)
     return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
