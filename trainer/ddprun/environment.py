@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddpjob_core.members import Members
-from ddprun.options import SIGNALS, Options, Script
+from ddprun.options import SIGNALS, Options, RankScript
 
 PREFLIGHT = "ddpjob.preflight"
 
@@ -110,7 +110,7 @@ def _one_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus}
 
 
-def first_folder(script: Script) -> str:
+def first_folder(script: RankScript) -> str:
     """Return the folder that Python puts first in sys.path."""
     if script.kind == "module":
         return os.getcwd()

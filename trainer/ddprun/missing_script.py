@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping
 
 from ddpjob_core.failures import EXCEPTION_MAX
-from ddprun.options import Script
+from ddprun.options import RankScript
 
 _OF_RUNPY = re.compile(r"SystemExit: \S+: No module named ")
 # Python's exit codes for a missing file, and for a missing module.
 _EXIT_CODES = {"script": 2, "module": 1}
 
 
-def missing(script: Script, environ: Mapping[str, str]) -> str:
+def missing(script: RankScript, environ: Mapping[str, str]) -> str:
     """Return a sentence that names what is missing; "" if nothing is known to be missing."""
     try:
         if script.kind == "module":
@@ -32,7 +32,7 @@ def told(sentence: str) -> str:
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]
 
 
-def explains(code: int, recorded: str, script: Script, environ: Mapping[str, str]) -> str:
+def explains(code: int, recorded: str, script: RankScript, environ: Mapping[str, str]) -> str:
     """Return the missing script or module as the cause of this exit code, as `told` does; "" if nothing is missing.
 
     recorded: the rank's exception. It is empty in a new process, because Python only prints what is missing. In a rank

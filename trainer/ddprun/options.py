@@ -33,7 +33,7 @@ _SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # cannot be ha
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
 
-class Script(NamedTuple):
+class RankScript(NamedTuple):
     """What every rank runs."""
 
     name: str  # file, module or program
@@ -81,7 +81,7 @@ class Options(NamedTuple):
     replacement: int  # number of this pod at its node in this attempt, from 0
     stall_seconds: float | None  # time without a step after which a group is stalled; None: learned, 0: never
     broken_grace_seconds: float  # time for ranks to stop after one has failed
-    script: Script
+    script: RankScript
     output: Output
     signals: tuple[str, ...]
     shutdown_seconds: float
@@ -302,9 +302,9 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     )
 
 
-def _script(read: argparse.Namespace) -> Script:
+def _script(read: argparse.Namespace) -> RankScript:
     is_forked = not (read.no_preload or read.no_python)
-    return Script(
+    return RankScript(
         name=read.training_script,
         args=tuple(read.training_script_args),
         kind="program" if read.no_python else "module" if read.module else "script",

@@ -510,7 +510,7 @@ class Runner:
 
     def _begin_stop(self) -> None:
         if self._stop_reasons and not self.job.spec.suspend:
-            grace, nodes = podspec.grace_seconds(self.job.spec.template), wording.count(self.job.spec.nodes, "node")
+            grace, nodes = self.job.spec.facts.grace_seconds, wording.count(self.job.spec.nodes, "node")
             progress = self.job.status.progress
             at = "" if progress is None else f", at step {progress.step}"
             why = f"Stopping on {self._stop_reasons[0]}: {nodes}, up to {grace} s{at}"

@@ -128,6 +128,12 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
         is_known = self.facts.nproc_per_node == 1 and self.facts.ranks_follow_nodes
         return self.members.node_rank(place) if is_known else None
 
+    @property
+    def grace_after_failure(self) -> int:
+        """Seconds for pods to stop after a failure: few, because a broken group cannot save together."""
+        unset = min(10, self.facts.grace_seconds)
+        return max(1, unset if self.restart_grace_seconds is None else self.restart_grace_seconds)
+
     def with_nodes(self, nodes: int) -> Spec:
         """Return the spec with another number of nodes; its command is not read again."""
         if nodes == self.nodes:
@@ -264,6 +270,35 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     def completed(self) -> frozenset[int]:
         """completedNodes as a set."""
         return ranges.parse(self.completed_nodes)
+
+    @property
+    def furthest(self) -> int | None:
+        """The furthest step so far; None if none was reported."""
+        now = self.progress.step if self.progress is not None and self.progress.step else None
+        return max((n for n in (now, self.furthest_step) if n is not None), default=None)
+
+    @property
+    def restarted_in_place(self) -> int:
+        """Number of restarts in place in this attempt."""
+        done = self.in_place
+        return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
+
+    @property
+    def is_restarted(self) -> bool:
+        """True if a failure started the current attempt, or if a pod in it is being replaced after a failure."""
+        failure = self.last_failure
+        return failure is not None and (failure.attempt == self.attempt - 1 or bool(self.replacements))
+
+    @property
+    def unsettled_failure(self) -> JobFailure | None:
+        """The failure that broke the attempt, until its pods (or the one to replace) have ended; then None."""
+        failure = self.last_failure
+        is_open = failure is not None and failure.attempt == self.attempt and not failure.failure_class
+        return failure if is_open and self.state == "Restarting" else None
+
+    @property
+    def is_broken(self) -> bool:
+        return self.unsettled_failure is not None
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

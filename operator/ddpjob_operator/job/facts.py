@@ -6,9 +6,9 @@ import re
 from functools import cached_property
 from typing import Any, Literal
 
-from ddpjob_operator.job import bounds, command, programs
+from ddpjob_operator.job import bounds, command, exit_codes, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
-from ddpjob_operator.job.podspec import command_of, gpus, grace_seconds, mappings, trainer_container
+from ddpjob_operator.job.podspec import command_of, gpus, mapping, mappings, trainer_container
 
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 
@@ -65,6 +65,11 @@ class JobFacts:
         return program in command.LAUNCHERS or (command.PYTHON.match(program) is not None and is_module)
 
     @cached_property
+    def launcher_is_replaced(self) -> bool:
+        """True if a launcher that writes no message may run after another failed: `ddprun a.py || torchrun a.py`."""
+        return any(found.replaced for found in exit_codes.launcher_exits(self.command))
+
+    @cached_property
     def mentioned(self) -> frozenset[str]:
         """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: the script may read them."""
         return frozenset(_VARIABLE.findall(repr(self.trainer)))
@@ -83,7 +88,7 @@ class JobFacts:
         """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
         if self._min_nodes is not None or self.launcher is None:
             return self._min_nodes
-        least, most = nodes_range(self.launcher)
+        least, most = self.launcher.nodes
         return least if 0 < least < most else None
 
     @cached_property
@@ -97,13 +102,13 @@ class JobFacts:
     def nproc_of_command(self) -> int | None:
         """--nproc-per-node of the command if it is a number."""
         value = self.launcher.options.get("nproc_per_node", "") if self.launcher else ""
-        return number(value) if number(value) > 0 else None
+        return bounds.count(value) if bounds.count(value) > 0 else None
 
     @cached_property
     def max_restarts(self) -> int | None:
         """How often torchrun may restart ranks in their pods, if the user's template sets it."""
         given = self.launcher.options.get("max_restarts") if self.launcher else None
-        count = number(given or self.env.get("PET_MAX_RESTARTS") or "")
+        count = bounds.count(given or self.env.get("PET_MAX_RESTARTS") or "")
         return None if count < 0 else count
 
     @cached_property
@@ -127,23 +132,19 @@ class JobFacts:
         return "nccl" if self.gpus else "gloo"
 
     @cached_property
+    def grace_seconds(self) -> int:
+        """terminationGracePeriodSeconds; 30 if unset, as in Kubernetes."""
+        value = mapping(self._template, "spec").get("terminationGracePeriodSeconds")
+        return value if isinstance(value, int) else 30
+
+    @cached_property
     def shutdown_timeout_seconds(self) -> int:
         """Seconds for which torchrun waits for its workers after SIGTERM: the grace period, minus time to report. A
         negative value crashes torchrun (docs/dev/upstream.md, launchers)."""
-        return max(1, grace_seconds(self._template) - 5)
+        return max(1, self.grace_seconds - 5)
 
     @cached_property
     def termination_log(self) -> str:
         """The file to which a trainer may write why it ended. The kubelet creates and reads it."""
         path = self.trainer.get("terminationMessagePath")
         return path if isinstance(path, str) and path else "/dev/termination-log"
-
-
-def nodes_range(launcher: Command) -> tuple[int, int]:
-    """Return MIN and MAX of --nnodes, equal for a single number; -1 for anything else."""
-    first, _, last = launcher.options.get("nnodes", "").partition(":")
-    return number(first), number(last or first)
-
-
-def number(text: str) -> int:
-    return bounds.number(text, bounds.COUNT_MAX)

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from ddpjob_operator.job import api, command, exit_codes, programs
+from ddpjob_operator.job import api, bounds, command, exit_codes, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
-from ddpjob_operator.job.facts import nodes_range, number
 from ddpjob_operator.job.podspec import command_path, mounts
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -182,7 +181,7 @@ def contradictions(spec: api.Spec, *, here: bool = False) -> Found:
 
 def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
-    least, most = nodes_range(launcher)
+    least, most = launcher.nodes
     if wanted and spec.min_nodes is not None and least != spec.min_nodes:
         yield f"--nnodes={wanted} contradicts spec.minNodes: {spec.min_nodes}. Remove --nnodes: the job sets it."
     elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
@@ -191,18 +190,18 @@ def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     if spec.facts.min_nodes is not None and backend != "c10d" and not spec.facts.restarts_in_place:
         yield f"--rdzv_backend={backend}: the nodes of an elastic job use the backend c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
-    if spec.nodes == 1 and number(rank) > 0:
+    if spec.nodes == 1 and bounds.count(rank) > 0:
         yield f"--node_rank={rank} waits for node 0, but spec.nodes: 1 is only this node. Remove it: the job sets it."
 
 
 def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
-    most = number(options.get("nnodes", "").rpartition(":")[2])
+    most = bounds.count(options.get("nnodes", "").rpartition(":")[2])
     if most > spec.nodes:
         yield (
             f"--nnodes={options['nnodes']} with spec.nodes: {spec.nodes}: each start waits 30 s (torchrun's last call) "
             "for nodes that do not come"
         )
-    if number(options.get("max_restarts", "0")) > spec.backoff_limit:
+    if bounds.count(options.get("max_restarts", "0")) > spec.backoff_limit:
         yield (
             f"--max-restarts={options['max_restarts']} is more than backoffLimit: {spec.backoff_limit}, and torchrun "
             "counts its restarts itself"
@@ -245,7 +244,7 @@ def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
 
 def _processes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nproc_per_node", "")
-    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and number(wanted) != spec.nproc_per_node:
+    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and bounds.count(wanted) != spec.nproc_per_node:
         yield (
             f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
             "Remove one of them: the job sets the option."

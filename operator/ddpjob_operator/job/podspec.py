@@ -89,13 +89,6 @@ def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str,
     return [*((own, name) for name in names), *((c, "restartPolicyRules") for c in of_all)]
 
 
-def grace_seconds(template: Mapping[str, Any]) -> int:
-    """Return terminationGracePeriodSeconds; 30 if unset, as in Kubernetes."""
-    pod = template.get("spec")
-    value = pod.get("terminationGracePeriodSeconds") if isinstance(pod, Mapping) else None
-    return value if isinstance(value, int) else 30
-
-
 def gpus(template: Mapping[str, Any]) -> int:
     """Return GPUs in the trainer's limits: any resource `*/gpu`, also shared, and MIG slices (nvidia.com/mig-…)."""
     return sum(int(quantity(value)) for name, value in limits(template).items() if is_gpu(name))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator.job import api, bounds
-from ddpjob_operator.job.command import Command
+from ddpjob_operator.job import api
+from ddpjob_operator.job.command import Command, nodes_range
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
 BREAKS_RENDEZVOUS = frozenset(
@@ -82,6 +82,5 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
 
 def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
     """True for the number of nodes, a range that contains it, or a text that is no number, such as $(NNODES)."""
-    first, _, last = value.partition(":")
-    least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
+    least, most = nodes_range(value)
     return min(least, most) < 0 or least <= spec.nodes <= most

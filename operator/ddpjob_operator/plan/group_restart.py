@@ -20,12 +20,12 @@ from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, podspec, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import TERMINAL, is_broken, saved_step, unsettled_failure
+from ddpjob_operator.job.status import TERMINAL, saved_step
 from ddpjob_operator.job.times import after, is_past
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import kept_log, pending
-from ddpjob_operator.plan.actions import Decision, restart_grace_seconds
+from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, context, failure_of, is_again, settle, with_last_step, with_limit
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
@@ -113,7 +113,7 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:
-    first = unsettled_failure(view.recorded)
+    first = view.recorded.unsettled_failure
     return None if first is None else restart_all(view, status, first, settle(view, status, first))
 
 
@@ -123,7 +123,7 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save.
     # The peers of that pod get their full grace too, so that all stop at one agreed step.
-    grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
+    grace = None if view.recorded.reason == reasons.DISRUPTED.name else view.spec.grace_after_failure
     text = sentences.sentence(settled.cause)
     actions, again_at = kept_log.stop(view, first, view.active, grace)
     # Record the cause at each reconcile: a pod's evidence disappears with its object.
@@ -198,7 +198,7 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
 
 
 def next_check(view: View, status: api.Status) -> dt.datetime | None:
-    if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
+    if status.state in (*TERMINAL, "Failing", "Suspended") or status.is_broken:
         return None
     stalls_at = stall.requeue_at(view.trackers, view.spec.stall, view.now)
     times = (stalls_at, _config_error_at(view, status))

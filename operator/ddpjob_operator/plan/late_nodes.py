@@ -10,7 +10,6 @@ from collections.abc import Sequence, Set
 from ddpjob_core.failures import Precedence
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api
-from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
@@ -27,7 +26,7 @@ def late(view: View, status: api.Status) -> Set[int]:
     """Return the numbers of pods that failed and never joined a group. status: already with this reconcile's nodes."""
     completed, started = status.completed, status.started
     # A node that failed before enough others completed may have trained with them.
-    if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
+    if not view.is_elastic or not view.is_enough(status.completed) or view.recorded.is_broken:
         return set()
     if not completed <= set(view.known_pods):
         return set()
@@ -57,8 +56,8 @@ def _started_at(pod: Pod) -> dt.datetime | None:
 
 def _late_by(view: View, status: api.Status, pod: Pod) -> int:
     """Return how many seconds before the end a late node may have started; 0 if it failed by itself or was stopped."""
-    failure = root_cause.root_cause(context(view, status), [pod])
-    precedence = root_cause.precedence_of(failure)
+    attempt = context(view, status)
+    precedence = root_cause.precedence_of(root_cause.root_cause(attempt, [pod]))
     if precedence == Precedence.SYMPTOM:
         return JOIN_SECONDS
     says_nothing = precedence == Precedence.UNKNOWN and pod.trainer.exit_code == 1 and not pod.trainer.message.strip()

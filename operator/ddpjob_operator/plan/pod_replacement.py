@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, ranges, reasons, wording
-from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.plan import gang, group_restart
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
@@ -23,7 +22,7 @@ _OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 
 def replacing(view: View, status: api.Status) -> Decision | None:
     """Wait until the lost pods have ended, count the failure, and return the status in which they are replaced."""
-    first = unsettled_failure(view.recorded)
+    first = view.recorded.unsettled_failure
     lost = [] if first is None else lost_alone(view, status, first)
     if first is None or not lost:
         return None

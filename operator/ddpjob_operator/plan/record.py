@@ -31,9 +31,9 @@ def record(view: View, status: api.Status) -> api.Status:
     """Return the status with started and completed nodes, progress, and the restarts that agents counted."""
     report = view.seen.reports.get(0)
     status = _with_findings(_with_nodes(view, status), view)
-    status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
-    status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
-    status = replace(status, unconfigured_since=_unconfigured_since(view, status))
+    not_kept = state_in_memory.why_not(view, status)
+    idle_since = stall.idle_since(view.trackers, view.spec.stall, view.now)
+    status = transitions.with_idle(transitions.with_progress(status, report, not_kept), idle_since)
     # An attempt that begins in this reconcile has no agent yet.
     # The agent's known reports belong to the previous attempt, and were counted.
     has_agent = 0 < status.attempt == view.recorded.attempt
@@ -69,6 +69,7 @@ def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
+    unconfigured_since = _unconfigured_since(view, status)
     # A pod that had a node counts as started: it may be running unobserved, so its name must not be used again.
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
     started = ran | {p.place for p in view.deleted_pods.values() if p.node}
@@ -82,6 +83,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         status,
         started_nodes=ranges.text(status.started | started),
         completed_nodes=ranges.text(status.completed | completed),
+        unconfigured_since=unconfigured_since,
         attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",

@@ -198,7 +198,7 @@ def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),
-        reports_steps=budgets.furthest(status) is not None,
+        reports_steps=status.furthest is not None,
         ran_seconds=_ran_seconds(view, status),
         only_complaints=failure.reason == root_cause.PEER_LOST and not is_explained,
     )

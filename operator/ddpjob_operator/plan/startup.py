@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
-from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
+from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods
@@ -36,7 +35,7 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
     over = [p for p in view.older if is_over(p, view.recorded)]
     broken = view.recorded.last_failure.attempt if view.recorded.last_failure else None
     soft = view.stop([p for p in over if p.attempt != broken], None)
-    hard = view.stop([p for p in over if p.attempt == broken], restart_grace_seconds(view.spec))
+    hard = view.stop([p for p in over if p.attempt == broken], view.spec.grace_after_failure)
     if wait := backing_off(view, status):
         return Decision(status, (*soft, *hard), wait.requeue_at)
     of = "of the attempt before " if any(p.attempt < status.attempt for p in view.older) else ""
@@ -227,7 +226,7 @@ def _waiting(
         return replaced(decision, actions=actions, requeue_at=earliest(again_at, decision.requeue_at))
     failure = status.last_failure
     if status.state == "Restarting":
-        cause = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
+        cause = f"after {sentences.short(failure)}: " if failure is not None and status.is_restarted else ""
         state, text = "Restarting", f"{cause}{text}"
     entered = enter(status, state, reason, text, view.now)
     deadlines = (view.active_deadline(status), view.start_deadline(status))

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, exit_codes, podspec, times
+from ddpjob_operator.job import api, exit_codes, times
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -144,6 +144,11 @@ class View:
                 stopped.append(DeletePod(pod.name, pod.uid, grace_seconds))
         return tuple(stopped)
 
+    def clear_garbage(self) -> tuple[DeletePod, ...]:
+        """Return deletes of pods of finished attempts: a pod on a lost node must not answer to its rank's DNS name."""
+        over = [p for p in self.garbage if is_over(p, self.recorded)]
+        return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *self.leaked))
+
     def active_deadline(self, status: api.Status) -> dt.datetime | None:
         return after(status.start_time, self.spec.active_deadline_seconds)
 
@@ -163,7 +168,7 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         avoid_seconds=settings.avoid_node_seconds,
     )
     read = invalid_spec.as_it_was(replace(job, status=recorded), problems)
-    return _sorted(read.status, read, job.status, seen, now, problems, settings)
+    return _sorted(read.status, read, _wanted_nodes(read, seen), job.status, seen, now, problems, settings)
 
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
@@ -176,20 +181,19 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 def in_attempt(view: View, status: api.Status) -> View:
     """Return the view for the attempt that begins with `status`: all existing pods then belong to older attempts."""
-    job = replace(view.job, spec=view.spec.with_nodes(view.wanted_nodes))
-    return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
+    return _sorted(status, view.job, view.wanted_nodes, view.stored, view.seen, view.now, view.problems, view.settings)
 
 
 def _sorted(
     status: api.Status,
     job: api.DDPJob,
+    wanted_nodes: int,
     stored: api.Status,
     seen: Observed,
     now: dt.datetime,
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
-    wanted_nodes = _wanted_nodes(job, seen)
     # An elastic job has the number of nodes that its pods were made for; before the first pod, the number allowed now.
     job = replace(job, spec=job.spec.with_nodes(status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
@@ -231,7 +235,7 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
     """Return the pod with the facts that depend on the time and on its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
-    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(spec.facts.command):
+    if pod.trainer.hides_a_failure and spec.facts.launcher_is_replaced:
         pod = replace(pod, overcome=True)
     return pod
 
@@ -295,7 +299,7 @@ def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
         return None
-    return since + dt.timedelta(seconds=podspec.grace_seconds(spec.template) + OUTLIVED_SECONDS)
+    return since + dt.timedelta(seconds=spec.facts.grace_seconds + OUTLIVED_SECONDS)
 
 
 def next_loss(view: View) -> dt.datetime | None:

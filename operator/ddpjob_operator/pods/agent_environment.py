@@ -36,7 +36,7 @@ def _grant(job: api.DDPJob) -> Grant:
         budgets.history(status),
         budgets.limits(job.spec),
         status.attempt_time,
-        step=budgets.furthest(status) or 0,
+        step=status.furthest or 0,
         replaced=sum(status.replacements.values()),
         known=budgets.known(status),
     )

@@ -13,7 +13,6 @@ from ddpjob_cli.local.kept.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import apart_from_progress, present_progress
-from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
@@ -67,7 +66,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             time=now,
             state=status.state or "Pending",
             attempt=status.attempt,
-            generation=agent_restarts.count(status),
+            generation=status.restarted_in_place,
             training=status.state == "Running" and present_progress(status) is not None,
             reason=status.reason,
             message=abridged(status.message, BRIEF_MAX),

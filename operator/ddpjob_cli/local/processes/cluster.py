@@ -23,7 +23,6 @@ from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_core.findings import NamedFinding
 from ddpjob_operator.job import api, command, launcher, reasons, wording
-from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
@@ -256,7 +255,7 @@ class LocalCluster:
             records = self.folder / run_folder.FAULTS
             records.mkdir(mode=0o700, exist_ok=True)
             process.env[faults.HAPPENED] = str(records)
-        grace = grace_seconds(job.spec.template)
+        grace = job.spec.facts.grace_seconds
         node = nodes.NodeProcess(action.place, process.argv, process.env, process.cwd, grace)
         log = Log(self.folder / f"{name}.log")
         devices = base.gpus or ()
@@ -271,7 +270,7 @@ class LocalCluster:
         self._without_room.pop(action.name, None)
         if pod is None:
             return
-        grace = grace_seconds(job.spec.template) if action.grace_seconds is None else action.grace_seconds
+        grace = job.spec.facts.grace_seconds if action.grace_seconds is None else action.grace_seconds
         pod.deletion_requested_at = dt.datetime.now(dt.timezone.utc)
         if pod.live:
             pod.node.stop(grace)

@@ -15,7 +15,7 @@ from ddpjob_cli.local.shown import table
 from ddpjob_cli.local.shown.usage import SeenUsage, Usages
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, wording
-from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
+from ddpjob_operator.job.status import present_progress, ranks_since
 from ddpjob_operator.plan.actions import Event
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _state(status: api.Status, pod: LocalPod) -> str:
     if pod.live:
         return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
     failure = status.last_failure
-    if failure is not None and failure.pod == pod.name and not is_broken(status):
+    if failure is not None and failure.pod == pod.name and not status.is_broken:
         # Show the rank's signal or exit code, because the launcher's exit code does not show how the rank failed.
         return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
     if pod.trainer.exit_code == 0:

@@ -17,7 +17,7 @@ from ddpjob_cli.local.kept.history import STEP_SECONDS, History
 from ddpjob_cli.local.kept.series import Series
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, wording
-from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
+from ddpjob_operator.job.status import present_progress, ranks_since
 
 NODES_MAX = 16
 OTHER_ROWS = 5
@@ -89,7 +89,7 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
         last = f"last saved at step {saved}" if saved else "nothing is saved"
         rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
     # Leave out the newest failure until its cause is settled: its rank may only have been stopped.
-    for failure in (status.failures[:-1] if is_broken(status) else status.failures)[-1:]:
+    for failure in (status.failures[:-1] if status.is_broken else status.failures)[-1:]:
         rows.append(_line(f"✖ attempt {failure.attempt}: {failure.message}", "red"))
     return Group(*rows)
 
