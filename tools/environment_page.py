@@ -102,7 +102,7 @@ MEANINGS = {
     "Results depend on it",
     "PYTHONUNBUFFERED": "output is complete when a rank fails",
     "TORCH_FR_BUFFER_SIZE": "entries of torch's flight recorder, which names the collectives of a hang",
-    "DDPJOB_REPLACEMENT": "the number of this pod among the pods of its node in the attempt",
+    "DDPJOB_REPLACEMENT": "the number of this pod among the pods of its node in the attempt; unset: 0",
     "DDPJOB_RESTARTS_LEFT": "the restarts that are left, by class, and what the back-off continues from",
     "DDPJOB_FAILURE_POLICY": "the job's `failurePolicy`, for restarts in place too",
     "DDPJOB_STALL_TIMEOUT": "`stall.timeoutSeconds`: 0 turns the detection of hangs off",
@@ -111,7 +111,7 @@ MEANINGS = {
     "DDPJOB_OUT_OF_MEMORY": "1: a pod was OOMKilled, so no state is kept in memory. `0` in the template keeps it",
     "DDPJOB_STATUS_URL": "where progress is posted",
     "DDPJOB_STATUS_TOKEN_FILE": "the file with the token of this pod",
-    "DDPJOB_STATUS_INTERVAL": "seconds between two reports",
+    "DDPJOB_STATUS_INTERVAL": "seconds between two reports; unset: 5",
     "KUBEFLOW_TRAINER_SERVER_URL": "the address for Hugging Face's `Trainer` and Kubeflow's SDK",
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
     "DDPJOB_GENERATION": "0, 1, …: how often the ranks were started again in their pods; equal on all nodes",
@@ -212,7 +212,7 @@ def _of_agents() -> Mapping[str, str]:
         }
     )
     killed = api.FailureLine(attempt=1, time=dt.datetime.now(dt.timezone.utc), reason="OOMKilled", message="")
-    return agent_environment.environment(replace(what, status=api.Status(attempt=1, failures=[killed])), 0)
+    return agent_environment.environment(replace(what, status=api.Status(attempt=1, failures=[killed])), 1)
 
 
 def _job(shape: Mapping[str, object]) -> api.DDPJob:

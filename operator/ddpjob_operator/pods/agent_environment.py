@@ -18,7 +18,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     spec = job.spec
     rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]
     variables = {
-        "DDPJOB_REPLACEMENT": replacement,
+        "DDPJOB_REPLACEMENT": replacement or None,
         "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,

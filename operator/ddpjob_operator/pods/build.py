@@ -36,10 +36,12 @@ class Reporting:
 
     url: str
     token_file: str = report_token.TOKEN_FILE
-    interval_seconds: float = 5.0
+    interval_seconds: float | None = None
+    """None: the library's own interval."""
 
     def environment(self) -> dict[str, str]:
-        interval = {"DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}"}
+        given = self.interval_seconds
+        interval = {} if given is None else {"DDPJOB_STATUS_INTERVAL": f"{given:g}"}
         return report_token.environment(self.url, self.token_file) | interval
 
 
