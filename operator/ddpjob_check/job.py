@@ -16,11 +16,9 @@ from ddpjob_core import memory
 from ddpjob_operator.job import api, command, launcher, podspec, shells, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import (
-    command_path,
     gpus,
     limits,
     mappings,
-    mounts,
     quantity,
     trainer_container,
     trainer_path,
@@ -171,7 +169,7 @@ def known(job: api.DDPJob) -> CheckedJob:
         words=started.words,
         script=started.named,
         variables=_variables(template),
-        mounts=mounts(template),
+        mounts=job.spec.facts.mounts,
         name=job.metadata.name,
         only_leader_has_name=not job.spec.facts.all_have_dns_names,
         known=True,
@@ -194,24 +192,21 @@ def mistakes(
     """Yield (field, rule, message) for each mistake in the YAML of a valid job. parameters: of the model; 0 if unknown.
     script: the text of the job's script; "" if unknown. given: variables that the trainer has from outside. local: all
     nodes are on this machine."""
-    template = job.spec.template
-    by = job.spec.facts.launcher
-    if not job.spec.facts.trainer.get("image"):
-        yield (
-            trainer_path(template),
-            "image-missing",
-            "the trainer has no image, so a cluster refuses the job; add image",
-        )
+    template, facts = job.spec.template, job.spec.facts
+    by = facts.launcher
+    if not facts.trainer.get("image"):
+        said = "the trainer has no image, so a cluster refuses the job; add image"
+        yield facts.trainer_path, "image-missing", said
     for deviation in templates.deviations(template):
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     yield from _of_launch(job, local)
     yield from _of_command(job, script, given)
     if by and by.launcher == "torch.distributed.launch":
-        yield command_path(template), "launch-deprecated", DEPRECATED
+        yield facts.command_path, "launch-deprecated", DEPRECATED
     if parameters and (problem := _too_small(job, parameters, _gpus(template))):
-        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", problem
-    if not job.spec.facts.all_have_dns_names:
+        yield (*facts.trainer_path, "resources", "limits", "memory"), "memory-limit-too-small", problem
+    if not facts.all_have_dns_names:
         for field, text in _texts(template):
             if name := groups.other_node(text, job.metadata.name):
                 yield field, "other-node-named", f"{name}: {groups.NO_NAME}"
@@ -226,31 +221,30 @@ def mistakes(
 
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
     """Yield mistakes in the launch: nodes that cannot meet, missing scripts, lost exit codes."""
-    template = job.spec.template
-    words = job.spec.facts.command
-    if "command" in job.spec.facts.trainer and command.starts_nothing(words):
+    facts, words = job.spec.facts, job.spec.facts.command
+    if "command" in facts.trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, so no script is started; add it"
-        yield command_path(template), "script-missing", said
+        yield facts.command_path, "script-missing", said
     if text := shells.cut_short(words):
         said = f"the shell runs only `{text}`, and ignores the words after it; leave the shell out"
-        yield command_path(template), "script-missing", said
+        yield facts.command_path, "script-missing", said
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
-        yield command_path(template), "words-in-one", said
-    by_python = job.spec.facts.started.launcher == "python"
-    env = (*trainer_path(template), "env")
+        yield facts.command_path, "words-in-one", said
+    by_python = facts.started.launcher == "python"
+    env = (*facts.trainer_path, "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # With one process per node the operator sets the ranks' variables in the pod, for scripts without a launcher.
-    if job.spec.facts.nproc_per_node > 1 or job.spec.facts.min_nodes is not None:
+    if facts.nproc_per_node > 1 or facts.min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
-            yield command_path(template), "variable-of-ranks", said
-    if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
-        yield env, "rendezvous-overridden", variables.remark(template)
-    yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
+            yield facts.command_path, "variable-of-ranks", said
+    if set(variables.overridden(job.spec.template)) - {name for _, name, _ in wrong}:
+        yield env, "rendezvous-overridden", variables.remark(job.spec.template)
+    yield from ((facts.command_path, rule, text) for rule, text in _of_shell(words))
     refused = (text for _, text in launcher.contradictions(job.spec))  # in script files; others make the job invalid
-    yield from ((command_path(template), "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
+    yield from ((facts.command_path, "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
 
 
 def _apart(word: str) -> str:
@@ -291,10 +285,10 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
 
 def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
     """Yield mistakes in the words of the command (in_command.py)."""
-    path = command_path(job.spec.template)
+    path = job.spec.facts.command_path
     yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
     for place, text in in_command.unexpanded(job, script):
-        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
+        yield path if place == ("command",) else (*job.spec.facts.trainer_path, *place), "not-expanded", text
     yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))
 
 

@@ -26,7 +26,6 @@ from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
-from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
@@ -271,5 +270,5 @@ def _not_read(document: Document, job: api.DDPJob) -> str:
         why += similar.file(started.script or "", str(folder_of(document.source, job)))
     elif not started.launcher:
         why += similar.program(str((job.spec.facts.trainer.get("command") or [""])[0]))
-    where = document.place(command_path(job.spec.template))
+    where = document.place(job.spec.facts.command_path)
     return f"{where}: {why}, so only the job was checked; name it: ddpjob check {document.source} SCRIPT"

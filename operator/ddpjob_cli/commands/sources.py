@@ -23,7 +23,7 @@ from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, command, validation, wording
-from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.job.podspec import trainer_container
 
 PROCESSES_MAX = 512
 STDIN = "-"
@@ -217,7 +217,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
     trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
     head = words[: len(words) - len(given)]
     if not command.read(words).files or tuple(words[len(head) :]) != given:
-        place = document.place(command_path(job.spec.template))
+        place = document.place(job.spec.facts.command_path)
         raise InputError(
             f"{place}: the command names no script that can be recognized, so -- ARGS cannot be its arguments"
         )

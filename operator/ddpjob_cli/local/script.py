@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script
 from ddpjob_operator.job import api, command, exit_codes, programs
-from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.job.podspec import trainer_container
 
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 _SHEBANG = re.compile(r"#!\s*(?:/\S*/env\s+(?:-S\s+)?)?(\S+)(.*)")
@@ -76,7 +76,7 @@ def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
 
 def _with_command(job: api.DDPJob, words: list[str]) -> api.DDPJob:
     pod, trainer = job.spec.template["spec"], trainer_container(job.spec.template)
-    changed = {**(trainer or {}), "command": [], "args": [], str(command_path(job.spec.template)[-1]): words}
+    changed = {**(trainer or {}), "command": [], "args": [], str(job.spec.facts.command_path[-1]): words}
     containers = [changed if one is trainer else one for one in pod["containers"]]
     template = {**job.spec.template, "spec": {**pod, "containers": containers}}
     return replace(job, spec=replace(job.spec, template=template))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ddpjob_operator.job import bounds, command, exit_codes, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
-from ddpjob_operator.job.podspec import command_of, gpus, mapping, mappings, trainer_container
+from ddpjob_operator.job.podspec import command_of, gpus, mapping, mappings, mounts, trainer_container, trainer_path
 
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 
@@ -39,8 +39,27 @@ class JobFacts:
         return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
 
     @cached_property
+    def trainer_path(self) -> tuple[str | int, ...]:
+        return trainer_path(self._template)
+
+    @cached_property
+    def command_path(self) -> tuple[str | int, ...]:
+        """The path of the trainer's command, or of its args if it has none."""
+        return (*self.trainer_path, "command" if "command" in self.trainer else "args")
+
+    @cached_property
+    def mounts(self) -> dict[str, bool]:
+        """{mountPath: True if all nodes may see the same files there} for the trainer's mounts."""
+        return mounts(self._template)
+
+    @cached_property
     def command(self) -> list[str]:
         return command_of(self._template)
+
+    @cached_property
+    def shell_script(self) -> str | None:
+        """The text that the command gives to a shell; None for other commands."""
+        return command.shell_script(self.command)
 
     @cached_property
     def text(self) -> str:

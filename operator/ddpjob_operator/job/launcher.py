@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from ddpjob_operator.job import api, bounds, command, exit_codes, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
-from ddpjob_operator.job.podspec import command_path, mounts
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -137,12 +136,12 @@ def _only_read(spec: api.Spec) -> Iterator[str]:
 
 def _alone(spec: api.Spec) -> list[str]:
     """Yield a warning about a launcher that starts only its node's ranks, because nothing names the other nodes."""
-    text = (command.shell_script(spec.facts.command) or spec.facts.text)[:SCRIPT_READ_MAX]
+    text = (spec.facts.shell_script or spec.facts.text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
         return []
     # Outside its command the template may name the nodes, for example in a hostfile.
-    mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(mounts(spec.template))
+    mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(spec.facts.mounts)
     if mounted or any(map(_HOSTFILE_VARIABLE.search, spec.facts.env)):
         return []
     return [
@@ -167,7 +166,7 @@ def contradictions(spec: api.Spec, *, here: bool = False) -> Found:
 
     here: the job runs as processes on this machine.
     """
-    path = command_path(spec.template)
+    path = spec.facts.command_path
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = spec.facts.launcher
     if spec.facts.min_nodes is not None and (launcher is None or (launcher.launcher == "ddprun" and not here)):
@@ -226,7 +225,7 @@ def _several_nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
         )
     run_id = options.get("rdzv_id", "")
-    if command.shell_script(spec.facts.command) is not None and _OTHER_ON_EACH_NODE.search(run_id):
+    if spec.facts.shell_script is not None and _OTHER_ON_EACH_NODE.search(run_id):
         yield f"--rdzv_id={run_id} differs on each of {spec.nodes} nodes. Remove it: the job sets it."
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
@@ -269,5 +268,5 @@ def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
 
 
 def _may_be_shared(path: str, spec: api.Spec) -> bool:
-    above = {mount: shared for mount, shared in mounts(spec.template).items() if path.startswith(f"{mount}/")}
+    above = {mount: shared for mount, shared in spec.facts.mounts.items() if path.startswith(f"{mount}/")}
     return bool(above) and above[max(above, key=len)]

@@ -40,11 +40,6 @@ def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
     return ("spec", "template", "spec", "containers", index)
 
 
-def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Return the path of the trainer's command, or of its args if it has none."""
-    return (*trainer_path(template), "command" if "command" in (trainer_container(template) or {}) else "args")
-
-
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
     """Return {mountPath: True if all nodes may see the same files there} for the trainer's mounts."""
     return {path: kind not in _OWN_VOLUMES for path, kind in _mounted(template).items()}
