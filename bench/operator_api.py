@@ -1,4 +1,4 @@
-"""Cost of the operator: CPU time per pod, and time until all pods exist.
+"""Cost of the operator: CPU time per pod, also of the API server, and time until all pods exist.
 
     KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8 --ends-by KEY=30s
 
@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/support"))
 
-from clusters import Namespace, Operator, installed_crd, until  # noqa: E402
+from clusters import Namespace, Operator, installed_crd, kubectl, until  # noqa: E402
 from faulty_api import FaultyApi  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
@@ -156,6 +156,12 @@ def loops(api: FaultyApi, pods: int) -> tuple[float, float]:
         time.sleep(3)
 
 
+def api_server_seconds() -> float:
+    """Return the CPU seconds that the API server has used."""
+    lines = kubectl("get", "--raw", "/metrics").splitlines()
+    return float(next(line for line in lines if line.startswith("process_cpu_seconds_total ")).split()[1])
+
+
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operator, connected directly to the API server, between two bare loops."""
     ours = Namespace(api).make()
@@ -170,8 +176,9 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             until(lambda: finished(ours, 1), "the first job ends")
             ours.kubectl("delete", "ddp", "--all")
             until(lambda: not ours.pods(), "it is gone", 300)
+            server = api_server_seconds()
             before, loop_cpu = loops(api, pods)
-            cpu = operator.cpu_seconds
+            cpu, loop_server, server = operator.cpu_seconds, api_server_seconds() - server, api_server_seconds()
             seconds, probe = asyncio.run(
                 jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for, probed=True)
             )
@@ -190,6 +197,9 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps({**found, "secondsOfTheFirstBareLoop": round(before, 2)}), file=sys.stderr)
             until(lambda: finished(ours, options.jobs + 1), "all jobs succeed", 600)
             found["operatorCpuMsPerPodUntilFinished"] = round(1000 * (operator.cpu_seconds - cpu) / pods, 2)
+            # The first one includes the deletion of the loop's pods. Both include the watches of this process.
+            found["apiServerCpuMsPerPodOfTheLoop"] = round(1000 * loop_server / pods, 2)
+            found["apiServerCpuMsPerPodOfTheJobs"] = round(1000 * (api_server_seconds() - server) / pods, 2)
             found["operatorMemoryMiBAtTheEnd"] = operator.memory_bytes >> 20
         after, _ = loops(api, pods)
         loop = (before + after) / 2

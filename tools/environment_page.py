@@ -112,7 +112,7 @@ MEANINGS = {
     "DDPJOB_OUT_OF_MEMORY": "1: a pod was OOMKilled, so no state is kept in memory. `0` in the template keeps it",
     "DDPJOB_STATUS_URL": "where progress is posted",
     "DDPJOB_STATUS_TOKEN_FILE": "the file with the token of this pod",
-    "DDPJOB_STATUS_INTERVAL": "seconds between two reports",
+    "DDPJOB_STATUS_INTERVAL": "seconds between two reports; unset: 5",
     "KUBEFLOW_TRAINER_SERVER_URL": "the address for Hugging Face's `Trainer` and Kubeflow's SDK",
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
     "DDPJOB_TERM": "2, 3, …: the number of the leader, after another node than node 0 was appointed in an elastic job",

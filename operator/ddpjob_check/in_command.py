@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ddpjob_check.schedulers import COUNTERPARTS
-from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
+from ddpjob_operator.job import api, command, launcher, programs, shell_text, variables
+from ddpjob_operator.job.facts import JobFacts
 from ddpjob_operator.job.podspec import mappings
 
 # Variables that every rank has, but the pod only if it has one rank; the value is the pod's variable to use instead.
@@ -42,7 +43,7 @@ _BY_SHELL = "start it with a shell: [sh, -c, …]"
 
 def taken_arguments(job: api.DDPJob) -> Iterator[str]:
     """Yield a sentence for each argument of the script that abbreviates options of torchrun."""
-    words = launcher.facts(job.spec).command
+    words = job.spec.facts.command
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     commands = [one for text in scripts for one in command.shell_commands(text)] if scripts else [words]
     for one in commands:
@@ -62,13 +63,13 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
 def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (rule, sentence) for each variable that the command reads but nothing sets. given: names of variables from
     outside the job, such as the caller's in a local run."""
-    facts = launcher.facts(job.spec)
+    facts = job.spec.facts
     if facts.trainer.get("envFrom"):
         return
     words, own = facts.command, {name: str(value or "") for name, value in facts.env.items()}
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     named = {name for name, _ in launcher.of_ranks(job.spec)}  # reported as variable-of-ranks
-    has_ranks = topology.nproc_per_node(job.spec) == 1 and facts.min_nodes is None
+    has_ranks = job.spec.facts.nproc_per_node == 1 and facts.min_nodes is None
     for name in () if has_ranks else _OF_RANKS:
         if name in own or name in named:
             continue
@@ -78,7 +79,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
     yield from _of_other_launchers(facts, {*own, *given}, scripts)
 
 
-def _of_other_launchers(facts: launcher.JobFacts, own: set[Any], scripts: list[str]) -> Iterator[tuple[str, str]]:
+def _of_other_launchers(facts: JobFacts, own: set[Any], scripts: list[str]) -> Iterator[tuple[str, str]]:
     found = [ref.name for text in scripts for ref in shell_text.references(text)]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
     for name in names:
@@ -126,7 +127,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
     """Yield (path in the trainer, sentence) for each word that needs a shell, if no shell reads it. script: the text of
     the job's script, which may expand $NAME, ~ and * itself."""
     yield from _in_env(job, script)
-    words, env = launcher.facts(job.spec).command, set(launcher.facts(job.spec).env)
+    words, env = job.spec.facts.command, set(job.spec.facts.env)
     by_shell = {place for place, _ in shell_text.scripts(words)}
     for i, word in enumerate(words):
         before = words[i - 1] if i else ""
@@ -146,7 +147,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Check env as `unexpanded` checks words: PATH: /opt/bin:$PATH. Only known names count: passwords may contain $."""
-    entries = mappings(launcher.facts(job.spec).trainer, "env")
+    entries = mappings(job.spec.facts.trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):
         value = str(entry.get("value", ""))

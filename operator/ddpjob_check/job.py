@@ -13,14 +13,12 @@ from ddpjob_check import groups, in_command
 from ddpjob_check.rule import CheckedJob, Severity, command_line
 from ddpjob_check.starting import DEPRECATED
 from ddpjob_core import memory
-from ddpjob_operator.job import api, command, launcher, podspec, shells, topology, variables
+from ddpjob_operator.job import api, command, launcher, podspec, shells, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import (
-    command_path,
     gpus,
     limits,
     mappings,
-    mounts,
     quantity,
     trainer_container,
     trainer_path,
@@ -159,21 +157,21 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 def known(job: api.DDPJob) -> CheckedJob:
     """Return the facts about a job that the rules for its script need."""
     template = job.spec.template
-    started = launcher.facts(job.spec).started
+    started = job.spec.facts.started
     return CheckedJob(
         nodes=job.spec.nodes,
-        min_nodes=launcher.facts(job.spec).min_nodes,
-        nproc=topology.nproc_per_node(job.spec),
+        min_nodes=job.spec.facts.min_nodes,
+        nproc=job.spec.facts.nproc_per_node,
         gpus=_gpus(template),
-        backend=topology.backend(job.spec),
+        backend=job.spec.facts.backend,
         launcher=started.launcher,
         launcher_options=dict(started.options),
         words=started.words,
         script=started.named,
         variables=_variables(template),
-        mounts=mounts(template),
+        mounts=job.spec.facts.mounts,
         name=job.metadata.name,
-        only_leader_has_name=not topology.all_have_dns_names(job.spec),
+        only_leader_has_name=not job.spec.facts.all_have_dns_names,
         known=True,
     )
 
@@ -194,24 +192,21 @@ def mistakes(
     """Yield (field, rule, message) for each mistake in the YAML of a valid job. parameters: of the model; 0 if unknown.
     script: the text of the job's script; "" if unknown. given: variables that the trainer has from outside. local: all
     nodes are on this machine."""
-    template = job.spec.template
-    by = launcher.facts(job.spec).launcher
-    if not launcher.facts(job.spec).trainer.get("image"):
-        yield (
-            trainer_path(template),
-            "image-missing",
-            "the trainer has no image, so a cluster refuses the job; add image",
-        )
+    template, facts = job.spec.template, job.spec.facts
+    by = facts.launcher
+    if not facts.trainer.get("image"):
+        said = "the trainer has no image, so a cluster refuses the job; add image"
+        yield facts.trainer_path, "image-missing", said
     for deviation in templates.deviations(template):
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     yield from _of_launch(job, local)
     yield from _of_command(job, script, given)
     if by and by.launcher == "torch.distributed.launch":
-        yield command_path(template), "launch-deprecated", DEPRECATED
+        yield facts.command_path, "launch-deprecated", DEPRECATED
     if parameters and (problem := _too_small(job, parameters, _gpus(template))):
-        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", problem
-    if not topology.all_have_dns_names(job.spec):
+        yield (*facts.trainer_path, "resources", "limits", "memory"), "memory-limit-too-small", problem
+    if not facts.all_have_dns_names:
         for field, text in _texts(template):
             if name := groups.other_node(text, job.metadata.name):
                 yield field, "other-node-named", f"{name}: {groups.NO_NAME}"
@@ -226,31 +221,30 @@ def mistakes(
 
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
     """Yield mistakes in the launch: nodes that cannot meet, missing scripts, lost exit codes."""
-    template = job.spec.template
-    words = launcher.facts(job.spec).command
-    if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
+    facts, words = job.spec.facts, job.spec.facts.command
+    if "command" in facts.trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, so no script is started; add it"
-        yield command_path(template), "script-missing", said
+        yield facts.command_path, "script-missing", said
     if text := shells.cut_short(words):
         said = f"the shell runs only `{text}`, and ignores the words after it; leave the shell out"
-        yield command_path(template), "script-missing", said
+        yield facts.command_path, "script-missing", said
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
-        yield command_path(template), "words-in-one", said
-    by_python = launcher.facts(job.spec).started.launcher == "python"
-    env = (*trainer_path(template), "env")
+        yield facts.command_path, "words-in-one", said
+    by_python = facts.started.launcher == "python"
+    env = (*facts.trainer_path, "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # With one process per node the operator sets the ranks' variables in the pod, for scripts without a launcher.
-    if topology.nproc_per_node(job.spec) > 1 or launcher.facts(job.spec).min_nodes is not None:
+    if facts.nproc_per_node > 1 or facts.min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
-            yield command_path(template), "variable-of-ranks", said
-    if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
-        yield env, "rendezvous-overridden", variables.remark(template)
-    yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
+            yield facts.command_path, "variable-of-ranks", said
+    if set(variables.overridden(job.spec.template)) - {name for _, name, _ in wrong}:
+        yield env, "rendezvous-overridden", variables.remark(job.spec.template)
+    yield from ((facts.command_path, rule, text) for rule, text in _of_shell(words))
     refused = (text for _, text in launcher.contradictions(job.spec))  # in script files; others make the job invalid
-    yield from ((command_path(template), "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
+    yield from ((facts.command_path, "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
 
 
 def _apart(word: str) -> str:
@@ -291,21 +285,21 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
 
 def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
     """Yield mistakes in the words of the command (in_command.py)."""
-    path = command_path(job.spec.template)
+    path = job.spec.facts.command_path
     yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
     for place, text in in_command.unexpanded(job, script):
-        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
+        yield path if place == ("command",) else (*job.spec.facts.trainer_path, *place), "not-expanded", text
     yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))
 
 
 def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
     """Return why the memory limit of a job under ddprun is too small for the state in memory (docs/memory.md); "" if it
     may suffice. gpus: of a pod; None if unknown."""
-    limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
+    limit, by = limits(job.spec.template).get("memory"), job.spec.facts.launcher
     if limit is None or by is None or by.launcher != "ddprun":
         return ""
-    nproc = topology.nproc_per_node(job.spec)
-    by_cadence = bool(gpus) or topology.world_size(job.spec) == 1
+    nproc = job.spec.facts.nproc_per_node
+    by_cadence = bool(gpus) or job.spec.world_size == 1
     areas = memory.AREAS if by_cadence else 1
     least = memory.needed(areas * memory.area_bytes(_STATE_BYTES * parameters))
     least += nproc * _RANK_BYTES * parameters if gpus == 0 else 0

@@ -15,13 +15,13 @@ from ddprun.options import parse
 
 @pytest.mark.parametrize(("line", "code"), [("trian.py", 2), ("-m trian", 1)])
 def test_only_the_exit_code_of_python_for_a_missing_script_is_explained(line: str, code: int) -> None:
-    options = parse(line.split(), {})
-    told = Failure(0, exit_code=code, exception=explains(code, "", options, {}))
+    script = parse(line.split(), {}).script
+    told = Failure(0, exit_code=code, exception=explains(code, "", script, {}))
     assert told.lacks_program
     assert rules.cannot_start(told)
-    assert explains(3, "", options, {}) == ""
-    assert explains(3 - code, "", options, {}) == ""
-    assert explains(code, "ValueError: of the script", options, {}) == ""
+    assert explains(3, "", script, {}) == ""
+    assert explains(3 - code, "", script, {}) == ""
+    assert explains(code, "ValueError: of the script", script, {}) == ""
 
 
 @pytest.mark.parametrize("line", ["train.py", "-m train", "--no-python train.py", "-m train.inner"])
@@ -30,8 +30,8 @@ def test_an_existing_or_uncheckable_path_explains_nothing(
 ) -> None:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    options = parse(line.split(), {})
-    assert [explains(code, "", options, {}) for code in (1, 2)] == ["", ""]
+    script = parse(line.split(), {}).script
+    assert [explains(code, "", script, {}) for code in (1, 2)] == ["", ""]
 
 
 def test_an_unreadable_folder_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,4 +41,4 @@ def test_an_unreadable_folder_does_not_end_the_agent(tmp_path: Path, monkeypatch
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "listdir", refused)
-    assert missing(parse([str(tmp_path / "trian.py")], {}), {}) == ""
+    assert missing(parse([str(tmp_path / "trian.py")], {}).script, {}) == ""

@@ -39,9 +39,9 @@ def test_an_ambiguous_abbreviation_is_refused_with_both_options(capsys: Any) -> 
 
 def test_words_after_the_script_belong_to_the_script() -> None:
     found = options("--nnodes 1 train.py --nnodes 7 -m -- --tee 3 --preload x")
-    assert found.script == "train.py"
-    assert found.script_args == ("--nnodes", "7", "-m", "--", "--tee", "3", "--preload", "x")
-    assert found.kind == "script"
+    assert found.script.name == "train.py"
+    assert found.script.args == ("--nnodes", "7", "-m", "--", "--tee", "3", "--preload", "x")
+    assert found.script.kind == "script"
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_words_after_the_script_belong_to_the_script() -> None:
 def test_a_script_argument_that_resembles_options_belongs_to_the_script(words: str) -> None:
     """`--log` of a script must not count as an ambiguous option of ddprun, although argparse expands abbreviations."""
     for begin in ("", "-m ", "--tee 3 --role r ", "-- "):
-        assert options(f"{begin}train {words}").script_args == tuple(words.split())
-    assert options(f"train -- {words}").script_args == tuple(words.split()), "as torchrun, which takes it away"
+        assert options(f"{begin}train {words}").script.args == tuple(words.split())
+    assert options(f"train -- {words}").script.args == tuple(words.split()), "as torchrun, which takes it away"
 
 
 def test_variables_count_if_the_command_line_does_not_set_the_option() -> None:
@@ -65,7 +65,7 @@ def test_variables_count_if_the_command_line_does_not_set_the_option() -> None:
 
 @pytest.mark.parametrize("flag", ["", "0", "1"])
 def test_a_flag_may_be_set_by_a_variable(flag: str) -> None:
-    assert options("pkg", PET_MODULE=flag).kind == ("module" if flag == "1" else "script")
+    assert options("pkg", PET_MODULE=flag).script.kind == ("module" if flag == "1" else "script")
 
 
 @pytest.mark.parametrize("text", ["false", "False", "no", "true"])
@@ -128,12 +128,12 @@ def test_standalone_is_one_node_whatever_the_environment_contains() -> None:
 )
 def test_redirects_and_tee_are_for_all_ranks_or_for_each(text: str, streams: dict[int, int]) -> None:
     found = options(f"--nproc 2 -r {text} --tee {text} train.py")
-    assert (found.redirects, found.tee) == (streams, streams)
+    assert (found.output.redirects, found.output.tee) == (streams, streams)
 
 
 def test_filters_are_comma_separated_and_two_commas_stand_for_one() -> None:
     found = options("--duplicate-stdout-filters a,b,,c --local-ranks-filter 0,2 train.py")
-    assert (found.stdout_filters, found.stderr_filters, found.shown) == (("a", "b,c"), (), {0, 2})
+    assert (found.output.filters, found.output.shown) == ((("a", "b,c"), ()), {0, 2})
 
 
 @pytest.mark.parametrize(

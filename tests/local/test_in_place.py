@@ -16,7 +16,8 @@ COUNTS = """
     import os, pathlib, time
     import ddpjob
     rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    os.write(1, f"generation {life} of {os.environ['DDPJOB_REPLACEMENT']}\\n".encode())  # its agent has the same pipe
+    pod = os.environ.get("DDPJOB_REPLACEMENT", 0)
+    os.write(1, f"generation {life} of {pod}\\n".encode())  # its agent has the same pipe
     saved = pathlib.Path(f"saved-{rank}")
     first = int(saved.read_text()) if saved.exists() else 0
     for step in range(first + 1, 61):

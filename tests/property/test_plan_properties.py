@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from worlds import START, UID, World, job
 
 from ddpjob_operator.job import api, ranges, validation
-from ddpjob_operator.job.status import apart_from_progress, is_broken
+from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, Report
@@ -170,7 +170,7 @@ def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
             pod = next(p for p in seen.pods if p.uid == action.uid)
             if pod.owner_uid != UID:
                 continue
-            stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or is_broken(recorded)
+            stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or recorded.is_broken
             newest = (recorded.attempt, naming.replacement(recorded, pod.place))
             assert stopping or (pod.attempt, pod.replacement) < newest
 

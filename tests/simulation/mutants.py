@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from ddpjob_core import rules
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.kube import operator as kube_operator
 from ddpjob_operator.kube.watch import listing, observe
 from ddpjob_operator.kube.work import executor as execute
@@ -171,7 +170,7 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
     """Bug: a replacement pod is created before the old pod has ended."""
 
     def at_once(view: View, status: api.Status) -> Decision | None:
-        first = unsettled_failure(view.recorded)
+        first = view.recorded.unsettled_failure
         lost = pod_replacement.lost_alone(view, status, first) if first is not None else []
         settled = settlement.settle(view, status, first) if lost and first is not None else None
         if settled is None or not settled.verdict.restart:

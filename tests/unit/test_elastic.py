@@ -53,7 +53,7 @@ def test_torchrun_gets_the_range_and_the_rendezvous_address() -> None:
 def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> None:
     """PyTorch's tutorials and Kubeflow's elasticPolicy set only the range, so the job must add the rendezvous."""
     what = job(nodes=4, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
-    assert launcher.facts(what.spec).min_nodes == 1
+    assert what.spec.facts.min_nodes == 1
     assert variables(what)["PET_RDZV_BACKEND"] == "c10d"
 
 
@@ -97,7 +97,7 @@ def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
 
 def test_a_range_in_the_command_of_ddprun_makes_the_job_elastic() -> None:
     what = job(nodes=3, container={"command": ["ddprun", "--nnodes=2:3", "x.py"]})
-    assert launcher.facts(what.spec).min_nodes == 2
+    assert what.spec.facts.min_nodes == 2
 
 
 def trains_under_ddprun(nodes: int = 3, **spec: Any) -> World:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worlds import job
 
-from ddpjob_operator.job import command, launcher, topology, variables
+from ddpjob_operator.job import command, launcher, variables
 from ddpjob_operator.pods import build, environment, naming
 
 GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
@@ -139,14 +139,14 @@ def test_the_attempts_of_a_job_use_each_port_only_after_thousands_of_others() ->
     ],
 )
 def test_auto_resolves_to_what_really_runs_on_a_node(spec: dict, expected: int) -> None:
-    assert topology.nproc_per_node(job(**spec).spec) == expected
+    assert job(**spec).spec.facts.nproc_per_node == expected
 
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
 def test_a_job_with_gpus_uses_nccl_whatever_the_resource_is_called(name: str) -> None:
     """A shared GPU has a resource name of its own. A job with it must use nccl, too."""
     spec = job(container={"resources": {"limits": {name: 1}}}).spec
-    assert (topology.backend(spec), topology.nproc_per_node(spec), build.wants_one_pod_per_node(spec)) == (
+    assert (spec.facts.backend, spec.facts.nproc_per_node, build.wants_one_pod_per_node(spec)) == (
         "nccl", 1, True
     )  # fmt: skip
 
@@ -184,9 +184,9 @@ def test_ddprun_keeps_each_node_rank_and_its_own_restarts_get_no_warning() -> No
     """torchrun's c10d numbers the nodes by arrival, and its own restart hangs when a node is lost."""
     options = ["--preload", "torch", "--no-preload", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=x:1"]
     ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
-    assert topology.ranks_follow_nodes(ours)
+    assert ours.facts.ranks_follow_nodes
     assert launcher.warnings(ours) == []
     assert command.script_of(["ddprun", *options, "train.py"]) == "train.py"
     theirs = job(container={"command": ["torchrun", *options[3:], "train.py"]}).spec
-    assert not topology.ranks_follow_nodes(theirs)
+    assert not theirs.facts.ranks_follow_nodes
     assert len(launcher.warnings(theirs)) == 2

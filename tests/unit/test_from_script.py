@@ -21,7 +21,7 @@ from ddpjob_cli.manifest import yamlfile
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_convert import command
 from ddpjob_operator.job import api, validation, wording
-from ddpjob_operator.job.launcher import command_of
+from ddpjob_operator.job.podspec import command_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "trainer/examples").rglob("*.py"))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from ddpjob_cli.commands import kinds, sources
 from ddpjob_cli.commands.main import cli
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job.launcher import command_of
+from ddpjob_operator.job.podspec import command_of
 
 ENTRY_POINT = (
     "# -*- coding: utf-8 -*-\nimport sys\nfrom pkg.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"

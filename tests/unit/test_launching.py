@@ -9,7 +9,7 @@ import pytest
 import yaml
 from worlds import manifest
 
-from ddpjob_operator.job import command, launcher, topology, validation
+from ddpjob_operator.job import command, launcher, validation
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
@@ -74,9 +74,9 @@ def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytes
     for processes in (2, 4):
         job, _ = validation.parse(manifest(nodes=2, container={"command": ["bash", "-c", script.format(processes)]}))
         for _ in range(5):
-            assert topology.nproc_per_node(job.spec) == processes
-            assert topology.ranks_follow_nodes(job.spec)
-            assert launcher.facts(job.spec).min_nodes is None
+            assert job.spec.facts.nproc_per_node == processes
+            assert job.spec.facts.ranks_follow_nodes
+            assert job.spec.facts.min_nodes is None
     assert read == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 from worlds import job, manifest
 
 from ddpjob_cli.manifest import override, yamlfile
-from ddpjob_operator.job import launcher, topology, validation
+from ddpjob_operator.job import launcher, validation
 from ddpjob_operator.job.command import script_of
 
 
@@ -305,8 +305,8 @@ def test_the_script_is_known_only_if_the_command_shows_it_plainly(words: str, ex
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_so_no_rank_is_claimed() -> None:
     """torchrun ignores the node rank here, so naming rank 1 for node 1 could blame the wrong rank."""
     spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=a:1", "x.py"]}).spec
-    assert topology.rank_of_place(spec, 1) is None
-    assert topology.rank_of_place(job().spec, 1) == 1
+    assert spec.rank_of_place(1) is None
+    assert job().spec.rank_of_place(1) == 1
     assert launcher.warnings(spec)
 
 

@@ -3,7 +3,8 @@
     ddprun --nproc-per-node 4 train.py --lr 0.1
 
 It starts the ranks of its node with torchrun's environment, forked from a process that has imported torch already. When
-a rank fails, the leader's agent (node 0's) lets all ranks of the job start again in their pods, on a new port (a new generation).
+a rank fails, the leader's agent (node 0's) lets all ranks of the job start again in their pods, on a new port (a new
+generation).
 
     options.py         torchrun's options                 environment.py  variables and command line of a rank
     run.py             puts an agent together             wire.py         the protocol between agents

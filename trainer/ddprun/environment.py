@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddpjob_core.members import Members
-from ddprun.options import SIGNALS, Options
+from ddprun.options import SIGNALS, Options, RankScript
 
 PREFLIGHT = "ddpjob.preflight"
 
@@ -87,10 +87,11 @@ def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping
     """Return the command line of a rank that is a new process."""
     if life.preflight:
         return [python(environ), "-u", "-m", PREFLIGHT]
-    words = [options.script, *(substituted(word, local_rank) for word in options.script_args)]
-    if options.kind == "program":
+    script = options.script
+    words = [script.name, *(substituted(word, local_rank) for word in script.args)]
+    if script.kind == "program":
         return words
-    return [python(environ), "-u", *(["-m"] if options.kind == "module" else []), *words]
+    return [python(environ), "-u", *(["-m"] if script.kind == "module" else []), *words]
 
 
 def python(environ: Mapping[str, str]) -> str:
@@ -113,8 +114,8 @@ def _one_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus}
 
 
-def first_folder(options: Options) -> str:
+def first_folder(script: RankScript) -> str:
     """Return the folder that Python puts first in sys.path."""
-    if options.kind == "module":
+    if script.kind == "module":
         return os.getcwd()
-    return os.path.dirname(os.path.realpath(options.script))
+    return os.path.dirname(os.path.realpath(script.name))

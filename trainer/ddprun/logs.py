@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddpjob import own_files
-from ddprun.options import Options
+from ddprun.options import Options, Output
 
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # limit for a console that accepts no data
@@ -50,15 +50,15 @@ class LogFolder:
     """The files of this run."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
-        nowhere = options.log_dir == os.devnull
-        self._kept = bool(options.log_dir) and not nowhere
-        base = options.log_dir if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
+        self._nproc, self._role, self._output = options.nproc, options.role, options.output
+        given = options.output.folder
+        self._kept = given not in ("", os.devnull)
+        base = given if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
         base = os.path.abspath(base)  # ranks are given paths below it, and may change their folder
         os.makedirs(base, exist_ok=True)
         run = os.fsencode(options.run_id.replace("/", "_"))[:RUN_BYTES_MAX].decode(errors="ignore")
         name = f"{run}_{os.urandom(4).hex()}"
-        self.has_unseen = not options.log_dir and _has_unseen(options)
+        self.has_unseen = not given and _has_unseen(options.output)
         # `ddpjob run` removes folders that begin with ddprun_ and its id, so output to be kept needs another name.
         kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
         self.path = os.path.join(base, f"{kind}{name}")
@@ -71,15 +71,14 @@ class LogFolder:
 
     def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
         """Create the folders of these ranks, and return their files by local rank."""
-        options, attempt = self._options, self._attempt(life)
+        output, attempt = self._output, self._attempt(life)
         own_files.make_folder(self.path)  # somebody may have emptied /tmp and taken the name
         os.mkdir(attempt, 0o700)  # cannot exist: generation numbers only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
             folder = os.path.join(attempt, str(rank))
             os.mkdir(folder, 0o700)
-            to_file = options.redirects[rank] | options.tee[rank]
-            hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
+            to_file, hidden = output.in_files(rank), "" if output.shows(rank) else os.devnull
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
@@ -103,7 +102,7 @@ class LogFolder:
             if taken != before:
                 give_up = now + LAST_LINES_SECONDS
             if now > min(give_up, began + LAST_LINES_SECONDS_MAX):
-                self.has_unseen = not self._options.log_dir
+                self.has_unseen = not self._output.folder
                 break
             takes(left[0].console, TAIL_SECONDS)
         for tail in self.tails:
@@ -124,19 +123,19 @@ class LogFolder:
         else:
             with contextlib.suppress(OSError):  # a leftover file must not change the exit code
                 for attempt in os.scandir(self.path):
-                    _unlink_own(attempt.path, self._options.nproc)
+                    _unlink_own(attempt.path, self._nproc)
 
     def _attempt(self, life: str) -> str:
         return os.path.join(self.path, f"attempt_{life}")
 
     def _make_tails(self, attempt: str, files: list[Files], ranks: Sequence[int]) -> Iterable[_Tail]:
-        options = self._options
+        output = self._output
         prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        for (name, bit), words in zip(STREAMS, (options.stdout_filters, options.stderr_filters), strict=True):
+        for (name, bit), words in zip(STREAMS, output.filters, strict=True):
             filtered = os.path.join(attempt, f"filtered_{name}.log") if words else ""
             for local_rank, rank in enumerate(ranks):
-                if options.tee[local_rank] & bit and (options.shown is None or local_rank in options.shown):
-                    header = _header(prefix, options.role, rank, local_rank)
+                if output.tee[local_rank] & bit and output.shows(local_rank):
+                    header = _header(prefix, self._role, rank, local_rank)
                     path = files[local_rank].stdout if bit == 1 else files[local_rank].stderr
                     yield _Tail(path, header.encode(), bit, filtered, [word.encode() for word in words])
 
@@ -155,13 +154,9 @@ def is_read(console: int) -> bool:
     return not any(found & (select.POLLERR | select.POLLHUP) for _, found in poller.poll(0))
 
 
-def _has_unseen(options: Options) -> bool:
+def _has_unseen(output: Output) -> bool:
     """True if a rank's stream goes to a file only."""
-    shown = [options.shown is None or rank in options.shown for rank in range(options.nproc)]
-    return any(
-        (options.redirects[rank] | options.tee[rank]) & ~(options.tee[rank] if shown[rank] else 0)
-        for rank in range(options.nproc)
-    )
+    return any(output.in_files(rank) & ~(tee if output.shows(rank) else 0) for rank, tee in output.tee.items())
 
 
 def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:

@@ -8,19 +8,19 @@ import sys
 from collections.abc import Mapping
 
 from ddpjob_core.failures import EXCEPTION_MAX
-from ddprun.options import Options
+from ddprun.options import RankScript
 
 _OF_RUNPY = re.compile(r"SystemExit: \S+: No module named ")
 # Python's exit codes for a missing file, and for a missing module.
 _EXIT_CODES = {"script": 2, "module": 1}
 
 
-def missing(options: Options, environ: Mapping[str, str]) -> str:
+def missing(script: RankScript, environ: Mapping[str, str]) -> str:
     """Return a sentence that names what is missing; "" if nothing is known to be missing."""
     try:
-        if options.kind == "module":
-            return _missing_module(options.script, environ)
-        return _missing_script(options.script) if options.kind == "script" else ""
+        if script.kind == "module":
+            return _missing_module(script.name, environ)
+        return _missing_script(script.name) if script.kind == "script" else ""
     except OSError:  # an unreadable or deleted folder: Python will report it
         return ""
 
@@ -32,7 +32,7 @@ def told(sentence: str) -> str:
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]
 
 
-def explains(code: int, recorded: str, options: Options, environ: Mapping[str, str]) -> str:
+def explains(code: int, recorded: str, script: RankScript, environ: Mapping[str, str]) -> str:
     """Return the missing script or module as the cause of this exit code, as `told` does; "" if nothing is missing.
 
     recorded: the rank's exception. It is empty in a new process, because Python only prints what is missing. In a rank
@@ -40,7 +40,7 @@ def explains(code: int, recorded: str, options: Options, environ: Mapping[str, s
     """
     if recorded and not _OF_RUNPY.match(recorded):
         return ""
-    if code != _EXIT_CODES.get(options.kind) or not (sentence := missing(options, environ)):
+    if code != _EXIT_CODES.get(script.kind) or not (sentence := missing(script, environ)):
         return ""
     return told(sentence)
 

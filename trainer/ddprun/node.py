@@ -306,7 +306,7 @@ class LocalRanks:
     def _can_learn(self) -> bool:
         """True if the fork server can learn the ranks' imports for the next generation."""
         server = self._server
-        return server is not None and server.ready and not server.learning and not self._options.preload_asked
+        return server is not None and server.ready and not server.learning and not self._options.script.preload_asked
 
     def _learn(self, now: float) -> None:
         """Make the fork server learn if a rank has written its list of imports, as it does when it forms its group."""
@@ -379,7 +379,7 @@ class LocalRanks:
         life = self._life
         if life is None or life.preflight or life.generation > 0:
             return False
-        return missing_script.missing(self._options, self._environ) != ""
+        return missing_script.missing(self._options.script, self._environ) != ""
 
     def termination_message(self) -> Failure | None:
         """Read what the library has written for this node's ranks; None if invalid, because scripts may write there
@@ -424,7 +424,7 @@ class LocalRanks:
         assert self.beats is not None
         files = self._files[local_rank]
         own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
-            "TORCHELASTIC_ERROR_FILE": files.error if self._options.log_dir != os.devnull else "",
+            "TORCHELASTIC_ERROR_FILE": files.error if self._options.output.folder != os.devnull else "",
             # One file per generation, not the pod's own, because messages of earlier generations are obsolete.
             "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.name),
             "DDPJOB_BEATS": self.beats.where(local_rank),
@@ -436,10 +436,10 @@ class LocalRanks:
         if self._life.preflight:
             own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # a pre-flight reports no progress, writes no state
         if self._server is not None and self._server.ready:
-            words = [environment.substituted(word, local_rank) for word in self._options.script_args]
+            words = [environment.substituted(word, local_rank) for word in self._options.script.args]
             run = {
-                "run": self._options.kind,
-                "argv": [self._options.script, *words],
+                "run": self._options.script.kind,
+                "argv": [self._options.script.name, *words],
                 "environ": own,
                 "crash": files.crash,
                 "stacks_signal": STACKS_SIGNAL,
@@ -465,7 +465,7 @@ class LocalRanks:
         elif self._found_no_reader(local_rank, code, exception):
             exception, symptom = OUTPUT_UNREAD, False
         elif self._life is not None and not self._life.preflight:
-            exception = missing_script.explains(code, exception, self._options, self._environ) or exception
+            exception = missing_script.explains(code, exception, self._options.script, self._environ) or exception
         return Failure(
             self.rank(local_rank),
             exit_code=as_exit_code(code),

@@ -33,6 +33,33 @@ _SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # cannot be ha
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
 
+class RankScript(NamedTuple):
+    """What every rank runs."""
+
+    name: str  # file, module or program
+    args: tuple[str, ...]
+    kind: str  # "script", "module", or "program" (--no-python)
+    preload: tuple[str, ...]
+    preload_asked: bool  # True if the user named the modules
+
+
+class Output(NamedTuple):
+    """Where the lines of the ranks go; redirects and tee are by local rank."""
+
+    folder: str  # "": a temporary folder
+    redirects: dict[int, int]
+    tee: dict[int, int]
+    shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
+    filters: tuple[tuple[str, ...], tuple[str, ...]]  # words, for stdout and stderr
+
+    def shows(self, local_rank: int) -> bool:
+        return self.shown is None or local_rank in self.shown
+
+    def in_files(self, local_rank: int) -> int:
+        """Return the streams of a rank that go to files: 1 stdout, 2 stderr, 3 both."""
+        return self.redirects[local_rank] | self.tee[local_rank]
+
+
 class Options(NamedTuple):
     """Settings of one agent."""
 
@@ -55,23 +82,14 @@ class Options(NamedTuple):
     replacement: int  # number of this pod at its node in this attempt, from 0
     stall_seconds: float | None  # time without a step after which a group is stalled; None: learned, 0: never
     broken_grace_seconds: float  # time for ranks to stop after one has failed
-    script: str
-    script_args: tuple[str, ...]
-    kind: str  # "script", "module", or "program" (--no-python)
-    log_dir: str  # "": a temporary folder
-    redirects: dict[int, int]
-    tee: dict[int, int]
-    shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
-    stdout_filters: tuple[str, ...]
-    stderr_filters: tuple[str, ...]
+    script: RankScript
+    output: Output
     signals: tuple[str, ...]
     shutdown_seconds: float
     join_seconds: float
     last_call_seconds: float  # how long the first start waits for more nodes than `least`
     snooze_seconds: float  # how long a node is connected before it may interrupt the others to join them
     virtual_local_rank: bool
-    preload: tuple[str, ...]
-    preload_asked: bool  # True if the user named the modules
 
     @property
     def places(self) -> Members:
@@ -269,22 +287,30 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", stall, None),
         broken_grace_seconds=_seconds("DDPJOB_RESTART_GRACE", grace, BROKEN_GRACE_SECONDS),
-        script=read.training_script,
-        script_args=tuple(read.training_script_args),
-        kind="program" if read.no_python else "module" if read.module else "script",
-        log_dir=read.log_dir or "",
-        redirects=_streams("redirects", read.redirects, nproc),
-        tee=_streams("tee", read.tee, nproc),
-        shown=_ranks(read.local_ranks_filter),
-        stdout_filters=_words(read.duplicate_stdout_filters),
-        stderr_filters=_words(read.duplicate_stderr_filters),
+        script=_script(read),
+        output=Output(
+            folder=read.log_dir or "",
+            redirects=_streams("redirects", read.redirects, nproc),
+            tee=_streams("tee", read.tee, nproc),
+            shown=_ranks(read.local_ranks_filter),
+            filters=(_words(read.duplicate_stdout_filters), _words(read.duplicate_stderr_filters)),
+        ),
         signals=_signals(read.signals_to_handle),
         shutdown_seconds=_seconds("--shutdown-timeout", shutdown, SHUTDOWN_SECONDS),
         join_seconds=_seconds("--rdzv-conf: timeout", joined, JOIN_SECONDS),
         last_call_seconds=_seconds("--rdzv-conf: last_call_timeout", conf.get("last_call_timeout"), LAST_CALL_SECONDS),
         snooze_seconds=_seconds("--rdzv-conf: snooze", conf.get("snooze"), SNOOZE_SECONDS),
         virtual_local_rank=read.virtual_local_rank,
-        preload=() if read.no_preload or read.no_python else PRELOAD if read.preload is None else _names(read.preload),
+    )
+
+
+def _script(read: argparse.Namespace) -> RankScript:
+    is_forked = not (read.no_preload or read.no_python)
+    return RankScript(
+        name=read.training_script,
+        args=tuple(read.training_script_args),
+        kind="program" if read.no_python else "module" if read.module else "script",
+        preload=(PRELOAD if read.preload is None else _names(read.preload)) if is_forked else (),
         preload_asked=read.preload is not None,
     )
 

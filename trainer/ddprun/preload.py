@@ -28,7 +28,7 @@ class ForkServer:
         self.spares: set[int] = set()  # pids of spares: forked ranks that wait for a script to run
         self._spares_left = 0  # spares that are still to be forked
         self._forks_spare = False  # True if the server has not answered a request for a spare
-        self._asked = options.preload_asked
+        self._asked = options.script.preload_asked
         self._socket, its = socket.socketpair()
         self.later, its_later = socket.socketpair()  # for the child that learns imports and becomes the next server
         self.learning = ""  # "" before, then "now", then "done"
@@ -43,7 +43,9 @@ class ForkServer:
         its.close()
         its_later.close()
         hidden = {name: environ.get(name) for name in HIDDEN}
-        self._send({"modules": options.preload, "path0": environment.first_folder(options), "hidden": hidden})
+        self._send(
+            {"modules": options.script.preload, "path0": environment.first_folder(options.script), "hidden": hidden}
+        )
 
     @property
     def settled(self) -> bool:

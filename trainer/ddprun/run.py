@@ -21,7 +21,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     """Run what the options request. Return the exit code."""
     forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
     # With several nodes the others would wait for this agent if it ended, so there node.py reports the missing script.
-    if options.nodes == 1 and (missing := missing_script.missing(options, environ)):
+    if options.nodes == 1 and (missing := missing_script.missing(options.script, environ)):
         say(missing)
         found = Failure(exit_code=USAGE, exception=missing_script.told(missing))
         leave_message(environ.get("DDPJOB_TERMINATION_LOG"), found.as_dict() | {"failed": True})
@@ -57,9 +57,10 @@ def _group(agent: Agent) -> Group:
 
 def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
     """Create the fork server, if there is something to import and the script can run in it."""
-    if not options.preload or options.kind == "program":
+    script = options.script
+    if not script.preload or script.kind == "program":
         return None
-    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip file, a mistake
+    if script.kind == "script" and not os.path.isfile(script.name):  # a folder, a zip file, a mistake
         return None
     try:
         return ForkServer(options, environ)

@@ -12,7 +12,7 @@ from ddpjob_cli.client.errors import NotFoundError
 from ddpjob_cli.client.watch import Say, Watch
 from ddpjob_cli.describe import ending
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import podspec, wording
+from ddpjob_operator.job import wording
 from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.job.typos import suggestion
 
@@ -27,7 +27,7 @@ def suspend(cluster: Cluster, name: str, say: Say) -> None:
         say(f"{name} is suspended already")
         return
     jobs.patch(cluster, name, {"suspend": True})
-    grace = podspec.grace_seconds(stored.job.spec.template)
+    grace = stored.job.spec.facts.grace_seconds
     say(f"{name} is suspended: its pods get SIGTERM and up to {grace} s to save. To go on: ddpjob resume {name}")
 
 

@@ -19,7 +19,7 @@ from ddpjob_cli.client.pack import Contents, read
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import RERUN_SIGNAL
-from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job import api, bounds
 
 EXEC_SECONDS = 30.0
 TOGETHER_MAX = 16
@@ -76,7 +76,7 @@ class DevPods:
         kubectl = shutil.which("kubectl")
         if kubectl is None:
             raise ClusterError("kubectl is not on the PATH; ddpjob dev --cluster needs it to reach the pods")
-        folder = str(launcher.facts(stored.job.spec).trainer.get("workingDir"))
+        folder = str(stored.job.spec.facts.trainer.get("workingDir"))
         self._exec = [kubectl, "exec", "-i", *cluster.kubectl, "-c", stored.trainer]
         self._run = ["--", "python3", "-I", "-S", "-c", _PROGRAM, folder]
         self._cluster, self._stored, self._root, self._say = cluster, stored, root, say

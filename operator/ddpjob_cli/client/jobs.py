@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, NotFoundError
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, bounds, launcher, validation
+from ddpjob_operator.job import api, bounds, validation
 from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.pods import naming
 
@@ -29,7 +29,7 @@ class Stored:
 
     @property
     def trainer(self) -> str:
-        return str(launcher.facts(self.job.spec).trainer.get("name") or "trainer")
+        return str(self.job.spec.facts.trainer.get("name") or "trainer")
 
 
 class NoJobError(InputError):

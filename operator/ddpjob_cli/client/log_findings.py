@@ -13,7 +13,7 @@ from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import state_of
 from ddpjob_core.findings import FINDINGS_MAX
 from ddpjob_operator.failures import termination_message
-from ddpjob_operator.job import api, exit_codes, launcher
+from ddpjob_operator.job import api, exit_codes
 
 PODS_MAX = 16
 LINES_MAX = 200
@@ -24,7 +24,7 @@ def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
     status = stored.job.status
     if status.state != "Succeeded":
         return stored
-    trusted = exit_codes.zero_proves_success(launcher.facts(stored.job.spec).command)
+    trusted = exit_codes.zero_proves_success(stored.job.spec.facts.command)
     found = list(status.findings)
     with contextlib.suppress(ClusterError):
         done = [pod for pod in jobs.pods(cluster, stored.job.metadata.name) if _has_completed(pod, stored)]

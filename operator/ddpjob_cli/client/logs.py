@@ -16,7 +16,7 @@ from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, N
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.log_lines import ANSWER
-from ddpjob_operator.job import api, launcher, topology
+from ddpjob_operator.job import api
 
 DRAIN_SECONDS = 10.0  # seconds without a new line after the job's end, until a log counts as complete
 RETRY_SECONDS = 1.0
@@ -75,7 +75,7 @@ class ClusterLogs:
 
     def gone(self, attempt: int) -> list[int]:
         status, spec = self.stored.job.status, self.stored.job.spec
-        is_static = launcher.facts(spec).min_nodes is None
+        is_static = spec.facts.min_nodes is None
         ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 
@@ -90,17 +90,17 @@ class ClusterLogs:
 
     def node_of_rank(self, rank: int) -> int:
         spec = self.stored.job.spec
-        world = topology.world_size(spec)
+        world = spec.world_size
         if rank >= world:
             raise InputError(f"--rank {rank}: {self.name} has ranks 0 to {world - 1}")
-        if not topology.ranks_follow_nodes(spec):
+        if not spec.facts.ranks_follow_nodes:
             raise InputError(f"--rank {rank}: torchrun numbers the nodes as they arrive; choose by --node")
-        return rank // topology.nproc_per_node(spec)
+        return rank // spec.facts.nproc_per_node
 
     def prefix(self, node: int) -> str:
         """Return the node's prefix: [node:rank] if a node is one rank; [node] otherwise, and for a removed node."""
         spec = self.stored.job.spec
-        rank = topology.rank_of_place(spec, node) if node < spec.nodes else None
+        rank = spec.rank_of_place(node) if node < spec.nodes else None
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,6 @@ from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, NoAnswerError
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import STACKS_SIGNAL
-from ddpjob_operator.job import launcher
 from ddprun.core import folded_stacks
 
 ANSWER_SECONDS = 40.0
@@ -41,7 +40,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
     name = stored.job.metadata.name
     if watch.ended(stored):
         raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")
-    if not launcher.facts(stored.job.spec).restarts_in_place:
+    if not stored.job.spec.facts.restarts_in_place:
         raise InputError(f"{name}: its command does not start ddprun, and only ddprun shows the stacks of its ranks")
     pods = [pod for pod in jobs.running(cluster, stored) if node in (None, jobs.place_of(pod))]
     if not pods:

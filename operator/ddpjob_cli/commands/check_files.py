@@ -24,9 +24,8 @@ from ddpjob_cli.local.processes import similar
 from ddpjob_cli.local.script import find, folder_of, imported, with_shell_script
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, launcher, podspec
+from ddpjob_operator.job import api, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
-from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
@@ -257,19 +256,19 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
     """Return the scripts that a job's command probably means if its path, such as /app/train.py, is not here."""
-    names = {os.path.basename(file) for file in launcher.facts(job.spec).started.files}
+    names = {os.path.basename(file) for file in job.spec.facts.started.files}
     return [script for script in scripts if os.path.basename(script) in names] or scripts
 
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Return why the job's script was not checked. Otherwise "nothing found" would seem to include the script."""
-    started = launcher.facts(job.spec).started
+    started = job.spec.facts.started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that can be recognized"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
         why += similar.file(started.script or "", str(folder_of(document.source, job)))
     elif not started.launcher:
-        why += similar.program(str((launcher.facts(job.spec).trainer.get("command") or [""])[0]))
-    where = document.place(command_path(job.spec.template))
+        why += similar.program(str((job.spec.facts.trainer.get("command") or [""])[0]))
+    where = document.place(job.spec.facts.command_path)
     return f"{where}: {why}, so only the job was checked; name it: ddpjob check {document.source} SCRIPT"

@@ -19,7 +19,7 @@ from ddpjob_cli.commands.output import closed, say, write_printed
 from ddpjob_cli.local import session
 from ddpjob_cli.local.processes.saves import SavedFiles
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import bounds, launcher, validation
+from ddpjob_operator.job import bounds, validation
 
 LOOK_SECONDS = 1.0
 DELETE_SECONDS = 60.0
@@ -53,7 +53,7 @@ def run(
     files, submitted = SavedFiles([str(root)]), read_code(root)
     document, archive = submit.prepare(file, words, wishes, checked=check)
     parsed, _ = validation.parse(document.data)
-    if not launcher.facts(parsed.spec).restarts_in_place:
+    if not parsed.spec.facts.restarts_in_place:
         raise InputError(f"{file}: ddpjob dev needs ddprun, which starts the ranks again; use ddpjob submit")
     cluster, made = submit.create(connect, document, archive)
     held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())

@@ -22,8 +22,8 @@ from ddpjob_cli.local.kept.files import read_script
 from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
-from ddpjob_operator.job import api, command, launcher, topology, validation, wording
-from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.job import api, command, validation, wording
+from ddpjob_operator.job.podspec import trainer_container
 
 PROCESSES_MAX = 512
 STDIN = "-"
@@ -113,8 +113,8 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
         return ""
     given = {setting.partition("=")[0].strip() for setting in source.settings}
     taken = [f"--nodes {job.spec.nodes}"] if source.nodes is None and "spec.nodes" not in given else []
-    nproc = topology.nproc_per_node(job.spec)
-    if source.nproc is None and "spec.nprocPerNode" not in given and launcher.facts(job.spec).launcher:
+    nproc = job.spec.facts.nproc_per_node
+    if source.nproc is None and "spec.nprocPerNode" not in given and job.spec.facts.launcher:
         more = f" ({devices} GPUs here: --nproc-per-node gpu)" if devices > max(1, nproc * job.spec.nodes) else ""
         taken.append(f"--nproc-per-node {nproc}{more}")
     word = "default" if len(taken) == 1 else "defaults"
@@ -151,9 +151,9 @@ def as_file(source: Source) -> Iterator[Source]:
 
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
     """Return a warning if there are many more processes than cores, else "". Raise InputError for far too many."""
-    count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
+    count, cores = job.spec.world_size, len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
-    size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
+    size = f"{nodes} × {job.spec.facts.nproc_per_node} are {processes}"
     if count > PROCESSES_MAX and not allowed:
         raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
     return f"{size} on {cores} cores: they share the cores" if count > 4 * cores else ""
@@ -202,12 +202,12 @@ def _refuse_two_values(source: Source) -> None:
 
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
     refuse_other_bytes(arguments)
-    words = launcher.facts(job.spec).command
+    words = job.spec.facts.command
     given = command.read(words).words
     trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
     head = words[: len(words) - len(given)]
     if not command.read(words).files or tuple(words[len(head) :]) != given:
-        place = document.place(command_path(job.spec.template))
+        place = document.place(job.spec.facts.command_path)
         raise InputError(
             f"{place}: the command names no script that can be recognized, so -- ARGS cannot be its arguments"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpjob_cli.describe import progress
 from ddpjob_operator.failures import log_lines, sentences
-from ddpjob_operator.job import api, bounds, budgets, topology, wording
+from ddpjob_operator.job import api, bounds, budgets, wording
 
 LABEL_WIDTH = 12
 UNSEEN = "no operator has seen the job; is one running, and does it watch this namespace?"
@@ -18,14 +18,14 @@ TAIL_LINES = 12  # lines that hold the end of a traceback; the status keeps 2 Ki
 def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> list[str]:
     status, spec = job.status, job.spec
     ready = status.nodes.ready if status.nodes else 0
-    processes = wording.count(topology.nproc_per_node(spec), "process")
+    processes = wording.count(spec.facts.nproc_per_node, "process")
     lines = [
         labelled("Name", job.metadata.name),
         labelled("Namespace", job.metadata.namespace),
         *([labelled("Created", _time(created, now))] if created else []),
         labelled("State", state_line(status, now)),
         *([labelled("", status.message)] if status.message else []),
-        labelled("Nodes", f"{ready} of {spec.nodes} ready, {processes} each, {topology.backend(spec)}"),
+        labelled("Nodes", f"{ready} of {spec.nodes} ready, {processes} each, {spec.facts.backend}"),
     ]
     if status.gang is not None:
         lines.append(labelled("Gang", f"{status.gang.kind}: {status.gang.why}"))

@@ -27,12 +27,12 @@ from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, ran
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError
-from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
+from ddpjob_operator.job import api, podspec, reasons, wording
 from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.cluster import Container
-from ddpjob_operator.observed.reports import BadReportError, Report
+from ddpjob_operator.observed.reports import BadReportError, Report, check_rank
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
@@ -98,7 +98,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     if options.pdb is not None:
         notes.append(f"--pdb: rank {options.pdb} has this terminal; the output of the others is in {folder.path}")
     read, _ = script.with_shell_script(document.source, job)
-    settings = dataclasses.replace(SETTINGS, command=launcher.facts(read.spec).command)
+    settings = dataclasses.replace(SETTINGS, command=read.spec.facts.command)
     try:
         runner = Runner(job, slots, folder, options, settings)
     except OSError as error:
@@ -118,7 +118,7 @@ def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, l
     """Remove fields that only a cluster has, and GPUs with --cpu. Return the job, and notes for the user."""
     notes = []
     if options.cpu and (requested := podspec.gpus(job.spec.template)):
-        unused, ranks = wording.count(requested, "GPU"), topology.world_size(job.spec)
+        unused, ranks = wording.count(requested, "GPU"), job.spec.world_size
         who = "1 rank trains" if ranks == 1 else f"{ranks} ranks train"
         notes.append(f"--cpu: {unused} on each node {'is' if requested == 1 else 'are'} not used; {who} with gloo")
     if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
@@ -141,10 +141,10 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
     elif visible:
         # A node whose pod requests no GPU gets none, as in a cluster.
         shares = [()] * job.spec.nodes
-    if topology.backend(job.spec) == "nccl" and not visible:
+    if job.spec.facts.backend == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # workingDir is relative to our working folder
+    has_own = job.spec.facts.trainer.get("workingDir")  # workingDir is relative to our working folder
     cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
@@ -161,14 +161,14 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
         resources = trainer.get("resources") or {}
         if isinstance(resources.get(kind), dict):
             resources[kind] = {k: v for k, v in resources[kind].items() if not podspec.is_gpu(k)}
-    nproc = topology.nproc_per_node(job.spec)
+    nproc = job.spec.facts.nproc_per_node
     return replace(job, spec=replace(job.spec, template=template, nproc_per_node=nproc, backend="gloo"))
 
 
 def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: RunOptions) -> list[str]:
     """Refuse fields that a local process cannot have, before anything starts. Return notes for the user. Raise
     InputError."""
-    pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
+    pods = [build.pod(job, 1, place) for place in job.spec.members]
     # Check the user's own template, because fields added by `build.pod` are not the user's mistakes.
     template = {**pods[0], "spec": job.spec.template["spec"]}
     refused = list(pod_process.problems(template))
@@ -196,7 +196,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
     if fault is not None:
         text = f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
         raise InputError(f"{fault.option}: {text}")
-    if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.facts(job.spec).restarts_in_place:
+    if job.spec.stall is None or not job.spec.stall.timeout_seconds or job.spec.facts.restarts_in_place:
         return []
     return [
         f"A hang of this script will not be detected: {path.name} reports no steps, so stall.timeoutSeconds has no "
@@ -349,13 +349,13 @@ class Runner:
                 while self._received:
                     report = self._received.popleft()
                     if report.attempt in (0, self.job.status.attempt):
-                        self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
+                        self.cluster.take(report, self.job.spec.members.place(report.node_rank))
             elif key.fd in key.data.open:
                 self.cluster.handle(key)
 
     def _is_watched(self) -> bool:
         """True if this run itself must check for idle ranks. Under ddprun the agents check, with more information."""
-        return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
+        return self.job.status.state == "Running" and not self.job.spec.facts.restarts_in_place
 
     def _record(self, status: api.Status) -> None:
         reported = self.cluster.agent
@@ -369,7 +369,7 @@ class Runner:
         if is_new_attempt:
             self.cluster.agent = None  # the agent's restarts belong to the old attempt, and are counted
         self.job = replace(self.job, status=status)
-        if status.attempt and launcher.facts(self.job.spec).min_nodes is not None:
+        if status.attempt and self.job.spec.facts.min_nodes is not None:
             self._receiver.leader = self.cluster.leader(self.job)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
@@ -409,12 +409,11 @@ class Runner:
             now = dt.datetime.now(dt.timezone.utc)
             named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
             report, self._total_steps = kubeflow.read_body(named, now, self._total_steps)
+            if report is None:
+                return None
+            check_rank(self.job.spec, report.rank)
         except BadReportError as error:
             return str(error)
-        if report is None:
-            return None
-        if why := topology.not_its_rank(self.job.spec, report.rank, None):
-            return why
         self._received.append(report)
         self._wake()
         return None
@@ -513,7 +512,7 @@ class Runner:
 
     def _begin_stop(self) -> None:
         if self._stop_reasons and not self.job.spec.suspend:
-            grace, nodes = podspec.grace_seconds(self.job.spec.template), wording.count(self.job.spec.nodes, "node")
+            grace, nodes = self.job.spec.facts.grace_seconds, wording.count(self.job.spec.nodes, "node")
             progress = self.job.status.progress
             at = "" if progress is None else f", at step {progress.step}"
             why = f"Stopping on {self._stop_reasons[0]}: {nodes}, up to {grace} s{at}"
@@ -571,7 +570,7 @@ def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
     job = on_cpu(job) if cpu else job
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     yield build.service(job)
-    yield from (build.pod(job, 1, place) for place in topology.members(job.spec))
+    yield from (build.pod(job, 1, place) for place in job.spec.members)
 
 
 def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.kept.files import read_script
-from ddpjob_operator.job import api, command, exit_codes, launcher, programs
-from ddpjob_operator.job.podspec import command_path, trainer_container
+from ddpjob_operator.job import api, command, exit_codes, programs
+from ddpjob_operator.job.podspec import trainer_container
 
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 _SHEBANG = re.compile(r"#!\s*(?:/\S*/env\s+(?:-S\s+)?)?(\S+)(.*)")
@@ -25,13 +25,13 @@ _ALL_ARGUMENTS = re.compile(r""""\$\{?@\}?"|\$\{?[@*]\}?""")
 
 def find(source: str, job: api.DDPJob) -> Path | None:
     """Return the script's path: next to the YAML, else in the working folder; None if it is in neither."""
-    return _here(source, job, launcher.facts(job.spec).started.files)
+    return _here(source, job, job.spec.facts.started.files)
 
 
 def imported(source: str, job: api.DDPJob) -> Path | None:
     """Return the file of the module that the command only imports: `python -c "import train"`; None if it is no such
     command, or the file is not here."""
-    words = launcher.facts(job.spec).command
+    words = job.spec.facts.command
     code = next(
         (code for option, code in itertools.pairwise(words) if option == "-c" and not command.is_shell(words)), ""
     )
@@ -51,7 +51,7 @@ def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
 
     Return the same job and "" if there is no such file here, or if it does not start exactly one training.
     """
-    words = launcher.facts(job.spec).command
+    words = job.spec.facts.command
     for i in programs.places(words):
         own = [words[i]] if programs.name(words[i]) in command.SHELLS else []
         own += itertools.takewhile(_OPTION_OF_SHELL.fullmatch, words[i + 1 :] if own else ())
@@ -76,7 +76,7 @@ def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
 
 def _with_command(job: api.DDPJob, words: list[str]) -> api.DDPJob:
     pod, trainer = job.spec.template["spec"], trainer_container(job.spec.template)
-    changed = {**(trainer or {}), "command": [], "args": [], str(command_path(job.spec.template)[-1]): words}
+    changed = {**(trainer or {}), "command": [], "args": [], str(job.spec.facts.command_path[-1]): words}
     containers = [changed if one is trainer else one for one in pod["containers"]]
     template = {**job.spec.template, "spec": {**pod, "containers": containers}}
     return replace(job, spec=replace(job.spec, template=template))
@@ -84,8 +84,8 @@ def _with_command(job: api.DDPJob, words: list[str]) -> api.DDPJob:
 
 def folder_of(source: str, job: api.DDPJob) -> Path:
     """Return the folder in which the trainer starts: workingDir, else the YAML's if it has the script, else ours."""
-    names = launcher.facts(job.spec).started.files
-    own = launcher.facts(job.spec).trainer.get("workingDir")
+    names = job.spec.facts.started.files
+    own = job.spec.facts.trainer.get("workingDir")
     if isinstance(own, str):
         return Path.cwd() / own
     beside = Path(os.path.abspath(source)).parent

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ddpjob_operator.gangs.adapter import Adapter, Body, Raw
-from ddpjob_operator.job import api, bounds, launcher, podspec
+from ddpjob_operator.job import api, bounds, podspec
 from ddpjob_operator.job.bounds import text
 from ddpjob_operator.observed.groups import Admission, ObservedGroup, Placement, Tell
 from ddpjob_operator.pods import build, naming
@@ -41,7 +41,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
     """Return the Workload of a job with one pod per node. An elastic job may be admitted with minNodes."""
     template = job.spec.template
     podset: Body = {"name": PODSET, "count": job.spec.nodes, "template": {"spec": _what_pods_ask_for(template)}}
-    least = launcher.facts(job.spec).min_nodes
+    least = job.spec.facts.min_nodes
     if least is not None and least < job.spec.nodes:
         podset["minCount"] = least
     if topology := _topology_request(job):

@@ -12,7 +12,7 @@ count. In 1.37 a deleted PodGroup stays until its last pod has ended.
 from __future__ import annotations
 
 from ddpjob_operator.gangs.adapter import Adapter, Body, Raw
-from ddpjob_operator.job import api, launcher, podspec
+from ddpjob_operator.job import api, podspec
 from ddpjob_operator.job.bounds import text
 from ddpjob_operator.observed.groups import Admission
 from ddpjob_operator.pods import build, naming
@@ -22,7 +22,7 @@ _SCHEDULED = ("PodGroupInitiallyScheduled", "PodGroupScheduled")
 
 def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
     """Return the PodGroup of an attempt. An elastic job is placed as soon as minNodes of its pods fit."""
-    spec: Body = {"schedulingPolicy": {"gang": {"minCount": launcher.facts(job.spec).min_nodes or job.spec.nodes}}}
+    spec: Body = {"schedulingPolicy": {"gang": {"minCount": job.spec.facts.min_nodes or job.spec.nodes}}}
     if job.spec.topology_key:
         spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
     if priority := podspec.mapping(job.spec.template, "spec").get("priorityClassName"):

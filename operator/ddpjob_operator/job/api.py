@@ -8,13 +8,16 @@ Field names follow batch/v1 Job and torchrun. Times are timezone-aware datetimes
 from __future__ import annotations
 
 import datetime as dt
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from ddpjob_core import budget, failure_policy
+from ddpjob_core.members import Members
 from ddpjob_operator.job import bounds, ranges
+from ddpjob_operator.job.facts import JobFacts
 
 GROUP = "training.ddpjob.io"
 VERSION = "v1alpha1"
@@ -98,6 +101,52 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Another controller that runs this job (as in batch/v1 Job). Empty: this operator."""
     template: dict[str, Any] = field(default_factory=dict)
     """An ordinary PodTemplateSpec. The container named `trainer`, else the first, is the trainer."""
+
+    @cached_property
+    def facts(self) -> JobFacts:
+        """What follows from this spec for any number of nodes."""
+        return JobFacts(
+            self.template,
+            min_nodes=self.min_nodes,
+            nproc_per_node=self.nproc_per_node,
+            backend=self.backend,
+            dns=self.dns,
+        )
+
+    @property
+    def members(self) -> Members:
+        """The places of the job (the numbers in its pods' names), in order. Only this translates between places
+        (pods, startedNodes, completedNodes and replacements in a status) and node ranks (reports, failures)."""
+        return _members(self.nodes)
+
+    @property
+    def world_size(self) -> int:
+        return self.members.world_size(self.facts.nproc_per_node)
+
+    def rank_of_place(self, place: int) -> int | None:
+        """Return the rank of a pod's only process; None if the pod has several processes or the rank is unknown."""
+        is_known = self.facts.nproc_per_node == 1 and self.facts.ranks_follow_nodes
+        return self.members.node_rank(place) if is_known else None
+
+    @property
+    def grace_after_failure(self) -> int:
+        """Seconds for pods to stop after a failure: few, because a broken group cannot save together."""
+        unset = min(10, self.facts.grace_seconds)
+        return max(1, unset if self.restart_grace_seconds is None else self.restart_grace_seconds)
+
+    def with_nodes(self, nodes: int) -> Spec:
+        """Return the spec with another number of nodes; its command is not read again."""
+        if nodes == self.nodes:
+            return self
+        changed = replace(self, nodes=nodes)
+        changed.__dict__["facts"] = self.facts
+        return changed
+
+
+@lru_cache(maxsize=16)
+def _members(nodes: int) -> Members:
+    # Not cached in the spec: the operator keeps the specs of all jobs, and one job may have 99,999 nodes.
+    return Members(range(nodes))
 
 
 class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -223,6 +272,35 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     def completed(self) -> frozenset[int]:
         """completedNodes as a set."""
         return ranges.parse(self.completed_nodes)
+
+    @property
+    def furthest(self) -> int | None:
+        """The furthest step so far; None if none was reported."""
+        now = self.progress.step if self.progress is not None and self.progress.step else None
+        return max((n for n in (now, self.furthest_step) if n is not None), default=None)
+
+    @property
+    def restarted_in_place(self) -> int:
+        """Number of restarts in place in this attempt."""
+        done = self.in_place
+        return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
+
+    @property
+    def is_restarted(self) -> bool:
+        """True if a failure started the current attempt, or if a pod in it is being replaced after a failure."""
+        failure = self.last_failure
+        return failure is not None and (failure.attempt == self.attempt - 1 or bool(self.replacements))
+
+    @property
+    def unsettled_failure(self) -> JobFailure | None:
+        """The failure that broke the attempt, until its pods (or the one to replace) have ended; then None."""
+        failure = self.last_failure
+        is_open = failure is not None and failure.attempt == self.attempt and not failure.failure_class
+        return failure if is_open and self.state == "Restarting" else None
+
+    @property
+    def is_broken(self) -> bool:
+        return self.unsettled_failure is not None
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

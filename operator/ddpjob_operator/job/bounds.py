@@ -70,6 +70,10 @@ def number(text: object, last: int) -> int:
     return int(text) if int(text) <= last else -1
 
 
+def count(text: object) -> int:
+    return number(text, COUNT_MAX)
+
+
 def seconds(value: object) -> int:
     return max(0, min(value, SECONDS_MAX)) if isinstance(value, int) and not isinstance(value, bool) else 0
 

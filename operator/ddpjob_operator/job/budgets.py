@@ -57,8 +57,3 @@ def policy(spec: api.Spec) -> list[PolicyRule]:
     return [
         PolicyRule(r.action, frozenset(r.on_exit_codes.values), r.on_exit_codes.operator == "NotIn") for r in listed
     ]
-
-
-def furthest(status: api.Status) -> int | None:
-    now = status.progress.step if status.progress is not None and status.progress.step else None
-    return max((n for n in (now, status.furthest_step) if n is not None), default=None)

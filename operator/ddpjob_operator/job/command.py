@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import programs, shell
+from ddpjob_operator.job import bounds, programs, shell
 
 LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
@@ -76,6 +76,11 @@ class Command:
         return self.launcher in LAUNCHERS or self.launcher in MODULES
 
     @property
+    def nodes(self) -> tuple[int, int]:
+        """MIN and MAX of --nnodes."""
+        return nodes_range(self.options.get("nnodes", ""))
+
+    @property
     def named(self) -> tuple[str, ...]:
         """Return the script as the command names it, or -m and the module."""
         return (self.script,) if self.script is not None else ("-m", self.module) if self.module else ()
@@ -87,6 +92,12 @@ class Command:
             return [self.script]
         path = (self.module or "").replace(".", "/")
         return [f"{path}.py", f"{path}/__main__.py"] if path else []
+
+
+def nodes_range(text: str) -> tuple[int, int]:
+    """Return MIN and MAX of a number of nodes for torchrun, equal for a single number; -1 for anything else."""
+    first, _, last = text.partition(":")
+    return bounds.count(first), bounds.count(last or first)
 
 
 def read(words: list[str]) -> Command:

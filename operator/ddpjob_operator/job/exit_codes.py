@@ -100,11 +100,6 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
     return {node: started.launcher for node, started in walk.started.items() if started.launcher != "python"}
 
 
-def may_be_replaced(words: list[str]) -> bool:
-    """True if a launcher that writes no message may run after another one failed: `ddprun a.py || torchrun a.py`."""
-    return any(found.replaced for found in launcher_exits(words))
-
-
 def zero_proves_success(words: list[str]) -> bool | None:
     """True if exit code 0 proves that the last launcher ended with 0. False if the shell hides a failure of the
     launcher, and None if this is unknown."""

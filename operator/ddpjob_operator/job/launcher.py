@@ -6,15 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
-from typing import Any
-
-import msgspec
 
 from ddpjob_operator.job import api, bounds, command, exit_codes, programs
 from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
-from ddpjob_operator.job.podspec import command_of, command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
@@ -36,7 +31,6 @@ _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # The paths where DeepSpeed looks for its hostfile if no option names it.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
-_VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 NEEDS_LAUNCHER = (
     "this command cannot train with a changing number of nodes. Start the script with ddprun or torchrun, or remove "
     "minNodes."
@@ -58,109 +52,15 @@ _OF_PODS = (
 )
 
 
-class JobFacts:
-    """Facts about a job's template, computed once per parsed spec, because a plan asks for them dozens of times."""
-
-    def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
-        self._template, self._min_nodes = template, min_nodes
-
-    @cached_property
-    def trainer(self) -> dict[str, Any]:
-        """The trainer's container; {} if the template has none."""
-        return trainer_container(self._template) or {}
-
-    @cached_property
-    def env(self) -> dict[str, Any]:
-        """Values of the trainer's own variables; None for a variable that is set by reference (valueFrom)."""
-        return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
-
-    @cached_property
-    def command(self) -> list[str]:
-        return command_of(self._template)
-
-    @cached_property
-    def text(self) -> str:
-        """The command as one text, limited to the length that is searched."""
-        return " ".join(self.command)[:SCRIPT_READ_MAX]
-
-    @cached_property
-    def started(self) -> Command:
-        return command.of_container(self.command)
-
-    @cached_property
-    def launcher(self) -> Command | None:
-        """The command that torchrun or ddprun starts, with the launcher's options; None for other commands."""
-        return self.started if self.started.has_torchrun_options else None
-
-    @cached_property
-    def is_launcher_alone(self) -> bool:
-        """True if the container's program is torchrun or ddprun, without a shell or an image's ENTRYPOINT before it."""
-        words = (self.command if self.trainer.get("command") else []) or [""]
-        program, rest = programs.name(words[0]), command.after_python_options(words[1:])
-        is_module = rest[:1] == ["-m"] and any(map(command.starts_ranks, rest[1:2]))
-        return program in command.LAUNCHERS or (command.PYTHON.match(program) is not None and is_module)
-
-    @cached_property
-    def mentioned(self) -> frozenset[str]:
-        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: the script may read them."""
-        return frozenset(_VARIABLE.findall(repr(self.trainer)))
-
-    @cached_property
-    def gpus(self) -> int:
-        return gpus(self._template)
-
-    @cached_property
-    def restarts_in_place(self) -> bool:
-        """True if ddprun starts the ranks, so that they can restart without new pods."""
-        return self.launcher is not None and self.launcher.launcher == "ddprun"
-
-    @cached_property
-    def min_nodes(self) -> int | None:
-        """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
-        if self._min_nodes is not None or self.launcher is None:
-            return self._min_nodes
-        least, most = _range(self.launcher)
-        return least if 0 < least < most else None
-
-    @cached_property
-    def nproc_per_node(self) -> int | None:
-        """--nproc-per-node of the command if it is a number."""
-        value = self.launcher.options.get("nproc_per_node", "") if self.launcher else ""
-        return _number(value) if _number(value) > 0 else None
-
-    @cached_property
-    def max_restarts(self) -> int | None:
-        """How often torchrun may restart ranks in their pods, if the user's template sets it."""
-        given = self.launcher.options.get("max_restarts") if self.launcher else None
-        number = _number(given or self.env.get("PET_MAX_RESTARTS") or "")
-        return None if number < 0 else number
-
-
-def facts(spec: api.Spec) -> JobFacts:
-    kept = spec.__dict__
-    if "facts" not in kept:
-        kept["facts"] = JobFacts(spec.template, spec.min_nodes)
-    return kept["facts"]  # type: ignore[no-any-return]
-
-
-def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
-    """Return the spec with another number of nodes; its command is not read again."""
-    if nodes == spec.nodes:
-        return spec
-    changed = msgspec.structs.replace(spec, nodes=nodes)
-    changed.__dict__["facts"] = facts(spec)
-    return changed
-
-
 def warnings(spec: api.Spec) -> list[str]:
     """Return a warning for each launcher or option that is allowed but has a drawback."""
-    launcher, notes = facts(spec).launcher, apart(spec)
+    launcher, notes = spec.facts.launcher, apart(spec)
     if launcher is not None and launcher.launcher == "ddprun":  # ddprun supports all of these options
         return notes
     options = launcher.options if launcher else {}
     if spec.preflight == "Always":
         notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
-    if facts(spec).min_nodes is not None:
+    if spec.facts.min_nodes is not None:
         return [*notes, *_elastic_notes(options, spec)]
     if options.get("max_restarts", "0") != "0":
         notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
@@ -171,14 +71,14 @@ def warnings(spec: api.Spec) -> list[str]:
 
 def apart(spec: api.Spec) -> list[str]:
     """Return why the command makes each node train alone, or starts nothing: a success would be suspicious."""
-    alone = [] if facts(spec).launcher else _alone(spec)
+    alone = [] if spec.facts.launcher else _alone(spec)
     return [*dict.fromkeys((*alone, *_without_variables(spec), *_only_read(spec)))]
 
 
 def _without_variables(spec: api.Spec) -> Iterator[str]:
     """Yield a warning about a launcher, or a script without one, that does not have the variables of its pod."""
-    nproc = facts(spec).gpus if spec.nproc_per_node == "auto" else spec.nproc_per_node
-    for one in exit_codes.launcher_exits(facts(spec).command):
+    nproc = spec.facts.gpus if spec.nproc_per_node == "auto" else spec.nproc_per_node
+    for one in exit_codes.launcher_exits(spec.facts.command):
         taken, what = one.withheld, one.launcher
         if one.launcher == "python":
             what = one.started.script or "python"
@@ -197,7 +97,7 @@ def waits_in_vain(spec: api.Spec, running: Iterable[tuple[int, list[str], Mappin
     A script in the image, or a program around the launcher, may give it other options and variables than the job's.
     """
     nodes_of: dict[str, set[int]] = {}
-    for node, words, environ in running if facts(spec).min_nodes is None else ():
+    for node, words, environ in running if spec.facts.min_nodes is None else ():
         started = None if command.is_shell(words) else command.by_torchrun(words)
         if started is None:
             continue
@@ -221,7 +121,7 @@ def waits_in_vain(spec: api.Spec, running: Iterable[tuple[int, list[str], Mappin
 
 def _only_read(spec: api.Spec) -> Iterator[str]:
     """Yield a warning about a shell, or a launcher, that runs nothing."""
-    words = facts(spec).command
+    words = spec.facts.command
     for word, following in pairwise([] if command.is_shell(words) else words):
         if command.starts_ranks(word) and programs.tells_of_itself([following]):
             yield f"`{programs.name(word)} {following}` starts nothing; give it the script"
@@ -232,13 +132,13 @@ def _only_read(spec: api.Spec) -> Iterator[str]:
 
 def _alone(spec: api.Spec) -> list[str]:
     """Yield a warning about a launcher that starts only its node's ranks, because nothing names the other nodes."""
-    text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
+    text = (spec.facts.shell_script or spec.facts.text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
         return []
     # Outside its command the template may name the nodes, for example in a hostfile.
-    mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(mounts(spec.template))
-    if mounted or any(map(_HOSTFILE_VARIABLE.search, facts(spec).env)):
+    mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(spec.facts.mounts)
+    if mounted or any(map(_HOSTFILE_VARIABLE.search, spec.facts.env)):
         return []
     return [
         f"{found[1]} starts ranks on its own node, so each of the {spec.nodes} nodes trains alone; start the script "
@@ -249,8 +149,8 @@ def _alone(spec: api.Spec) -> list[str]:
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
     """Yield (WORLD_SIZE, NNODES) or (RANK, NODE_RANK) if an option of the launcher uses the first variable and means
     the second. The launcher sets the first variable only later, for its ranks."""
-    own, text = facts(spec).env, facts(spec).text
-    for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
+    own, text = spec.facts.env, spec.facts.text
+    for pattern, name, meant in _OF_PODS if spec.facts.launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
         # ${WORLD_SIZE:-1} always has a value, and the 1 may be correct, so it is not reported.
         if not is_set and re.search(rf"{pattern.pattern}(?!:?[-=+])", text):
@@ -259,9 +159,9 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
 
 def contradictions(spec: api.Spec) -> Found:
     """Yield the path and a sentence with the fix for each contradiction. The template must be well-formed."""
-    path = command_path(spec.template)
+    path = spec.facts.command_path
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
-    launcher = facts(spec).launcher
+    launcher = spec.facts.launcher
     if launcher is None:
         if spec.min_nodes is not None:
             yield ("spec", "minNodes"), NEEDS_LAUNCHER
@@ -272,33 +172,27 @@ def contradictions(spec: api.Spec) -> Found:
 
 def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
-    least, most = _range(launcher)
+    least, most = launcher.nodes
     if wanted and spec.min_nodes is not None and least != spec.min_nodes:
         yield f"--nnodes={wanted} contradicts spec.minNodes: {spec.min_nodes}. Remove --nnodes: the job sets it."
     elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")
-    if facts(spec).min_nodes is not None and backend != "c10d" and not facts(spec).restarts_in_place:
+    if spec.facts.min_nodes is not None and backend != "c10d" and not spec.facts.restarts_in_place:
         yield f"--rdzv_backend={backend}: the nodes of an elastic job use the backend c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
-    if spec.nodes == 1 and _number(rank) > 0:
+    if spec.nodes == 1 and bounds.count(rank) > 0:
         yield f"--node_rank={rank} waits for node 0, but spec.nodes: 1 is only this node. Remove it: the job sets it."
 
 
-def _range(launcher: Command) -> tuple[int, int]:
-    """Return MIN and MAX of --nnodes, equal for a single number; -1 for anything else."""
-    first, _, last = launcher.options.get("nnodes", "").partition(":")
-    return _number(first), _number(last or first)
-
-
 def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
-    most = _number(options.get("nnodes", "").rpartition(":")[2])
+    most = bounds.count(options.get("nnodes", "").rpartition(":")[2])
     if most > spec.nodes:
         yield (
             f"--nnodes={options['nnodes']} with spec.nodes: {spec.nodes}: each start waits 30 s (torchrun's last call) "
             "for nodes that do not come"
         )
-    if _number(options.get("max_restarts", "0")) > spec.backoff_limit:
+    if bounds.count(options.get("max_restarts", "0")) > spec.backoff_limit:
         yield (
             f"--max-restarts={options['max_restarts']} is more than backoffLimit: {spec.backoff_limit}, and torchrun "
             "counts its restarts itself"
@@ -306,7 +200,7 @@ def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
 
 
 def _several_nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
-    is_elastic = facts(spec).min_nodes is not None
+    is_elastic = spec.facts.min_nodes is not None
     if spec.nodes == 1 and not is_elastic:
         return
     options = launcher.options
@@ -316,14 +210,14 @@ def _several_nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
         rank = options["node_rank"]
         yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
     backend = options.get("rdzv_backend", "static")
-    has_endpoint = is_elastic or options.get("rdzv_endpoint") or "PET_RDZV_ENDPOINT" in facts(spec).env
+    has_endpoint = is_elastic or options.get("rdzv_endpoint") or "PET_RDZV_ENDPOINT" in spec.facts.env
     if backend != "static" and not has_endpoint:
         yield (
             f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
         )
     run_id = options.get("rdzv_id", "")
-    if command.shell_script(facts(spec).command) is not None and _OTHER_ON_EACH_NODE.search(run_id):
+    if spec.facts.shell_script is not None and _OTHER_ON_EACH_NODE.search(run_id):
         yield f"--rdzv_id={run_id} differs on each of {spec.nodes} nodes. Remove it: the job sets it."
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
@@ -341,12 +235,12 @@ def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
 
 def _processes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nproc_per_node", "")
-    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and _number(wanted) != spec.nproc_per_node:
+    if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and bounds.count(wanted) != spec.nproc_per_node:
         yield (
             f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
             "Remove one of them: the job sets the option."
         )
-    if wanted == "gpu" and not facts(spec).gpus:
+    if wanted == "gpu" and not spec.facts.gpus:
         yield "--nproc_per_node=gpu: the trainer's limits have no GPU. Remove it: the job sets the option."
     if launcher.launcher.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
         yield "--no_python cannot pass --local-rank. Add --use_env, or use torchrun."
@@ -354,7 +248,7 @@ def _processes(launcher: Command, spec: api.Spec) -> Iterator[str]:
 
 def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
     """Yield an init_method file:// in a folder that the nodes do not share."""
-    for word, following in pairwise([*facts(spec).started.words, ""]):
+    for word, following in pairwise([*spec.facts.started.words, ""]):
         named = _INIT_METHOD_OPTION.match(word)
         value = (word.partition("=")[2] or following) if named else ""
         path = value.removeprefix("file://")
@@ -366,9 +260,5 @@ def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
 
 
 def _may_be_shared(path: str, spec: api.Spec) -> bool:
-    above = {mount: shared for mount, shared in mounts(spec.template).items() if path.startswith(f"{mount}/")}
+    above = {mount: shared for mount, shared in spec.facts.mounts.items() if path.startswith(f"{mount}/")}
     return bool(above) and above[max(above, key=len)]
-
-
-def _number(text: str) -> int:
-    return bounds.number(text, bounds.COUNT_MAX)

@@ -40,11 +40,6 @@ def trainer_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
     return ("spec", "template", "spec", "containers", index)
 
 
-def command_path(template: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Return the path of the trainer's command, or of its args if it has none."""
-    return (*trainer_path(template), "command" if "command" in (trainer_container(template) or {}) else "args")
-
-
 def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
     """Return {mountPath: True if all nodes may see the same files there} for the trainer's mounts."""
     return {path: kind not in _OWN_VOLUMES for path, kind in _mounted(template).items()}
@@ -87,13 +82,6 @@ def restarts_of_the_kubelet(template: Mapping[str, Any]) -> list[tuple[dict[str,
     )
     names = [name for name in ("restartPolicy", "restartPolicyRules") if own.get(name) not in (None, "Never")]
     return [*((own, name) for name in names), *((c, "restartPolicyRules") for c in of_all)]
-
-
-def grace_seconds(template: Mapping[str, Any]) -> int:
-    """Return terminationGracePeriodSeconds; 30 if unset, as in Kubernetes."""
-    pod = template.get("spec")
-    value = pod.get("terminationGracePeriodSeconds") if isinstance(pod, Mapping) else None
-    return value if isinstance(value, int) else 30
 
 
 def gpus(template: Mapping[str, Any]) -> int:

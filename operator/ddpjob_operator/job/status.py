@@ -11,24 +11,6 @@ from ddpjob_operator.job import api
 TERMINAL = ("Succeeded", "Failed")
 
 
-def is_restarted(status: api.Status) -> bool:
-    """True if a failure started the current attempt, or if a pod in it is being replaced after a failure."""
-    failure = status.last_failure
-    return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
-
-
-def unsettled_failure(status: api.Status) -> api.JobFailure | None:
-    """Return the failure that broke the attempt, until its pods (or the one to replace) have ended; then None."""
-    failure = status.last_failure
-    if status.state != "Restarting" or failure is None or failure.attempt != status.attempt:
-        return None
-    return None if failure.failure_class else failure
-
-
-def is_broken(status: api.Status) -> bool:
-    return unsettled_failure(status) is not None
-
-
 def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
     """True if the current ranks reported this progress, and not the ranks before a restart."""
     since = status.attempt_time

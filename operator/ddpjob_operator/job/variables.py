@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator.job import api, bounds, launcher, topology
-from ddpjob_operator.job.command import Command
+from ddpjob_operator.job import api
+from ddpjob_operator.job.command import Command, nodes_range
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
 BREAKS_RENDEZVOUS = frozenset(
@@ -45,11 +45,11 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
     """Yield (index in env, name, sentence) for values with which several nodes cannot meet. by_python: the command
     starts the script without a launcher. An unknown program may read any variable, so nothing is reported for it.
     local: all nodes are on this machine and find rank 0 at localhost."""
-    by = launcher.facts(spec).launcher
+    by = spec.facts.launcher
     if spec.nodes == 1 or not (by or by_python):
         return
-    text = launcher.facts(spec).text
-    for number, entry in enumerate(mappings(launcher.facts(spec).trainer, "env")):
+    text = spec.facts.text
+    for number, entry in enumerate(mappings(spec.facts.trainer, "env")):
         name, value = entry.get("name"), entry.get("value")
         if local and name in _ADDRESSES:
             continue
@@ -76,12 +76,11 @@ def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
         yield f" is not an address at which {nodes} nodes can find rank 0. Remove it: the job sets it."
     elif name == "PET_NNODES" and not _is_number_of_nodes(value, spec):
         yield f" contradicts spec.nodes: {nodes}. Remove it: the job sets it."
-    elif name == "WORLD_SIZE" and value.isdecimal() and int(value) not in (nodes, topology.world_size(spec)):
+    elif name == "WORLD_SIZE" and value.isdecimal() and int(value) not in (nodes, spec.world_size):
         yield f" contradicts spec.nodes: {nodes}. Remove it: the job sets it; or use $(DDPJOB_WORLD_SIZE)."
 
 
 def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
     """True for the number of nodes, a range that contains it, or a text that is no number, such as $(NNODES)."""
-    first, _, last = value.partition(":")
-    least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
+    least, most = nodes_range(value)
     return min(least, most) < 0 or least <= spec.nodes <= most

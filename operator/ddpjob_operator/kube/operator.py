@@ -13,7 +13,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from ddpjob_operator.job import api, storage, topology, validation
+from ddpjob_operator.job import api, storage, validation
 from ddpjob_operator.kube.api import access, reading, served_crd
 from ddpjob_operator.kube.api.client import Client, collection
 from ddpjob_operator.kube.api.in_flight import InFlight
@@ -254,7 +254,7 @@ class Operator:
         spec, place = self.states.spec(entry.key), entry.value.place
         if spec is None:
             return Sender(*entry.key, node_rank=0)  # reports of unreadable jobs are dropped
-        members = topology.members(spec)
+        members = spec.members
         if place not in members:
             return None
         return Sender(*entry.key, members.node_rank(place), entry.value.attempt, entry.value.replacement)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ddpjob_operator.job import api, reasons
-from ddpjob_operator.job.status import TERMINAL, is_restarted, present_progress, unsettled_failure
+from ddpjob_operator.job.status import TERMINAL, present_progress
 from ddpjob_operator.metrics import names
 from ddpjob_operator.observed.reports import AgentReport
 
@@ -53,7 +53,7 @@ def of_change(
     seen = [*_counts(old, new), *_start(old, new, now)]
     if new.state in (*TERMINAL, "Failing", "Suspended"):
         return Change([*seen, *_given_up(restart, new)], None)
-    broken = unsettled_failure(new)
+    broken = new.unsettled_failure
     if broken is not None and (restart is None or restart.scope):
         restart = Restart(_at_most(broken.time, now), now)
     charged = _charged(old, new)
@@ -83,7 +83,7 @@ def _counts(old: api.Status, new: api.Status) -> Iterator[SeenStatus]:
 
 
 def _start(old: api.Status, new: api.Status, now: dt.datetime) -> Iterator[SeenStatus]:
-    if new.start_time is None or is_restarted(new):
+    if new.start_time is None or new.is_restarted:
         return
     if new.running_time is not None and old.running_time is None:
         yield SeenStatus(names.START_SECONDS, _seconds(new.start_time, now), ("running",))

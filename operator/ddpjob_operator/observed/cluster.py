@@ -64,7 +64,7 @@ class Pod(msgspec.Struct, frozen=True):
     """uid of its controller; "" if none."""
     attempt: int
     place: int
-    """Its number in the job, as in its name; `topology.members` maps it to ranks."""
+    """Its number in the job, as in its name; `Spec.members` maps it to ranks."""
     replacement: int = 0
     """Number of the pod at this place in this attempt; the first is 0, and each single replacement adds one."""
     job: str = ""

@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from ddpjob_core import budget, rules
 from ddpjob_core.failures import Failure
-from ddpjob_operator.job import bounds
+from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import NOT_READABLE
 
 METRICS_MAX = 16
@@ -127,3 +127,15 @@ def read_report(body: bytes, received_at: dt.datetime) -> Report:
     except NOT_READABLE as error:
         raise BadReportError(str(error) or type(error).__name__) from None
     return msgspec.structs.replace(report, received_at=received_at)
+
+
+def check_rank(spec: api.Spec, rank: int, node_rank: int | None = None) -> None:
+    """Raise BadReportError if the pod of a node may not report for a rank. node_rank None: the node is unknown."""
+    nproc, world = spec.facts.nproc_per_node, spec.world_size
+    if rank >= world:
+        raise BadReportError(f"rank: {rank} is not one of the job's {world} ranks (nodes x nprocPerNode)")
+    if node_rank is not None and spec.facts.ranks_follow_nodes and rank // nproc != node_rank:
+        first = node_rank * nproc
+        raise BadReportError(
+            f"rank: {rank} is not of node {node_rank}, which has {nproc} from {first} on (nprocPerNode)"
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api, podspec
+from ddpjob_operator.job import api
 from ddpjob_operator.observed.groups import Tell
 
 
@@ -138,9 +138,3 @@ class Plan:
     status: api.Status | None = None
     events: tuple[Event, ...] = ()
     requeue_at: dt.datetime | None = None
-
-
-def restart_grace_seconds(spec: api.Spec) -> int:
-    """Return the grace after a failure: short, because a broken group cannot save together."""
-    grace = podspec.grace_seconds(spec.template)
-    return max(1, min(10, grace) if spec.restart_grace_seconds is None else spec.restart_grace_seconds)

@@ -10,8 +10,7 @@ from ddpjob_core.budget import Spent, newly_spent, with_newly_spent
 from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, ranges, topology
-from ddpjob_operator.job.status import is_broken
+from ddpjob_operator.job import api, budgets, ranges
 from ddpjob_operator.observed.reports import AgentReport, Report
 from ddpjob_operator.plan import leadership, transitions
 from ddpjob_operator.plan.view import View
@@ -49,13 +48,13 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     # Record that these pods have run, because ranks start only after all nodes have joined. Nodes of an elastic job may
     # still come.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
-    ran = {place for place in view.members if naming.replacement(status, place) == 0 and not view.is_elastic}
+    ran = {place for place in view.spec.members if naming.replacement(status, place) == 0 and not view.is_elastic}
     if agent.replacement == leadership.turn(view.job, status):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
     # The agent has already counted these steps as progress, so later failures must not count them again.
-    status = replace(status, furthest_step=budgets.furthest(status))
-    if is_broken(status):
+    status = replace(status, furthest_step=status.furthest)
+    if status.is_broken:
         return status  # lastFailure stays the failure that is being settled
     for reported in agent.failures[-number:]:
         failure = _failure(status, reported, view)
@@ -64,13 +63,14 @@ def with_agent(status: api.Status, view: View) -> api.Status:
 
 
 def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
-    history, limits, known, counts = budgets.history(status), budgets.limits(job.spec), status.in_place, agent.restarts
+    history, limits, spent = budgets.history(status), budgets.limits(job.spec), budgets.known(status)
+    known, counts = status.in_place, agent.restarts
     reported = Spent(counts.application, counts.infrastructure, counts.stall)
-    new = newly_spent(budgets.known(status), agent.replacement, reported, history, limits, now)
+    new = newly_spent(spent, agent.replacement, reported, history, limits, now)
     if not new.total:
         return status, 0
     if known is None or known.replacement != agent.replacement:
-        known = api.InPlace(replacement=agent.replacement, earlier=count(status))
+        known = api.InPlace(replacement=agent.replacement, earlier=status.restarted_in_place)
     failures = agent.failures[-new.total :]
     history = with_newly_spent(
         history,
@@ -80,22 +80,17 @@ def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.da
         in_a_row=counts.in_a_row,
         charged_in_a_row=counts.charged_in_a_row,
         peers_lost=sum(f.charged_to == "infrastructure" and _only_complains(f) for f in failures),
-        made_a_new_step=(budgets.furthest(status) or 0) > (status.furthest_step or 0),
+        made_a_new_step=(status.furthest or 0) > (status.furthest_step or 0),
     )
     known = replace(known, **{name: getattr(known, name) + n for name, n in new._asdict().items()})
     return replace(status, restarts=budgets.restarts(history), in_place=known), new.total
 
 
-def count(status: api.Status) -> int:
-    done = status.in_place
-    return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
-
-
 def _failure(status: api.Status, failure: Failure, view: View) -> api.JobFailure:
     assert failure.node_rank is not None, "a report without it is refused"
-    place = view.members.place(failure.node_rank)
+    place = view.spec.members.place(failure.node_rank)
     pod = None if place is None else view.pods.get(place)
-    is_known = failure.rank is not None and failure.rank < topology.world_size(view.spec)
+    is_known = failure.rank is not None and failure.rank < view.spec.world_size
     return api.JobFailure(
         attempt=status.attempt,
         rank=failure.rank if is_known else None,

@@ -8,9 +8,9 @@ from dataclasses import replace
 from ddpjob_operator.job import api
 from ddpjob_operator.job.times import earliest
 from ddpjob_operator.plan import gang, group_restart, lifecycle, pod_replacement, startup
-from ddpjob_operator.plan.actions import Decision, DeletePod
+from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.record import record
-from ddpjob_operator.plan.view import View, in_attempt, is_over, next_loss
+from ddpjob_operator.plan.view import View, in_attempt, next_loss
 
 Rule = Callable[[View, api.Status], Decision | None]
 
@@ -55,17 +55,10 @@ def decide(view: View, status: api.Status) -> Decision:
         if decision is None:
             continue
         if not decision.goes_on:
-            again_at = earliest(decision.requeue_at, next_loss(view), group_restart.next_check(view, status))
-            again_at = earliest(again_at, gang.retry_at(view))
-            actions = (*garbage(view), *gang.unneeded(view), *gang.to_tell(view), *decision.actions)
+            groups, retry_at = gang.upkeep(view)
+            actions = (*view.clear_garbage(), *groups, *decision.actions)
+            again_at = earliest(decision.requeue_at, next_loss(view), group_restart.next_check(view, status), retry_at)
             return replace(decision, actions=actions, requeue_at=again_at)
         view = in_attempt(view, decision.status)
         status = record(view, decision.status)
     raise AssertionError("the last rule decides about every job")
-
-
-def garbage(view: View) -> tuple[DeletePod, ...]:
-    """Return deletes of pods of finished attempts: a pod on a lost node must not answer to its rank's DNS name."""
-    over = [p for p in view.garbage if is_over(p, view.recorded)]
-    removed = view.stop([p for p in view.removed if is_over(p, view.recorded)], None)
-    return (*(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked)), *removed)

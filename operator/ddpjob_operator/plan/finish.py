@@ -13,7 +13,7 @@ from ddpjob_operator.failures import sentences
 from ddpjob_operator.gangs import choice
 from ddpjob_operator.job import api, budgets, launcher, podspec, reasons, shells, variables
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
+from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past
 from ddpjob_operator.job.wording import duration
 from ddpjob_operator.plan import agent_restarts, group_restart, invalid_spec, pending, redacted
@@ -49,8 +49,10 @@ def finish(view: View, decision: Decision) -> Plan:
     """Return the plan. Its status is None if the new status equals the stored status."""
     # `recorded` lacks the remark about an invalid spec, so compare with the stored message, which may contain it.
     old = replace(view.recorded, message=view.stored.message)
-    status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
-    new = _document(view, old, status)
+    status = invalid_spec.with_remark(decision.status, view.problems)
+    status, long_wait_at = pending.with_long_wait(view, status)
+    silent = is_past(pending.report_old_at(pending.last_report_at(status, view.seen)), view.now)
+    new = _document(view, old, status, silent=silent)
     if new != view.stored:
         new = redacted.status(new, view.stored)
     new, write_at = throttle(old, new, view.settings, view.now)
@@ -74,7 +76,8 @@ def throttle(
     return old, due
 
 
-def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
+def _document(view: View, old: api.Status, status: api.Status, *, silent: bool) -> api.Status:
+    """Return the status with what every status has. silent: rank 0's ETA is out of date."""
     job = view.job
     new = replace(
         status,
@@ -83,13 +86,12 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
         restarts=status.restarts or api.Restarts(),
         nodes=status.nodes or api.Nodes(total=view.spec.nodes),
     )
-    silent = is_past(pending.report_old_at(pending.last_report_at(new, view.seen)), view.now)
     conditions = _conditions(old, new, invalid_spec.sentence(view.problems), view.now)
     return replace(new, display=_display(new, silent=silent), conditions=conditions)
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """Return the printer columns. silent: rank 0's ETA is out of date. Completed nodes are shown as ready."""
+    """Return the printer columns. Completed nodes are shown as ready."""
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
     completed = len(status.completed) if over or status.state == "Running" else 0
@@ -198,10 +200,10 @@ def _is_news(old: api.Status, new: api.Status) -> bool:
 
 def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
     """Yield an Event for new restarts in place. No state shows them, because they are over when they are reported."""
-    failure, count = new.last_failure, agent_restarts.count(new)
-    if count > agent_restarts.count(old) and old.attempt == new.attempt and failure is not None:
+    failure, count = new.last_failure, new.restarted_in_place
+    if count > old.restarted_in_place and old.attempt == new.attempt and failure is not None:
         # While another failure is being settled, lastFailure is that failure, not the one that agents recovered from.
-        settling = is_broken(old) or is_broken(new)
+        settling = old.is_broken or new.is_broken
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
         text = f"{what}restarted all ranks in place (restart {count})"
@@ -219,7 +221,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
     for container, field in podspec.restarts_of_the_kubelet(job.spec.template):
         text = f"{field} of container {container.get('name')} is left out: {_BREAKS_THE_GROUP}"
         yield _event(reasons.RESTART_POLICY_CHANGED, text)
-    if podspec.grace_seconds(job.spec.template) == 0:
+    if job.spec.facts.grace_seconds == 0:
         text = "terminationGracePeriodSeconds: 0 becomes 1: with 0 a pod is forgotten before its processes have ended"
         yield _event(reasons.GRACE_RAISED, text)
     if text := variables.remark(job.spec.template):
@@ -229,17 +231,17 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
         yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)
-    for text in shells.lost_exit_codes(launcher.facts(job.spec).command):
+    for text in shells.lost_exit_codes(job.spec.facts.command):
         yield _event(reasons.EXIT_CODE_LOST, text)
 
 
 def _not_counted(spec: api.Spec) -> str:
     """Return the "auto" settings that are too small because claimed devices are not counted; "" if none are."""
-    if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
+    if not podspec.claims_devices(spec.template) or spec.facts.gpus:
         return ""
     given = {
         "backend is gloo": spec.backend,
-        "nprocPerNode is 1": spec.nproc_per_node if launcher.facts(spec).nproc_per_node is None else 1,
+        "nprocPerNode is 1": spec.nproc_per_node if spec.facts.nproc_of_command is None else 1,
         "onePodPerNode is false": spec.one_pod_per_node,
     }
     return ", ".join(f"spec.{what}" for what, value in given.items() if value == "auto")

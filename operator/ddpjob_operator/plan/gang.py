@@ -163,6 +163,13 @@ def unavailable(view: View, status: api.Status) -> str:
     return choice.unavailable(status.gang.kind, view.seen.gang_apis)
 
 
+def upkeep(view: View) -> tuple[tuple[Action, ...], dt.datetime | None]:
+    """Return deletes of groups and reports to the queue, and when to repeat a report that was refused."""
+    adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
+    refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
+    return (*unneeded(view), *to_tell(view)), None if refused is None else refused.retry_at
+
+
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     """Return the groups of finished attempts, and of a job that has ended, is suspended or cannot start, by the
     recorded status. Only groups whose pods have ended and whose API is available."""
@@ -214,12 +221,6 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
         return None
     return "ready" if recorded.state == "Running" else "unready"
-
-
-def retry_at(view: View) -> dt.datetime | None:
-    adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
-    refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
-    return refused.retry_at if refused is not None else None
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:

@@ -18,14 +18,14 @@ from ddpjob_core import budget, rules
 from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, podspec, reasons, topology, wording
+from ddpjob_operator.job import api, budgets, podspec, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import TERMINAL, is_broken, saved_step, unsettled_failure
+from ddpjob_operator.job.status import TERMINAL, saved_step
 from ddpjob_operator.job.times import after, is_past
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import kept_log, pending
-from ddpjob_operator.plan.actions import Decision, restart_grace_seconds
+from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, context, failure_of, is_again, settle, with_last_step, with_limit
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
@@ -59,7 +59,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     reason, failure = trigger
     text = sentences.sentence(failure)
     status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
-    agents_wait = view.facts.restarts_in_place
+    agents_wait = view.spec.facts.restarts_in_place
     if not view.active and not agents_wait:
         # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event.
         # End the attempt first, because its training time is counted when the state changes.
@@ -86,7 +86,7 @@ def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
     This is no failure, and startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
-    if not late or view.is_enough(status.started) or view.facts.restarts_in_place:
+    if not late or view.is_enough(status.started) or view.spec.facts.restarts_in_place:
         return None
     trigger = next(triggers(view, status), None)
     is_patient = is_past(after(status.attempt_time, GIVES_UP_AFTER_SECONDS), view.now)
@@ -113,7 +113,7 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:
-    first = unsettled_failure(view.recorded)
+    first = view.recorded.unsettled_failure
     return None if first is None else restart_all(view, status, first, settle(view, status, first))
 
 
@@ -123,7 +123,7 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save.
     # The peers of that pod get their full grace too, so that all stop at one agreed step.
-    grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
+    grace = None if view.recorded.reason == reasons.DISRUPTED.name else view.spec.grace_after_failure
     text = sentences.sentence(settled.cause)
     actions, again_at = kept_log.stop(view, first, view.active, grace)
     # Record the cause at each reconcile: a pod's evidence disappears with its object.
@@ -173,32 +173,32 @@ def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailu
     for pod in sorted((p for p in view.pods.values() if p.uid in view.lost), key=lambda p: p.place):
         yield reasons.NODE_LOST, failure_of(view, status, pod.place, root_cause.NODE_LOST)
     ran = status.started - status.completed
-    for place in sorted(ran.intersection(view.members) - set(view.pods)):
+    for place in sorted(ran.intersection(view.spec.members) - set(view.pods)):
         yield reasons.RANK_FAILED, failure_of(view, status, place, root_cause.GONE)
 
 
 def _needed(view: View, status: api.Status) -> list[Pod]:
     """Return the active pods that the attempt needs to continue."""
-    only = view.participants(status) if view.trains_with_fewer(status) else set(view.members)
+    only = view.participants(status) if view.trains_with_fewer(status) else set(view.spec.members)
     return [p for p in view.active if p.place in only]
 
 
 def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     finding = view.stall_finding
-    place = None if finding is None else view.members.place(finding.node_rank)
+    place = None if finding is None else view.spec.members.place(finding.node_rank)
     if finding is None or finding.kind == "warning" or place is None or place not in view.pods:
         return
-    if view.facts.restarts_in_place and view.now < finding.until + AGENT_FIRST:
+    if view.spec.facts.restarts_in_place and view.now < finding.until + AGENT_FIRST:
         return
     failure = failure_of(view, status, place, root_cause.STALLED)
     what = abridged(finding.what(), root_cause.EXCEPTION_MAX)
     # Only the first rank of a node reports, and this rank may be waiting for another rank of the node.
-    rank = finding.rank if topology.nproc_per_node(view.spec) == 1 else None
+    rank = finding.rank if view.spec.facts.nproc_per_node == 1 else None
     yield reasons.STALLED, replace(failure, rank=rank, step=finding.step, exception=what)
 
 
 def next_check(view: View, status: api.Status) -> dt.datetime | None:
-    if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
+    if status.state in (*TERMINAL, "Failing", "Suspended") or status.is_broken:
         return None
     stalls_at = stall.requeue_at(view.trackers, view.spec.stall, view.now)
     times = (stalls_at, _config_error_at(view, status))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, launcher, reasons
+from ddpjob_operator.job import api, reasons
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.validation import Path, Problem
 from ddpjob_operator.plan.transitions import MESSAGE_MAX
@@ -35,7 +35,7 @@ def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
     status = replace(job.status, message=_REMARK.sub("", job.status.message))
     nodes = status.nodes.total if status.nodes is not None and status.attempt else 0
     wrong = nodes > 0 and any(p.path in _WHOLE or p.path[:2] == ("spec", "nodes") for p in problems)
-    return replace(job, status=status, spec=launcher.with_nodes(job.spec, nodes) if wrong else job.spec)
+    return replace(job, status=status, spec=job.spec.with_nodes(nodes) if wrong else job.spec)
 
 
 def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, sentences
-from ddpjob_operator.job import api, podspec
-from ddpjob_operator.job.status import is_broken
+from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.actions import DeletePod, EndPod, restart_grace_seconds
+from ddpjob_operator.plan.actions import DeletePod, EndPod
 from ddpjob_operator.plan.settlement import failure_of, with_log
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
@@ -37,25 +36,27 @@ def stop(
     )
     if first is None or last is None:
         return view.stop(pods, grace_seconds), None
-    grace = podspec.grace_seconds(view.spec.template)
+    grace = view.spec.facts.grace_seconds
     grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
     # The clock may have been set back after the failure; times.py ensures that state_time is not in the future.
     until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
     if view.now >= until:
         # Neither the kubelet nor the process has answered: give up the log and delete the pod.
-        return view.stop(pods, restart_grace_seconds(view.spec)), None
+        return view.stop(pods, view.spec.grace_after_failure), None
     others = view.stop([p for p in pods if p is not last], grace_seconds)
-    end = EndPod(last.name, last.uid, restart_grace_seconds(view.spec) if grace_seconds is not None else None)
+    end = EndPod(last.name, last.uid, view.spec.grace_after_failure if grace_seconds is not None else None)
     return (*others, *(() if last.deadline_set else (end,))), until
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
     """Record the rank furthest behind at the deadline. A failure whose cause is still open stays: it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
-    if not running or is_broken(view.recorded):
+    if not running or view.recorded.is_broken:
         return status
-    steps = {place: t.step for t in view.trackers.values() if (place := view.members.place(t.node_rank)) in running}
-    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.members.node_rank(p)))
+    steps = {
+        place: t.step for t in view.trackers.values() if (place := view.spec.members.place(t.node_rank)) in running
+    }
+    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.spec.members.node_rank(p)))
     failure = failure_of(view, status, place, root_cause.DEADLINE)
     return with_failure(status, failure, sentences.sentence(failure))
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence, Set
 from ddpjob_core.failures import Precedence
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, ranges
-from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
@@ -27,11 +26,11 @@ def late(view: View, status: api.Status) -> Set[int]:
     """Return the numbers of pods that never joined a group: under ddprun all that node 0's agent does not name at the
     end, under torchrun those that failed late. status: already with this reconcile's nodes."""
     completed, started = status.completed, status.started
-    if view.is_elastic and view.facts.restarts_in_place:
+    if view.is_elastic and view.spec.facts.restarts_in_place:
         members = _members_at_the_end(view)
         return (started | completed) - members if members else set()
     # A node that failed before enough others completed may have trained with them.
-    if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
+    if not view.is_elastic or not view.is_enough(status.completed) or view.recorded.is_broken:
         return set()
     if not completed <= set(view.known_pods):
         return set()
@@ -40,7 +39,7 @@ def late(view: View, status: api.Status) -> Set[int]:
     reported = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
     reported |= {tracker.node_rank for tracker in view.trackers.values()}
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
-    silent = (p for p in failed if view.members.node_rank(p.place) not in reported)
+    silent = (p for p in failed if view.spec.members.node_rank(p.place) not in reported)
     return {p.place for p in silent if _is_late(view, status, p, others)}
 
 
@@ -70,8 +69,8 @@ def _started_at(pod: Pod) -> dt.datetime | None:
 
 def _late_by(view: View, status: api.Status, pod: Pod) -> int:
     """Return how many seconds before the end a late node may have started; 0 if it failed by itself or was stopped."""
-    failure = root_cause.root_cause(context(view, status), [pod])
-    precedence = root_cause.precedence_of(failure)
+    attempt = context(view, status)
+    precedence = root_cause.precedence_of(root_cause.root_cause(attempt, [pod]))
     if precedence == Precedence.SYMPTOM:
         return JOIN_SECONDS
     says_nothing = precedence == Precedence.UNKNOWN and pod.trainer.exit_code == 1 and not pod.trainer.message.strip()

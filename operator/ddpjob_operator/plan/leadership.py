@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import agent_environment, naming
@@ -26,10 +26,10 @@ def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Sta
     staying = view.staying - set(lost)
     # One that was in the last group, because the others may hold no state, or an older one. Without any other pod, the
     # agent of the next pod at this place leads, or of node 0 if the place is gone.
-    next_one = present.place if present.place in view.members else view.members.leader
+    next_one = present.place if present.place in view.spec.members else view.spec.members.leader
     place = min(in_last_group(view, status, staying, lost) or staying, default=next_one)
     # Reports of an agent of node 0 that nobody has appointed have the number of its pod.
-    before = max(present.term, naming.replacement(status, view.members.leader))
+    before = max(present.term, naming.replacement(status, view.spec.members.leader))
     found = api.JobLeader(term=before + 1, place=place, replacement=naming.replacement(status, place))
     return replace(status, leader=found)
 
@@ -39,7 +39,7 @@ def in_last_group(view: View, status: api.Status, waiting: Set[int], lost: Colle
     whose ranks have reported. If a lost pod has run, a waiting pod that has not run does not count as a first pod: it
     may replace a lost pod of the same name that was never seen."""
     started = {
-        (view.members.place(report.node_rank), report.replacement)
+        (view.spec.members.place(report.node_rank), report.replacement)
         for report in view.seen.reports.values()
         if report.attempt == status.attempt
     }
@@ -55,13 +55,13 @@ def with_present(view: View, status: api.Status) -> api.Status:
     """Return the status with a new leader, if the present one was at a place that spec.nodes has taken out. Its pod
     ends first, because all ranks save together."""
     place = leader(view.job, status).place
-    gone = place not in view.members and all(p.place != place for p in view.removed)
+    gone = place not in view.spec.members and all(p.place != place for p in view.removed)
     return after_loss(view, status, {place}) if gone else status
 
 
 def leader(job: api.DDPJob, status: api.Status) -> api.JobLeader:
     """Return the leader of the attempt; the first one, node 0, is not in the status."""
-    return status.leader or api.JobLeader(term=1, place=topology.members(job.spec).leader)
+    return status.leader or api.JobLeader(term=1, place=job.spec.members.leader)
 
 
 def turn(job: api.DDPJob, status: api.Status) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX
-from ddpjob_operator.job import api, launcher, reasons, topology, wording
+from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import TERMINAL, is_broken
+from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import agent_restarts, invalid_spec, kept_log, pending
+from ddpjob_operator.plan import invalid_spec, kept_log, pending
 from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, name_pods, owned
@@ -73,7 +73,7 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     spec, progress, group = view.spec, status.progress, view.seen.group_size
     if progress is not None and progress.attempt == status.attempt:
         group = progress.world_size
-    ranks, nproc = topology.world_size(spec), topology.nproc_per_node(spec)
+    ranks, nproc = spec.world_size, spec.facts.nproc_per_node
     why = launcher.apart(spec) if group != ranks else []
     yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
     if group == nproc < ranks and not (why or view.is_elastic):
@@ -111,7 +111,7 @@ def suspended(view: View, status: api.Status) -> Decision | None:
 def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
     """Suspend the job: record it, then stop its pods with full grace, so that all ranks save once. Before that, a
     recorded failure gets its cause and counts against its limit, as for a suspended batch/v1 Job."""
-    if is_broken(view.recorded):
+    if view.recorded.is_broken:
         return None
     status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
     if active := view.active_of_all_attempts:
@@ -191,6 +191,6 @@ def _how_many_run(view: View, status: api.Status) -> str:
     stopping = {p.place for p in view.active if p.deletion_requested_at is not None}
     count, nodes = len(status.completed), len(view.participants(status) - stopping)
     done = f" and {count} completed" if count else ""
-    restarts = agent_restarts.count(status)
+    restarts = status.restarted_in_place
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""
     return f"{wording.running(nodes - count, view.spec.nodes)}{done}, attempt {status.attempt}{times}"

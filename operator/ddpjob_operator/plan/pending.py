@@ -105,7 +105,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
     long = last + dt.timedelta(seconds=LONG_SECONDS)
     if view.now < long:
         return "", long
-    rest = sorted(view.participants(status) - done) or sorted(set(view.members) - done)
+    rest = sorted(view.participants(status) - done) or sorted(set(view.spec.members) - done)
     verb = "run" if len(rest) > 1 else "runs"
     log = f"kubectl logs --namespace {view.job.metadata.namespace} {naming.present_pod_name(view.job, status, rest[0])}"
     text = (

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, budgets, ranges, reasons, wording
-from ddpjob_operator.job.status import unsettled_failure
+from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, group_restart, leadership
 from ddpjob_operator.plan.actions import Decision
@@ -25,7 +24,7 @@ _OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 
 def replacing(view: View, status: api.Status) -> Decision | None:
     """Wait until the lost pods have ended, count the failure, and return the status in which they are replaced."""
-    first = unsettled_failure(view.recorded)
+    first = view.recorded.unsettled_failure
     lost = [] if first is None else lost_alone(view, status, first)
     if first is None or not lost:
         return None
@@ -57,7 +56,7 @@ def going_on(view: View, status: api.Status) -> Decision | None:
     # The time before the first step was no restart. From now on it would count as one: a pod is replaced.
     status = settled.status(view, with_goodput(status, view.now))
     # The next loss counts as one in a row if the others make no step until then.
-    status = replace(status, furthest_step=budgets.furthest(status))
+    status = replace(status, furthest_step=status.furthest)
     return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))
 
 
@@ -69,11 +68,11 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     """Return the numbers of lost pods that are replaced while agents elsewhere wait; [] if all restart or stop."""
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
-    if all_stop or all_start or not view.facts.restarts_in_place:
+    if all_stop or all_start or not view.spec.facts.restarts_in_place:
         return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | status.started
-    lost = sorted((known - waiting).intersection(view.members))
+    lost = sorted((known - waiting).intersection(view.spec.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.

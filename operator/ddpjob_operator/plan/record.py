@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX, NamedFinding, trained_alone
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, ranges, reasons, topology
+from ddpjob_operator.job import api, ranges, reasons
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, late_nodes, leadership, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
@@ -31,9 +31,9 @@ def record(view: View, status: api.Status) -> api.Status:
     """Return the status with started and completed nodes, progress, and the restarts that agents counted."""
     report = view.seen.reports.get(0)
     status = leadership.with_present(view, _with_findings(_with_nodes(view, status), view))
-    status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
-    status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
-    status = replace(status, unconfigured_since=_unconfigured_since(view, status))
+    not_kept = state_in_memory.why_not(view, status)
+    idle_since = stall.idle_since(view.trackers, view.spec.stall, view.now)
+    status = transitions.with_idle(transitions.with_progress(status, report, not_kept), idle_since)
     # An attempt that begins in this reconcile has no agent yet.
     # The agent's known reports belong to the previous attempt, and were counted.
     has_agent = 0 < status.attempt == view.recorded.attempt
@@ -53,7 +53,7 @@ def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
     # Under torchrun only the library knows that no group was formed.
     report = view.seen.reports.get(0)
     if report is not None and report.alone and report.attempt == status.attempt:
-        yield trained_alone(report.world_size or topology.world_size(view.spec))
+        yield trained_alone(report.world_size or view.spec.world_size)
     for _, pod in sorted(view.known_pods.items()):
         if pod.has_completed and pod.trainer.message:
             yield from termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code)
@@ -69,6 +69,7 @@ def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
+    unconfigured_since = _unconfigured_since(view, status)
     # A pod that had a node counts as started: it may be running unobserved, so its name must not be used again.
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
     started = ran | {p.place for p in view.deleted_pods.values() if p.node}
@@ -82,6 +83,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         status,
         started_nodes=ranges.text(status.started | started),
         completed_nodes=ranges.text(status.completed | completed),
+        unconfigured_since=unconfigured_since,
         attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
@@ -101,4 +103,4 @@ def _with_the_group(view: View, status: api.Status, started: set[int], completed
     if status.reason not in _ALL_PODS_WERE_MADE:
         return started  # a pod may be missing because the operator stopped before creating it
     # All pods have existed, so a missing pod has run. A new pod with the same number would wait in vain for the others.
-    return started | (set(view.members) - set(view.pods))
+    return started | (set(view.spec.members) - set(view.pods))

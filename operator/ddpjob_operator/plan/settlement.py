@@ -12,7 +12,7 @@ from ddpjob_core import budget, rules
 from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, podspec, topology
+from ddpjob_operator.job import api, budgets, podspec
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.transitions import with_failure
@@ -57,7 +57,7 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
     if failure_class == "application" and _torchrun_gave_up(view, cause):
-        given = view.facts.max_restarts
+        given = view.spec.facts.max_restarts
         history = budget.with_application_spent(history, budgets.limits(view.spec), view.now, given)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     if verdict.restart and not attempt.made_a_new_step and _is_repeated(view, cause, failure_class):
@@ -84,7 +84,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """True if torchrun of an elastic job ended with 1 for a failed rank, after all restarts that it may make."""
-    if not view.is_elastic or view.facts.restarts_in_place:
+    if not view.is_elastic or view.spec.facts.restarts_in_place:
         return False
     pod = view.known_pod(cause.node_rank)
     return pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1 and root_cause.is_own(cause)
@@ -131,7 +131,7 @@ def _bad_nodes(view: View) -> list[str]:
     pods = view.known_pods
     messages = (termination_message.read_message(p.trainer.message) for p in pods.values() if p.ended)
     node_ranks = {node_rank for message in messages if message for node_rank in message.failure.bad_nodes}
-    bad = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
+    bad = (pods.get(place) for node_rank, place in enumerate(view.spec.members) if node_rank in node_ranks)
     return sorted({pod.node for pod in bad if pod is not None and pod.node})
 
 
@@ -156,7 +156,7 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     created afterwards is no such other: the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # enough nodes completed; the group may have gone on without a lost node
-    pods, completed = view.known_pods, status.completed.intersection(view.members)
+    pods, completed = view.known_pods, status.completed.intersection(view.spec.members)
     peers = [pod for place, pod in pods.items() if place not in completed]
     places = [n for n in completed if n not in pods or not any(_was_made_after(peer, pods[n]) for peer in peers)]
     if not places:
@@ -199,7 +199,7 @@ def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),
-        reports_steps=budgets.furthest(status) is not None,
+        reports_steps=status.furthest is not None,
         ran_seconds=_ran_seconds(view, status),
         only_complaints=failure.reason == root_cause.PEER_LOST and not is_explained,
     )
@@ -234,8 +234,8 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
     pod = view.pods.get(place)
     failure = api.JobFailure(
         attempt=status.attempt,
-        rank=topology.rank_of_place(view.spec, place),
-        node_rank=view.members.node_rank(place),
+        rank=view.spec.rank_of_place(place),
+        node_rank=view.spec.members.node_rank(place),
         pod=pod.name if pod else naming.present_pod_name(view.job, status, place),
         node=pod.node if pod else "",
         reason=reason,
@@ -246,11 +246,11 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
 
 def context(view: View, status: api.Status) -> root_cause.Context:
     port = status.master_addr.rpartition(":")[2]
-    facts = view.facts
+    facts = view.spec.facts
     return root_cause.Context(
         attempt=status.attempt,
-        members=view.members,
-        rank_of=lambda place: topology.rank_of_place(view.spec, place),
+        members=view.spec.members,
+        rank_of=lambda place: view.spec.rank_of_place(place),
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,

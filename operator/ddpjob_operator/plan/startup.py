@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
-from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
+from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods, owned
@@ -39,7 +38,7 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
     over = [p for p in view.older if is_over(p, view.recorded)]
     broken = view.recorded.last_failure.attempt if view.recorded.last_failure else None
     soft = view.stop([p for p in over if p.attempt != broken], None)
-    hard = view.stop([p for p in over if p.attempt == broken], restart_grace_seconds(view.spec))
+    hard = view.stop([p for p in over if p.attempt == broken], view.spec.grace_after_failure)
     if wait := backing_off(view, status):
         return Decision(status, (*soft, *hard), wait.requeue_at)
     of = "of the attempt before " if any(p.attempt < status.attempt for p in view.older) else ""
@@ -55,7 +54,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
     if status.completed_nodes:
         return None
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
-    if view.facts.restarts_in_place and not gang.group_of(view, status):
+    if view.spec.facts.restarts_in_place and not gang.group_of(view, status):
         return Decision(_resized(view, status, was))
     # Keep the end of a back-off, because a change of the number of nodes is not its reason.
     wait = backing_off(view, status)
@@ -68,7 +67,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
 def _resized(view: View, status: api.Status, was: str) -> api.Status:
     """Return the status with another number of nodes in the same attempt: the pods above it stop as for a suspension
     (view.removed), so all ranks save at one step, and the other nodes go on. New pods join later."""
-    removed = {place for place in view.members if place >= view.wanted_nodes}
+    removed = {place for place in view.spec.members if place >= view.wanted_nodes}
     known = removed & (status.started | set(view.pods))
     # A later pod at this place gets another name.
     numbers = {str(place): naming.replacement(status, place) + 1 for place in known}
@@ -155,7 +154,9 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
     """Create missing objects, but never again the pod of a node that has run in this attempt."""
     missing = _to_create(view, status)
-    if not missing and (later := {at: place for place in view.members if (at := _waits_until(view, status, place))}):
+    if not missing and (
+        later := {at: place for place in view.spec.members if (at := _waits_until(view, status, place))}
+    ):
         at = min(later)
         text = f"node {later[at]} gets its next pod at {wording.clock(at)}"
         return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, again_at=at)
@@ -245,7 +246,7 @@ def _waiting(
 ) -> Decision:
     """Return the decision while some nodes are not running. After a failure the state is Restarting, with a message."""
     # Agents wait for late nodes (the last call) only at the start, and not for the replacement of a lost pod.
-    last_call = 0 if view.facts.restarts_in_place and status.replacements else LAST_CALL_SECONDS
+    last_call = 0 if view.spec.facts.restarts_in_place and status.replacements else LAST_CALL_SECONDS
     last_call_at = after(status.attempt_time, last_call) if view.trains_with_fewer(status) else None
     comes_soon = reason in (reasons.CREATING_PODS, reasons.STARTING_TRAINERS)
     if last_call_at is not None and (not comes_soon or status.running_time or view.now >= last_call_at):
@@ -253,7 +254,7 @@ def _waiting(
         return replaced(decision, actions=actions, requeue_at=earliest(again_at, decision.requeue_at))
     failure = status.last_failure
     if status.state == "Restarting":
-        cause = f"after {sentences.short(failure)}: " if failure is not None and is_restarted(status) else ""
+        cause = f"after {sentences.short(failure)}: " if failure is not None and status.is_restarted else ""
         state, text = "Restarting", f"{cause}{text}"
     entered = enter(status, state, reason, text, view.now)
     deadlines = (view.active_deadline(status), view.start_deadline(status))
@@ -265,7 +266,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
         return ()  # training has ended, so a new node would find no group to join
     known = status.started | set(view.pods) | {p.place for p in view.removed}
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
-    missing = [place for place in view.members if place not in known and not _waits_until(view, status, place)]
+    missing = [place for place in view.spec.members if place not in known and not _waits_until(view, status, place)]
     if view.is_elastic and view.leader in missing:
         missing = [view.leader]  # first in the scheduler's queue, because no group trains without node 0
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]

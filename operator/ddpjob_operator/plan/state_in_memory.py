@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_operator.job import api, bounds, podspec
+from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.view import View
@@ -21,8 +21,8 @@ def why_not(view: View, status: api.Status) -> str:
     needed = max((one.limit_needed for one in lacking if one.limit_needed is not None), default=None)
     if first.limit_needed is None or needed is None:
         return why[: bounds.ADVICE_MAX]
-    has_trainer = podspec.trainer_container(view.spec.template) is not None
-    path = podspec.trainer_path(view.spec.template) if has_trainer else ("trainer",)
+    facts = view.spec.facts
+    path = facts.trainer_path if facts.trainer else ("trainer",)
     field = dotted((*path, "resources", "limits", "memory"))
     return f"{why}; set {field} to {-(-needed // MIB)}Mi or more"[: bounds.ADVICE_MAX]
 
@@ -38,13 +38,13 @@ def _lacking(view: View, status: api.Status) -> list[Report]:
         if report.not_kept
         and report.attempt in (0, status.attempt)
         and report.generation == zero.generation
-        and view.members.place(report.node_rank) is not None
+        and view.spec.members.place(report.node_rank) is not None
     ]
 
 
 def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
-    places = sorted({place for one in lacking if (place := view.members.place(one.node_rank)) is not None})
-    if len(view.members) == 1:
+    places = sorted({place for one in lacking if (place := view.spec.members.place(one.node_rank)) is not None})
+    if len(view.spec.members) == 1:
         return ""
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return f"in pod {naming.present_pod_name(view.job, status, places[0])}{more}: "

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, bounds, budgets
+from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.observed.reports import Report
 
 FAILURES_MAX = 10
@@ -52,7 +51,7 @@ def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
         first_step_time=None,
         resumed_step=None,
         resumed_from="",
-        furthest_step=budgets.furthest(status),
+        furthest_step=status.furthest,
     )
 
 
@@ -64,7 +63,7 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
     elapsed = max(0, round((now - since).total_seconds()))
     if status.state == "Running":
         after, elapsed = _running(after, status, since, elapsed)
-    if status.state == "Restarting" or (status.state == "Running" and is_restarted(status)):
+    if status.state == "Restarting" or (status.state == "Running" and status.is_restarted):
         after = replace(after, restarting_seconds=after.restarting_seconds + elapsed)
     elif status.state in ("Pending", "Starting", "Running"):
         after = replace(after, starting_seconds=after.starting_seconds + elapsed)
@@ -138,7 +137,7 @@ def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime
     if before is None or before.attempt != status.attempt or not report.step:
         return status
     if report.step < before.step:
-        return replace(_with_lost_steps(status, report), furthest_step=budgets.furthest(status))
+        return replace(_with_lost_steps(status, report), furthest_step=status.furthest)
     return _with_lost_steps(status, report) if before.generation < report.generation else status
 
 

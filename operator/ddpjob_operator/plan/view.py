@@ -9,8 +9,7 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob_core.members import Members
-from ddpjob_operator.job import api, exit_codes, launcher, podspec, times, topology
+from ddpjob_operator.job import api, exit_codes, times
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -79,14 +78,6 @@ class View:
         return self.job.spec
 
     @cached_property
-    def facts(self) -> launcher.JobFacts:
-        return launcher.facts(self.spec)
-
-    @cached_property
-    def members(self) -> Members:
-        return topology.members(self.spec)
-
-    @cached_property
     def recorded(self) -> api.Status:
         """The API server's status, with times corrected to this clock. A pod is deleted only for a reason in it."""
         return self.job.status
@@ -97,7 +88,7 @@ class View:
         return {**self.deleted_pods, **self.pods}
 
     def known_pod(self, node_rank: int) -> Pod | None:
-        place = self.members.place(node_rank)
+        place = self.spec.members.place(node_rank)
         return None if place is None else self.known_pods.get(place)
 
     @cached_property
@@ -120,26 +111,26 @@ class View:
 
     @cached_property
     def hands_over_exit_code(self) -> bool | None:
-        return exit_codes.zero_proves_success([*(self.settings.command or self.facts.command)])
+        return exit_codes.zero_proves_success([*(self.settings.command or self.spec.facts.command)])
 
     @cached_property
     def is_elastic(self) -> bool:
-        return self.facts.min_nodes is not None
+        return self.spec.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
         """True if these pods are enough to train: all, or an elastic job's minimum with its leader."""
-        least, present = self.facts.min_nodes, places & set(self.members)
-        is_all = len(present) == len(self.members)
+        least, present = self.spec.facts.min_nodes, places & set(self.spec.members)
+        is_all = len(present) == len(self.spec.members)
         # A leader that has run and is lost is replaced by another node at once.
         is_led = self.leader in present or (
-            self.appoints and self.leader not in set(self.members) - self.recorded.started
+            self.appoints and self.leader not in set(self.spec.members) - self.recorded.started
         )
         return is_all if least is None else len(present) >= least and is_led
 
     @cached_property
     def appoints(self) -> bool:
         """True if the agent of any node may lead: in an elastic ddprun job whose agents ask who leads."""
-        return self.is_elastic and self.facts.restarts_in_place and self.seen.agents_ask
+        return self.is_elastic and self.spec.facts.restarts_in_place and self.seen.agents_ask
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
@@ -153,12 +144,12 @@ class View:
     def goes_on(self, status: api.Status) -> bool:
         """True if an elastic job under ddprun trains, and goes on in its pods without those that are lost or stopping.
         Under torchrun a loss restarts the group: a new pod in a running rendezvous hung or failed in half of trials."""
-        can_go_on = self.is_elastic and self.facts.restarts_in_place
+        can_go_on = self.is_elastic and self.spec.facts.restarts_in_place
         return can_go_on and status.state == "Running" and self.is_enough(self.staying)
 
     def participants(self, status: api.Status) -> Set[int]:
         """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""
-        return status.started.intersection(self.members) if self.is_elastic else set(self.members)
+        return status.started.intersection(self.spec.members) if self.is_elastic else set(self.spec.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
         """True if an elastic job completed its training before this node started, so it finds no group to join."""
@@ -176,6 +167,12 @@ class View:
             elif pod.deletion_requested_at is None:
                 stopped.append(DeletePod(pod.name, pod.uid, grace_seconds))
         return tuple(stopped)
+
+    def clear_garbage(self) -> tuple[DeletePod, ...]:
+        """Return deletes of pods of finished attempts: a pod on a lost node must not answer to its rank's DNS name."""
+        over = [p for p in self.garbage if is_over(p, self.recorded)]
+        removed = self.stop([p for p in self.removed if is_over(p, self.recorded)], None)
+        return (*(DeletePod(p.name, p.uid, 0) for p in (*over, *self.leaked)), *removed)
 
     def active_deadline(self, status: api.Status) -> dt.datetime | None:
         return after(status.start_time, self.spec.active_deadline_seconds)
@@ -196,12 +193,12 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         avoid_seconds=settings.avoid_node_seconds,
     )
     read = invalid_spec.as_it_was(replace(job, status=recorded), problems)
-    return _sorted(read.status, read, job.status, seen, now, problems, settings)
+    return _sorted(read.status, read, _wanted_nodes(read, seen), job.status, seen, now, problems, settings)
 
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
     """Return spec.nodes; for an elastic job admitted in part by its queue, the admitted number."""
-    if launcher.facts(job.spec).min_nodes is None:
+    if job.spec.facts.min_nodes is None:
         return job.spec.nodes
     own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
     return min((job.spec.nodes, *(g.placement.count for g in own if g.placement.count)))
@@ -209,30 +206,29 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 def in_attempt(view: View, status: api.Status) -> View:
     """Return the view for the attempt that begins with `status`: all existing pods then belong to older attempts."""
-    job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
-    return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
+    return _sorted(status, view.job, view.wanted_nodes, view.stored, view.seen, view.now, view.problems, view.settings)
 
 
 def _sorted(
     status: api.Status,
     job: api.DDPJob,
+    wanted_nodes: int,
     stored: api.Status,
     seen: Observed,
     now: dt.datetime,
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
-    wanted_nodes = _wanted_nodes(job, seen)
     # An elastic job has the number of nodes that its pods were made for; before the first pod, the number allowed now.
-    job = replace(job, spec=launcher.with_nodes(job.spec, status.attempt_nodes or wanted_nodes))
+    job = replace(job, spec=job.spec.with_nodes(status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)
-    places = set(topology.members(job.spec))
+    places = set(job.spec.members)
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
-    facts = launcher.facts(job.spec)
+    facts = job.spec.facts
     is_resized = facts.min_nodes is not None and facts.restarts_in_place
     removed = tuple(p for p in others if is_resized and p.live and p.uid not in lost and p.attempt == status.attempt)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
@@ -241,7 +237,7 @@ def _sorted(
     return View(
         job=job,
         wanted_nodes=wanted_nodes,
-        leader=status.leader.place if status.leader is not None else topology.members(job.spec).leader,
+        leader=status.leader.place if status.leader is not None else job.spec.members.leader,
         stored=stored,
         seen=seen,
         problems=problems,
@@ -269,7 +265,7 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
     """Return the pod with the facts that depend on the time and on its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
-    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.facts(spec).command):
+    if pod.trainer.hides_a_failure and spec.facts.launcher_is_replaced:
         pod = replace(pod, overcome=True)
     return pod
 
@@ -333,7 +329,7 @@ def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
     since = pod.done_since or pod.trainer.ended_at
     if since is None or not pod.done_beside_sidecars:
         return None
-    return since + dt.timedelta(seconds=podspec.grace_seconds(spec.template) + OUTLIVED_SECONDS)
+    return since + dt.timedelta(seconds=spec.facts.grace_seconds + OUTLIVED_SECONDS)
 
 
 def next_loss(view: View) -> dt.datetime | None:
@@ -375,7 +371,7 @@ def name_pods(pods: Sequence[Pod]) -> str:
 
 def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[ConflictingObject]:
     others = [pod for pod in seen.pods if not is_own(pod, job)]
-    places = topology.members(job.spec) if others else ()
+    places = job.spec.members if others else ()
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
         # A pod of the deleted job answers to the same DNS name until the pod has ended, in any attempt.

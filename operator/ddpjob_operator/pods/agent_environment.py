@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 
 from ddpjob_core.budget import Grant
-from ddpjob_operator.job import api, budgets, launcher
+from ddpjob_operator.job import api, budgets
 
 PREFLIGHT_FAILURES = 2  # infrastructure failures in a row before a preflight; a single lost node may be chance
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     """Return the variables; {} for other launchers."""
-    if not launcher.facts(job.spec).restarts_in_place:
+    if not job.spec.facts.restarts_in_place:
         return {}
     spec = job.spec
     rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]
@@ -38,7 +38,7 @@ def grant(job: api.DDPJob) -> Grant:
         budgets.history(status),
         budgets.limits(job.spec),
         status.attempt_time,
-        step=budgets.furthest(status) or 0,
+        step=status.furthest or 0,
         replaced=sum(status.replacements.values()),
         known=budgets.known(status),
     )
@@ -66,5 +66,5 @@ def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     if spec.preflight != "OnRestart":
         return spec.preflight == "Always"
     last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]
-    others_train = launcher.facts(spec).min_nodes is not None and status.state == "Running"
+    others_train = spec.facts.min_nodes is not None and status.state == "Running"
     return spec.nodes > 1 and not others_train and last == ["infrastructure"] * PREFLIGHT_FAILURES

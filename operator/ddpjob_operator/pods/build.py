@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.launcher import facts
 from ddpjob_operator.job.podspec import TRAINER, quantity, restarts_of_the_kubelet, trainer_container
-from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
 from ddpjob_operator.pods import environment as contract
 
@@ -38,17 +36,19 @@ class Reporting:
 
     url: str
     token_file: str = report_token.TOKEN_FILE
-    interval_seconds: float = 5.0
+    interval_seconds: float | None = None
+    """None: the library's own interval."""
 
     def environment(self) -> dict[str, str]:
-        interval = {"DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}"}
+        given = self.interval_seconds
+        interval = {} if given is None else {"DDPJOB_STATUS_INTERVAL": f"{given:g}"}
         return report_token.environment(self.url, self.token_file) | interval
 
 
 def service(job: api.DDPJob) -> Body:
     """Build the headless Service that gives node 0 a DNS name, or all pods if spec.dns requires that. Selecting only
     node 0 is cheaper, because each change of a selected pod rewrites an EndpointSlice with all of them."""
-    leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
+    leader = {} if job.spec.facts.all_have_dns_names else {naming.LABEL_RANK: str(job.spec.members.leader)}
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -141,7 +141,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
     """True if pods of the job must not share a node. With `auto` this is so if the job has GPUs."""
-    return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
+    return spec.facts.gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
 def as_given(value: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ddpjob_operator.job import api, budgets, launcher
+from ddpjob_operator.job import api, budgets
 from ddpjob_operator.job.podspec import cpus, mappings
-from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutdown_timeout_seconds, termination_log
 from ddpjob_operator.pods.naming import Endpoint
 
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
@@ -17,8 +16,8 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
     """Return the variables of a pod; the user's own have priority. place: its number. rendezvous: address of rank 0."""
-    nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
-    facts = launcher.facts(job.spec)
+    nproc, node_rank = job.spec.facts.nproc_per_node, job.spec.members.node_rank(place)
+    facts = job.spec.facts
     least = facts.min_nodes
     # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
@@ -36,8 +35,8 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
         "DDPJOB_NAMESPACE": job.metadata.namespace,
         "DDPJOB_UID": job.metadata.uid,
         "DDPJOB_ATTEMPT": str(attempt),
-        "DDPJOB_BACKEND": backend(job.spec),
-        TERMINATION_LOG: termination_log(job.spec),
+        "DDPJOB_BACKEND": job.spec.facts.backend,
+        TERMINATION_LOG: job.spec.facts.termination_log,
         **_threads(cpus(job.spec.template), nproc),
         "PYTHONUNBUFFERED": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -52,7 +51,7 @@ def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
     Each variable costs API server, scheduler and kubelets 0.15 ms of CPU (bench/results). A Python file gets all of
     them: it may start torchrun, and without PET_… each node would train alone, and succeed.
     """
-    facts = launcher.facts(spec)
+    facts = spec.facts
     if not facts.is_launcher_alone:
         return set()
     defaults = {"PET_MAX_RESTARTS"} if facts.min_nodes is None or facts.restarts_in_place else set()
@@ -78,7 +77,7 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
         "NNODES": str(job.spec.nodes),
         "NODE_RANK": str(node_rank),
         "NPROC_PER_NODE": str(nproc),
-        "DDPJOB_WORLD_SIZE": str(members(job.spec).world_size(nproc)),
+        "DDPJOB_WORLD_SIZE": str(job.spec.members.world_size(nproc)),
     }
 
 
@@ -93,7 +92,7 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
         # torch prefixes its store with the run id, so an older attempt's process may reach the port but cannot join.
         "PET_RDZV_ID": f"{job.metadata.uid}-{attempt}",
         "PET_MAX_RESTARTS": "0",
-        "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_seconds(job.spec)),
+        "PET_SHUTDOWN_TIMEOUT": str(job.spec.facts.shutdown_timeout_seconds),
     }
 
 

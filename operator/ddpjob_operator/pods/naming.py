@@ -6,7 +6,7 @@ import functools
 import hashlib
 from dataclasses import dataclass
 
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api
 
 LABEL_JOB = f"{api.GROUP}/job"
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
@@ -75,7 +75,7 @@ def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
     """
     name = job.metadata.name
     return Endpoint(
-        f"{hostname(job, topology.members(job.spec).leader)}.{name}.{job.metadata.namespace}",
+        f"{hostname(job, job.spec.members.leader)}.{name}.{job.metadata.namespace}",
         port(job.metadata.uid, attempt),
     )
 

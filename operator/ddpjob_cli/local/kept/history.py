@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from ddpjob_cli.local.kept.run_folder import FACTS, HISTORY, STATUS, RunFolder
 from ddpjob_cli.local.kept.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api
 from ddpjob_operator.job.status import apart_from_progress, present_progress
-from ddpjob_operator.plan import agent_restarts
 
 CHANGES_MAX = 400
 NAMES_MAX = 24
@@ -67,7 +66,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             time=now,
             state=status.state or "Pending",
             attempt=status.attempt,
-            generation=agent_restarts.count(status),
+            generation=status.restarted_in_place,
             training=status.state == "Running" and present_progress(status) is not None,
             reason=status.reason,
             message=abridged(status.message, BRIEF_MAX),
@@ -109,9 +108,9 @@ class Record:
             run=folder.path.name,
             started=started,
             nodes=job.spec.nodes,
-            nproc_per_node=topology.nproc_per_node(job.spec),
-            ranks_follow_nodes=topology.ranks_follow_nodes(job.spec),
-            backend=topology.backend(job.spec),
+            nproc_per_node=job.spec.facts.nproc_per_node,
+            ranks_follow_nodes=job.spec.facts.ranks_follow_nodes,
+            backend=job.spec.facts.backend,
         )
         self.history = History()
         self._folder = folder

@@ -23,8 +23,7 @@ from ddpjob_cli.local.processes import debugging, faults, pod_process, ranks
 from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_core.findings import NamedFinding
-from ddpjob_operator.job import api, command, launcher, reasons, topology, wording
-from ddpjob_operator.job.podspec import grace_seconds
+from ddpjob_operator.job import api, command, launcher, reasons, wording
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
@@ -116,7 +115,7 @@ class LocalCluster:
     def waits_in_vain(self, job: api.DDPJob, parent_of: Mapping[int, int]) -> Iterator[str]:
         """Yield why launchers wait for nodes that never come."""
         running = (
-            (topology.members(job.spec).node_rank(pod.place), words, ranks.environ(pid))
+            (job.spec.members.node_rank(pod.place), words, ranks.environ(pid))
             for pod in self._live()
             for pid in sorted(processes.descendants(pod.node.pid, parent_of))
             if any(map(command.starts_ranks, words := processes.words(pid)))
@@ -250,7 +249,7 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
-        if launcher.facts(job.spec).restarts_in_place:  # only agents read these, and a pod has neither
+        if job.spec.facts.restarts_in_place:  # only agents read these, and a pod has neither
             process.env["DDPJOB_LOCAL"] = "1"
             process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:
@@ -259,7 +258,7 @@ class LocalCluster:
             records = self.folder / run_folder.FAULTS
             records.mkdir(mode=0o700, exist_ok=True)
             process.env[faults.HAPPENED] = str(records)
-        grace = grace_seconds(job.spec.template)
+        grace = job.spec.facts.grace_seconds
         node = nodes.NodeProcess(action.place, process.argv, process.env, process.cwd, grace)
         log = Log(self.folder / f"{name}.log")
         devices = base.gpus or ()
@@ -274,7 +273,7 @@ class LocalCluster:
         self._without_room.pop(action.name, None)
         if pod is None:
             return
-        grace = grace_seconds(job.spec.template) if action.grace_seconds is None else action.grace_seconds
+        grace = job.spec.facts.grace_seconds if action.grace_seconds is None else action.grace_seconds
         pod.deletion_requested_at = dt.datetime.now(dt.timezone.utc)
         if pod.live:
             pod.node.stop(grace)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ddpjob_cli.local.processes import pod_process
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, command, launcher, topology, wording
+from ddpjob_operator.job import api, command, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
@@ -24,7 +24,7 @@ TERMINAL = "DDPJOB_TERMINAL"  # tells ddprun the rank, and the device to connect
 def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
     """Return this process's terminal for a rank of the job. groups: our process groups. Raise InputError."""
     option = f"--pdb {rank}"
-    ranks = topology.world_size(job.spec)
+    ranks = job.spec.world_size
     if not 0 <= rank < ranks:
         has = "one rank, 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
         raise InputError(f"{option}: there is no such rank: the job has {has}")
@@ -38,13 +38,13 @@ def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process
 
 
 def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
-    words = launcher.facts(job.spec).command
-    found, program = launcher.facts(job.spec).launcher, os.path.basename(words[0]) if words else ""
+    words = job.spec.facts.command
+    found, program = job.spec.facts.launcher, os.path.basename(words[0]) if words else ""
     if found is not None and "no_python" not in found.options:
         return
-    if found is None and program.startswith("python") and topology.nproc_per_node(job.spec) == 1:
+    if found is None and program.startswith("python") and job.spec.facts.nproc_per_node == 1:
         return
-    processes = wording.count(topology.nproc_per_node(job.spec), "process")
+    processes = wording.count(job.spec.facts.nproc_per_node, "process")
     raise InputError(
         f"{option}: needs a command in which torchrun or ddprun starts a Python script, or python one process a node; "
         f"this one is {shlex.join(words[:4])} with {processes} on each node"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, launcher, topology
+from ddpjob_operator.job import api
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
@@ -124,7 +124,7 @@ def parse_resize(text: str) -> Resize:
 
 
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
-    ranks, facts = topology.world_size(job.spec), launcher.facts(job.spec)
+    ranks, facts = job.spec.world_size, job.spec.facts
     for fault in faults:
         if isinstance(fault, Resize) and (facts.min_nodes is None or not facts.restarts_in_place):
             raise InputError(f"{fault.option}: needs a job with --nodes MIN:MAX under ddprun")

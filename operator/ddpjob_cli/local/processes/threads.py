@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, podspec, topology
+from ddpjob_operator.job import api, podspec
 from ddpjob_operator.pods import build
 
 _NAME = "OMP_NUM_THREADS"
@@ -16,8 +16,8 @@ _NAME = "OMP_NUM_THREADS"
 def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
     """Add OMP_NUM_THREADS if the job has none: the caller's, else 1 if nodes of one rank share this machine."""
     spec = job.spec
-    is_alone = topology.world_size(spec) == 1 or podspec.cpus(spec.template) is not None
-    value = environ.get(_NAME) or ("" if is_alone or topology.nproc_per_node(spec) > 1 else "1")
+    is_alone = spec.world_size == 1 or podspec.cpus(spec.template) is not None
+    value = environ.get(_NAME) or ("" if is_alone or spec.facts.nproc_per_node > 1 else "1")
     template = msgspec.to_builtins(spec.template)
     trainer = podspec.trainer_container(template)
     if not value or trainer is None or any(e.get("name") == _NAME for e in podspec.mappings(trainer, "env")):

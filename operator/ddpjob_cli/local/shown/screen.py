@@ -14,8 +14,8 @@ from ddpjob_cli.local.processes.cluster import LocalPod
 from ddpjob_cli.local.shown import table
 from ddpjob_cli.local.shown.usage import SeenUsage, Usages
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, reasons, topology, wording
-from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
+from ddpjob_operator.job import api, reasons, wording
+from ddpjob_operator.job.status import present_progress, ranks_since
 from ddpjob_operator.plan.actions import Event
 
 if TYPE_CHECKING:
@@ -248,14 +248,14 @@ def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: boo
 def title(job: api.DDPJob, defaults: str) -> str:
     """Return for example `digits · 2 nodes × 1 process · gloo`, followed by `defaults`."""
     nodes = wording.count(job.spec.nodes, "node")
-    processes = wording.count(topology.nproc_per_node(job.spec), "process")
+    processes = wording.count(job.spec.facts.nproc_per_node, "process")
     shape = f"{nodes} × {processes}"
-    return " · ".join(filter(None, (job.metadata.name, shape, topology.backend(job.spec), defaults)))
+    return " · ".join(filter(None, (job.metadata.name, shape, job.spec.facts.backend, defaults)))
 
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
     """Return [node:rank] if the node has one rank, else [node], because the rank that printed is unknown."""
-    rank = topology.rank_of_place(job.spec, pod.place)
+    rank = job.spec.rank_of_place(pod.place)
     return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
@@ -288,7 +288,7 @@ def _state(status: api.Status, pod: LocalPod) -> str:
     if pod.live:
         return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
     failure = status.last_failure
-    if failure is not None and failure.pod == pod.name and not is_broken(status):
+    if failure is not None and failure.pod == pod.name and not status.is_broken:
         # Show the rank's signal or exit code, because the launcher's exit code does not show how the rank failed.
         return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
     if pod.trainer.exit_code == 0:

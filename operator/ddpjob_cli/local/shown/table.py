@@ -16,8 +16,8 @@ from ddpjob_cli.describe.progress import metric_parts, step_parts
 from ddpjob_cli.local.kept.history import STEP_SECONDS, History
 from ddpjob_cli.local.kept.series import Series
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, topology, wording
-from ddpjob_operator.job.status import is_broken, present_progress, ranks_since
+from ddpjob_operator.job import api, wording
+from ddpjob_operator.job.status import present_progress, ranks_since
 
 NODES_MAX = 16
 OTHER_ROWS = 5
@@ -89,7 +89,7 @@ def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -
         last = f"last saved at step {saved}" if saved else "nothing is saved"
         rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
     # Leave out the newest failure until its cause is settled: its rank may only have been stopped.
-    for failure in (status.failures[:-1] if is_broken(status) else status.failures)[-1:]:
+    for failure in (status.failures[:-1] if status.is_broken else status.failures)[-1:]:
         rows.append(_line(f"✖ attempt {failure.attempt}: {failure.message}", "red"))
     return Group(*rows)
 
@@ -151,10 +151,10 @@ def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | No
 
 def ranks_text(job: api.DDPJob, place: int) -> str:
     """Return for example `rank 1` or `ranks 2-3`; `2 of 4 ranks` if the rendezvous assigns the ranks."""
-    nproc = topology.nproc_per_node(job.spec)
-    own = topology.members(job.spec).ranks(place, nproc)
-    if not topology.ranks_follow_nodes(job.spec):
-        return f"{nproc} of {topology.world_size(job.spec)} ranks"
+    nproc = job.spec.facts.nproc_per_node
+    own = job.spec.members.ranks(place, nproc)
+    if not job.spec.facts.ranks_follow_nodes:
+        return f"{nproc} of {job.spec.world_size} ranks"
     return f"rank {own[0]}" if nproc == 1 else f"ranks {own[0]}-{own[-1]}"
 
 

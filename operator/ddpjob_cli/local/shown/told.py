@@ -11,7 +11,7 @@ from ddpjob_cli.local.shown.fold import Fold
 from ddpjob_core import rules
 from ddpjob_core.failures import root_cause
 from ddpjob_operator.failures import termination_message
-from ddpjob_operator.job import api, launcher, reasons, wording
+from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import Event
 
@@ -34,7 +34,7 @@ class Teller:
         log: Callable[[LocalPod, list[str]], None],
         logs: str = "",
     ) -> None:
-        found = launcher.facts(job.spec).launcher
+        found = job.spec.facts.launcher
         self._launcher = "torch" if found is None else found.launcher.rpartition(".")[2]
         self._note, self._log, self._logs = note, log, logs
         self._folds: dict[str, tuple[LocalPod, Fold]] = {}

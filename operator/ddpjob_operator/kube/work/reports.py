@@ -7,12 +7,11 @@ import datetime as dt
 
 import msgspec
 
-from ddpjob_operator.job import topology
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Jobs, Key
 from ddpjob_operator.kube.work.job_state import JobState, JobStates
 from ddpjob_operator.observed import stall
-from ddpjob_operator.observed.reports import BadReportError, Report
+from ddpjob_operator.observed.reports import Report, check_rank
 from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
@@ -53,12 +52,11 @@ class Reports:
             known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
             is_news = state.agent is report and (known is None or known.agent != report.agent)
             return FIRST_REPORT_SECONDS if is_news else None
-        if why := topology.not_its_rank(spec, report.rank, report.node_rank):
-            raise BadReportError(why)
+        check_rank(spec, report.rank, report.node_rank)
         if report.rank:
             # The status shows the metrics of rank 0 only.
             report = msgspec.structs.replace(report, metrics={})
-        state.make_room(report, None if topology.ranks_follow_nodes(spec) else topology.nproc_per_node(spec))
+        state.make_room(report, None if spec.facts.ranks_follow_nodes else spec.facts.nproc_per_node)
         return self._take_from_rank(state, report)
 
     def _take_from_rank(self, state: JobState, report: Report) -> float | None:
