@@ -81,7 +81,7 @@ MEANINGS = {
     "LOCAL_WORLD_SIZE": "processes on this node",
     "PET_NNODES": "torchrun's `--nnodes`; MIN:MAX in an elastic job",
     "PET_NPROC_PER_NODE": "torchrun's `--nproc-per-node`",
-    "PET_NODE_RANK": "torchrun's `--node-rank`; it numbers the nodes of an elastic job itself",
+    "PET_NODE_RANK": "torchrun's `--node-rank`; torchrun numbers those itself",
     "PET_MASTER_ADDR": "torchrun's `--master-addr`",
     "PET_MASTER_PORT": "torchrun's `--master-port`",
     "PET_RDZV_ID": "torchrun's `--rdzv-id`: a process of an older attempt cannot join",
@@ -133,7 +133,7 @@ _SHELL = ["sh", "-c", "torchrun train.py"]
 SHAPES = {
     "always": {"command": _SHELL, "nprocPerNode": 2},
     "one process per node": {"command": _SHELL, "nprocPerNode": 1},
-    "elastic jobs": {"command": _SHELL, "nprocPerNode": 2, "minNodes": 1},
+    "elastic jobs under torchrun": {"command": _SHELL, "nprocPerNode": 2, "minNodes": 1},
     "a CPU limit": {"command": _SHELL, "nprocPerNode": 1, "cpus": 8},
 }
 
@@ -190,7 +190,7 @@ def _of_trainers() -> Iterator[tuple[str, ...]]:
 
 def _when(name: str, shapes: list[str]) -> str:
     if name == "PET_NODE_RANK":
-        return "not in elastic jobs"
+        return "not in elastic jobs under torchrun"
     if name == "OMP_NUM_THREADS":
         return "a CPU limit, or several processes per node"
     return shapes[0]

@@ -12,7 +12,7 @@ from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.command import by_torchrun, options_begin, split_options
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, gpus, mapping
 
-NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
+NO_ELASTIC = "an elastic job needs torchrun or ddprun in the command: this one always has spec.nodes nodes"
 KUEUE = "the job waits in this queue if the operator has gang.kueue.enabled; otherwise it starts at once"
 SUSPENDED_BY_KUEUE = "Kueue sets and removes it by itself; with it a DDPJob would wait for ever; dropped"
 _QUEUE = "kueue.x-k8s.io/queue-name"
@@ -147,9 +147,9 @@ def set_elastic(
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
-    """Set nodes and minNodes from a range with one or both limits. Without torchrun, only add a remark."""
-    found, nodes = by_torchrun(command), result.spec["nodes"]
-    if found is None or found.launcher == "ddprun":
+    """Set nodes and minNodes from a range with one or both limits. Without torchrun or ddprun, only add a remark."""
+    nodes = result.spec["nodes"]
+    if by_torchrun(command) is None:
         result.remark(path, NO_ELASTIC)
         return
     if most is None:

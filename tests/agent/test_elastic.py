@@ -137,7 +137,7 @@ def test_a_node_that_is_told_to_stop_leaves_after_all_have_saved_and_the_others_
 
 def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launcher) -> None:
     job = Job(launcher, "1:2", snooze=500, last_call=0)
-    job.start(0)
+    job.start(0, DDPJOB_TERMINATION_LOG="message")
     assert job.up(0) == [0]
     job.start(1)
     assert job.agents[1].stderr is not None
@@ -145,6 +145,20 @@ def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launc
     done = job.done()
     assert [done[node].returncode for node in (0, 1)] == [0, 0]
     assert done[1].stderr == ""
+    message = json.loads((launcher.folder / "message").read_text())
+    assert message["agent"]["members"] == "0", "an operator waits for no other node"
+    assert message["ended"] is True
+
+
+@pytest.mark.parametrize(("nnodes", "ended"), [("1:2", None), ("2", True)])
+def test_a_node_that_does_not_reach_node_0_ends_alone_if_the_others_may_train(
+    launcher: Launcher, nnodes: str, ended: bool | None
+) -> None:
+    """A node whose network is broken must be replaced, and the nodes that train must not restart with it."""
+    words = ["--nnodes", nnodes, "--node-rank", 1, "--master-port", free_port(), "--rdzv-conf", "timeout=1"]
+    done = finish(launcher.ddprun(*words, "--no-preload", launcher.script(TRAIN), DDPJOB_TERMINATION_LOG="message"))
+    assert done.returncode == 75
+    assert json.loads((launcher.folder / "message").read_text()).get("ended") is ended
 
 
 def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(launcher: Launcher) -> None:

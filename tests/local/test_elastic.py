@@ -74,7 +74,10 @@ def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli
         (["--nodes", "1:2", "--resize", "1,at=1s"], "--resize 1,at=1s: needs a job with --nodes MIN:MAX under ddprun"),
         (["--resize", "1"], "--resize 1: must be a number of nodes and a time: 2,at=30s"),
         (["--resize", "1,at=soon"], "--resize 1,at=soon: at must be a time such as 20s or 2m"),
-        (["--nodes", "1:2", "--set", "spec.template.spec.containers[0].command=[python, train.py]"], "torchrun can"),
+        (
+            ["--nodes", "1:2", "--set", "spec.template.spec.containers[0].command=[python, train.py]"],
+            "with ddprun or torchrun",
+        ),
     ],
 )
 def test_an_impossible_range_is_refused_before_anything_starts(

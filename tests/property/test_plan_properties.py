@@ -39,6 +39,7 @@ containers = st.one_of(
                 "ValueError: x",
                 "RuntimeError: Connection closed by peer",
                 '{"ddpjob": 1, "ended": true}',
+                '{"ddpjob": 1, "ended": true, "agent": {"members": "0-1"}}',
                 # These rank numbers come from a log, so they may be invalid.
                 "Root Cause (first observed failure):\n[0]:\n  rank      : -1 (local_rank: 0)\n  exitcode  : 1",
                 "[rank999999999]: ValueError: x\n[rank-2]: ValueError: y",
@@ -114,10 +115,11 @@ def jobs(draw: st.DrawFn) -> api.DDPJob:
         replacements=draw(st.dictionaries(st.sampled_from(["0", "1", "x"]), st.integers(0, 2), max_size=2)),
         in_place=draw(st.none() | st.builds(api.InPlace, replacement=st.integers(0, 2), application=st.integers(0, 2))),
     )
-    limit = st.none() | st.integers(1, 500)
+    limit, nodes = st.none() | st.integers(1, 500), draw(st.integers(1, NODES_MAX))
     what = job(
         container={"command": [draw(st.sampled_from(["torchrun", "ddprun"])), "train.py"]},
-        nodes=draw(st.integers(1, NODES_MAX)),
+        nodes=nodes,
+        minNodes=draw(st.none() | st.integers(1, nodes)),
         suspend=draw(st.booleans()),
         cleanPodPolicy=draw(st.sampled_from(["None", "Running", "All"])),
         activeDeadlineSeconds=draw(limit),
@@ -369,3 +371,41 @@ def test_any_spec_of_a_running_job_gives_a_plan(
         or "invalid" in todo.status.message
         or (todo.status.state in ("Succeeded", "Failed") or todo.status.reason == "InvalidSpec")
     )
+
+
+LOSSES = ("vanishes", "Evicted", "node lost", "deleted", "ends", "runs", "unschedulable", "a minute", "a step")
+
+
+@given(st.lists(st.tuples(st.sampled_from(LOSSES), st.integers(1, 3)), max_size=30))
+def test_an_elastic_job_under_ddprun_trains_on_whatever_happens_to_nodes_that_it_can_do_without(
+    events: list[tuple[str, int]],
+) -> None:
+    """Node 0 alone is enough: the job must stay Running in one attempt, and no node may have two live pods."""
+    world = World(job(container={"command": ["ddprun", "train.py"]}, nodes=4, minNodes=1)).running().after(60)
+    for number, (what, place) in enumerate(events):
+        pod = next((p for p in world.pods.values() if p.place == place and p.live), None)
+        if what in ("a minute", "a step") or pod is None:
+            world.after(60 if what == "a minute" else 1).reports_step(number)
+        elif what == "runs" and pod.trainer.state == "waiting" and pod.deletion_requested_at is None:
+            world.nodes = {}
+            world.runs(place)
+        elif what == "unschedulable" and pod.trainer.state == "waiting":
+            world.unschedulable(place, "0/4 nodes are available")
+        elif what == "node lost" and pod.node:
+            world.node_lost(place).after(31)
+        elif what == "deleted" and pod.deletion_requested_at is None:
+            world.deleted_first(place)
+        elif what == "ends" and pod.node:
+            world.exits(place, 143 if pod.deletion_requested_at else 75)
+        elif what == "Evicted" and pod.node:
+            world.evicted(place, what)
+        elif what == "vanishes":
+            world.vanishes(place)
+        world.settle()
+        assert (world.status.state, world.status.attempt, world.status.restarts.application) == ("Running", 1, 0)
+        assert world.pods["digits-1-0"].deletion_requested_at is None
+        live = [p.place for p in world.pods.values() if p.live]
+        assert len(live) == len(set(live))
+    world.nodes = {}
+    world.settle().stops_all().settle().after(10).settle().runs(0, 1, 2, 3).settle()
+    assert world.status.reason == "AllNodesRun"

@@ -51,7 +51,7 @@ def manifest(name: str = "digits", *, container: dict[str, Any] | None = None, *
 
 def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec: Any) -> api.DDPJob:
     """Return a valid DDPJob."""
-    parsed, problems = validation.parse(manifest(name, container=container, **spec), here=True)
+    parsed, problems = validation.parse(manifest(name, container=container, **spec))
     assert not problems, problems
     return parsed
 

@@ -40,7 +40,7 @@ DNS = {
     "all of an elastic job, where torchrun chooses the master": (ELASTIC, True),
     "all where the command asks for such a rendezvous": (C10D, True),
     "not all of an elastic job, on request": ({**ELASTIC, "dns": "leader"}, False),
-    "only node 0 under ddprun": ({"container": {"command": ["ddprun", "train.py"]}}, False),
+    "only node 0 under ddprun, elastic or not": ({"minNodes": 1, "container": {"command": ["ddprun", "t.py"]}}, False),
 }
 
 

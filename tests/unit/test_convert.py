@@ -304,6 +304,7 @@ def test_elastic_restarts_count_if_there_is_no_backoff_limit() -> None:
         ({"minReplicas": 2}, "torchrun x.py", (2, 4), ""),
         ({"minReplicas": 1, "maxReplicas": 9}, "torchrun x.py", (1, 9), "elasticPolicy.minReplicas"),
         ({"minReplicas": 6}, "torchrun x.py", (None, 6), "elasticPolicy.minReplicas"),
+        ({"minReplicas": 1, "maxReplicas": 9}, "ddprun x.py", (1, 9), "elasticPolicy.minReplicas"),
         ({"minReplicas": 2}, "python x.py", (None, 4), "elasticPolicy.minReplicas"),
         ({}, "torchrun --nnodes=2:4 x.py", (2, 4), ""),
         ({}, "torchrun --nnodes 2:6 x.py", (2, 6), "pytorchReplicaSpecs.Worker.replicas"),

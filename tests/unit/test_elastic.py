@@ -13,7 +13,9 @@ from worlds import World, digits, job, manifest
 
 from ddpjob_cli.commands import options
 from ddpjob_cli.manifest import yamlfile
+from ddpjob_core.failures import Failure
 from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import build, environment, naming
 
@@ -58,7 +60,6 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
     ("command", "spec", "text"),
     [
         (["python", "x.py"], {"nodes": 2, "minNodes": 1}, "spec.minNodes: this command cannot train with a changing"),
-        (["ddprun", "x.py"], {"nodes": 2, "minNodes": 1}, "spec.minNodes: ddprun cannot train with a changing"),
         (["torchrun", "--standalone", "x.py"], {"nodes": 2, "minNodes": 1}, "--standalone is for one node"),
         (["torchrun", "--nnodes=2", "x.py"], {"nodes": 2, "minNodes": 1}, "--nnodes=2 contradicts spec.minNodes: 1"),
         (["torchrun", "--nnodes=1:2", "x.py"], {"nodes": 3, "minNodes": 1}, "--nnodes=1:2 contradicts spec.nodes: 3"),
@@ -80,7 +81,7 @@ def test_more_nodes_in_the_command_than_in_the_job_get_a_warning() -> None:
     assert any("(torchrun's last call)" in note for note in launcher.warnings(what.spec))
 
 
-# ---------------------------------------------------------------- ddprun, so far in local runs
+# ---------------------------------------------------------------- under ddprun
 
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
@@ -93,26 +94,154 @@ def test_ddprun_is_told_the_range_and_which_node_it_is() -> None:
     assert not second.keys() & {"PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_MAX_RESTARTS", "RANK"}
 
 
-@pytest.mark.parametrize(
-    ("command", "spec"), [(["ddprun", "x.py"], {"minNodes": 2}), (["ddprun", "--nnodes=2:3", "x.py"], {})]
-)
-def test_ddprun_trains_with_a_range_on_this_machine_and_is_refused_in_a_cluster(command: list[str], spec: Any) -> None:
-    what = manifest(container={"command": command}, nodes=3, **spec)
-    assert launcher.facts(validation.parse(what, here=True)[0].spec).min_nodes == 2
-    assert validation.parse(what, here=True)[1] == []
-    (problem,) = validation.parse(what)[1]
-    assert "in a cluster yet, only under `ddpjob run`" in problem.message
+def test_a_range_in_the_command_of_ddprun_makes_the_job_elastic() -> None:
+    what = job(nodes=3, container={"command": ["ddprun", "--nnodes=2:3", "x.py"]})
+    assert launcher.facts(what.spec).min_nodes == 2
+
+
+def trains_under_ddprun(nodes: int = 3, **spec: Any) -> World:
+    """Return a job whose nodes train for a minute, at step 40."""
+    world = elastic(container=DDPRUN, nodes=nodes, **spec).running().after(60).reports_step(40).settle()
+    assert world.status.reason == "AllNodesRun"
+    return world
 
 
 def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
-    world = elastic(container=DDPRUN).running().after(60).settle().exits(1, code=137).settle()
-    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    """The job must stay Running: a restart that nobody sees would stop goodput, and Kueue would count it as unready."""
+    world = trains_under_ddprun()
+    since = world.status.state_time, world.status.running_time
+    world.vanishes(1)
+    world.step()
+    assert world.status.state == "Running"
+    assert "digits-1-1-r1 takes its place, the others go on (not charged to backoffLimit" in world.status.message
+    world.settle()
+    assert (world.status.reason, world.status.attempt) == ("EnoughNodesRun", 1)
     assert world.status.message == "2 of 3 nodes are running, attempt 1; waiting for node 1"
-    assert any("digits-1-1-r1 takes its place, the others go on" in event.message for event in world.events)
+    assert (world.status.display.nodes, world.status.restarts.application) == ("2/3", 0)
+    assert [event.reason for event in world.events][-2:] == ["Replacing", "EnoughNodesRun"]
     world.runs(1).settle()
     assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
+    assert (world.status.state_time, world.status.running_time) == since
     world.exits(0).exits(1).exits(2).settle()
     assert world.status.state == "Succeeded"
+
+
+def test_a_lost_node_is_deleted_and_replaced_while_the_others_go_on() -> None:
+    world = trains_under_ddprun().node_lost(2).after(31).settle()
+    assert (world.status.reason, world.status.last_failure.reason) == ("EnoughNodesRun", "NodeLost")
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2-r1"]
+
+
+def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
+    """A pod may save for an hour after a drain. The others must not count as restarting for so long."""
+    world = trains_under_ddprun().deleted_first(2).settle()
+    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
+    assert world.status.message == "2 of 3 nodes are running, attempt 1; digits-1-2 on node-2 is stopping"
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"], "two agents would fight for one place"
+    world.stops(2).settle()
+    assert (world.status.attempt, world.names()[-1]) == (1, "digits-1-2-r1")
+    assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
+
+
+def test_reports_of_the_others_count_before_and_after_a_loss_is_seen() -> None:
+    """Agents restart ranks before the operator sees the loss. Their progress must not freeze until the next start."""
+    world = trains_under_ddprun().after(5)
+    resumed: dict[str, Any] = {"generation": 1, "resumed_step": 41, "resumed_from": "the memory"}
+    world.reports_step(43, **resumed).settle().vanishes(1).settle().after(10).reports_step(48, **resumed).settle()
+    assert (world.status.progress.step, world.status.goodput.lost_steps) == (48, 0)
+    assert world.status.goodput.restarting_seconds == 0
+
+
+def test_a_pod_that_joins_nodes_that_train_wants_no_pre_flight() -> None:
+    """After two lost nodes each later one would stop the training for some seconds."""
+    world = trains_under_ddprun()
+    for _ in range(3):
+        world.after(60).evicted(2, "Evicted").settle()
+        pod = build.pod(world.job, 1, 2, replacement=1)
+        assert "DDPJOB_PREFLIGHT" not in {entry["name"] for entry in pod["spec"]["containers"][0]["env"]}
+        world.runs(2).settle()
+
+
+def test_too_few_that_are_left_wait_for_the_replacement() -> None:
+    world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle().vanishes(1).settle()
+    assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"1": 1})
+    assert any("digits-1-1-r1 takes its place, the other node waits" in event.message for event in world.events)
+
+
+def test_the_others_wait_for_a_new_node_0() -> None:
+    world = trains_under_ddprun().vanishes(0).settle()
+    assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"0": 1})
+    assert any("digits-1-0-r1 takes its place, the other 2 nodes wait" in event.message for event in world.events)
+    assert world.runs(0).settle().status.reason == "AllNodesRun"
+
+
+def test_a_pod_that_fails_again_and_again_is_not_created_without_a_pause() -> None:
+    """A kubelet may reject a pod at once. The steps of the other nodes must not make each try look like the first."""
+    world, made = trains_under_ddprun(), 0
+    for step in range(60):
+        world.after(1).reports_step(41 + step).settle()
+        if world._pod(1).live:
+            made += 1
+            world.runs(1).settle().evicted(1, "UnexpectedAdmissionError").settle()
+    assert world.status.state == "Running"
+    assert made <= 7
+    assert world.status.progress.step > 90, "a pause does not hide the others' progress"
+
+
+def test_a_pod_that_fails_for_lack_of_memory_is_charged_and_ends_the_job_at_its_limit() -> None:
+    world = trains_under_ddprun(backoffLimit=1).exits(1, 137, reason="OOMKilled").settle()
+    assert (world.status.state, world.status.restarts.application) == ("Running", 1)
+    world.after(60).runs(1).settle().exits(1, 137, reason="OOMKilled").restarted()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+
+
+def test_restarts_in_place_do_not_count_a_node_that_never_came_as_started() -> None:
+    """Otherwise the job would wait for the completion of a node whose pod it never creates."""
+    world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle()
+    counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
+    failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
+    world.agent = AgentReport(replacement=0, generation=1, restarts=counts, failures=[failure])
+    world.settle().vanishes(2).settle()
+    assert (world.status.started_nodes, world.names()[-1]) == ("0-1", "digits-1-2")
+    assert world.exits(0).exits(1).settle().status.state == "Succeeded"
+
+
+def trained(members: str) -> str:
+    """Return the last message of node 0's agent after these nodes have trained to the end."""
+    return json.dumps({"ddpjob": 1, "ended": True, "agent": {"replacement": 0, "generation": 1, "members": members}})
+
+
+def test_a_pod_that_still_waits_to_join_when_the_group_has_ended_is_deleted_and_fails_nobody() -> None:
+    """The pod runs, but was in no group: it would look for node 0 for ten minutes, and then end with 75."""
+    world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle().after(60).runs(2).settle()
+    world.exits(0, message=trained("0-1")).settle()
+    assert world.status.state == "Running", "node 1 has not ended"
+    world.exits(1).settle()
+    assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
+    assert world.status.display.nodes == "2/3"
+    assert world.stops_all().names() == ["digits-1-0", "digits-1-1"]
+
+
+def test_a_pod_that_only_waited_may_end_in_any_way_after_the_group_has_ended() -> None:
+    for code in (0, 75, 137):
+        world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle().after(60).runs(2).settle()
+        world.exits(0, message=trained("0-1")).exits(2, code).settle()
+        assert (world.status.state, world.status.attempt) == ("Running", 1)
+        world.exits(1).settle()
+        assert (world.status.state, world.status.display.nodes) == ("Succeeded", "2/3")
+
+
+def test_members_that_did_not_complete_are_not_left_out() -> None:
+    world = trains_under_ddprun().exits(0, message=trained("0-2")).exits(1).settle().node_lost(2).after(31).settle()
+    assert world.status.state == "Restarting"
+
+
+def test_an_agent_that_ends_with_0_after_its_ranks_failed_for_torchrun_is_no_used_budget() -> None:
+    """Only torchrun is given all restarts that are left; ddprun reports each one."""
+    world = trains_under_ddprun(backoffLimit=3)
+    message = json.dumps({"ddpjob": 1, "ended": True, "rank": 0, "exitCode": 1, "exception": "ValueError: x"})
+    world.exits(0, 1, message=message).exits(1, 75).exits(2, 75).restarted()
+    assert (world.status.attempt, world.status.restarts.application) == (2, 1)
 
 
 # ---------------------------------------------------------------- who is needed
@@ -315,10 +444,10 @@ def test_a_lost_node_is_not_charged_and_torchrun_keeps_its_restarts() -> None:
 # ---------------------------------------------------------------- scale
 
 
-@pytest.mark.parametrize("nodes", [2, 5])
-def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(nodes: int) -> None:
-    """torchrun accepts no more nodes than its maximum, so scaling must restart all pods. No budget may count this."""
-    world = elastic().running().change(nodes=nodes).settle()
+@pytest.mark.parametrize(("program", "nodes"), [("torchrun", 2), ("torchrun", 5), ("ddprun", 2), ("ddprun", 5)])
+def test_scaling_restarts_the_group_with_the_new_number_and_is_not_charged(program: str, nodes: int) -> None:
+    """A launcher accepts no more nodes than its maximum, so scaling must restart all pods. No budget may count this."""
+    world = elastic(container={"command": [program, "train.py"]}).running().change(nodes=nodes).settle()
     assert (world.status.state, world.status.reason) == ("Restarting", "WaitingForOldPods")
     assert all(p.deletion_requested_at is not None for p in world.pods.values())
     world.stops_all().settle()

@@ -154,7 +154,6 @@ def test_a_name_that_is_invalid_for_a_service_is_refused(name: str) -> None:
         (["torchrun", "--nnodes=3:4", "x.py"], 2, "--nnodes=3:4 contradicts spec.nodes: 2"),
         (["torchrun", "--nnodes=1:2", "x.py"], 3, "--nnodes=1:2 contradicts spec.nodes: 3"),
         (["torchrun", "--nnodes=2:1", "x.py"], 2, "--nnodes=2:1 contradicts spec.nodes: 2"),
-        (["ddprun", "--nnodes=1:2", "x.py"], 2, "ddprun cannot train with a changing number of nodes in a cluster yet"),
         (
             ["torchrun", "--nnodes=1:2", "--rdzv-backend=static", "x.py"],
             2,

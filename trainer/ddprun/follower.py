@@ -209,8 +209,9 @@ class Follower:
             where = f"{self._options.host}:{self._options.port}"
             say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            # ended=True, because the others give up too: a replacement of this pod alone would find no peers.
-            return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
+            # ended=True, because the others give up too: a replacement of this pod alone would find no peers. In an
+            # elastic job the others may train, and only this node cannot reach node 0.
+            return self._agent.end(0 if self._done else RESUMABLE, None, ended=not self._options.is_elastic)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True
             say(f"waiting for node 0 at {self._options.host}:{self._options.port}")

@@ -210,6 +210,8 @@ class Leader:
         self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._drain()
         account = self._account() if order.code != 0 or self._lead.restarts else None
+        if order.code == 0 and self._options.is_elastic:  # so that the operator waits for no other node
+            account = {**self._account(), "members": self._lead.members.text}
         findings = self._findings() if order.code == 0 else []
         for finding in findings:
             say(finding.message)

@@ -73,6 +73,10 @@ class Options(NamedTuple):
     preload_asked: bool  # True if the user named the modules
 
     @property
+    def is_elastic(self) -> bool:
+        return self.least < self.nodes
+
+    @property
     def places(self) -> Members:
         """Places of all nodes that may take part."""
         return Members(range(self.nodes))

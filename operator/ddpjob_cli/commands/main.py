@@ -121,11 +121,10 @@ def run(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
     with sources.as_file(source) as source:
-        here = not dry_run
-        source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ), here=here)
+        source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ))
         if why:
             say(f"torchrun starts the ranks: {why}")
-        document, parsed = sources.load(source, here=here)
+        document, parsed = sources.load(source)
         broken += tuple(faults.parse_resize(text) for text in resizes)
         faults.check(broken, parsed)
         if dry_run:

@@ -54,11 +54,8 @@ def applied(
     nodes: str | None,
     settings: tuple[str, ...],
     variables: tuple[str, ...],
-    *,
-    here: bool = False,
 ) -> tuple[Document, api.DDPJob]:
-    """Apply the options. Return the document, and the job parsed from it. nodes: N or MIN:MAX. here: the job runs on
-    this machine. Raise InputError."""
+    """Apply the options. Return the document, and the job parsed from it. nodes: N or MIN:MAX. Raise InputError."""
     if nodes is not None:
         least, most = range_of(nodes)
         override.set_field(document, f"spec.nodes={most}", "--nodes")
@@ -69,7 +66,7 @@ def applied(
         override.set_field(document, setting, f"--set {setting}")
     for variable in variables:
         override.set_variable(document, variable)
-    parsed, problems = validation.parse(document.data, here=here)
+    parsed, problems = validation.parse(document.data)
     named = {p.path for p in problems}
     problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
     if problems:

@@ -34,9 +34,9 @@ def is_notebook(file: str | None) -> bool:
     return (file or "").endswith(kinds.NOTEBOOK)
 
 
-def load(source: Source, read: Document | None = None, *, here: bool = False) -> tuple[Document, api.DDPJob]:
-    """Return the job's document, and the job parsed from it. read: the document, if already read. here: the job runs on
-    this machine. Raise InputError."""
+def load(source: Source, read: Document | None = None) -> tuple[Document, api.DDPJob]:
+    """Return the job's document, and the job parsed from it. read: the document, if already read. Raise
+    InputError."""
     _refuse_two_values(source)
     document, is_made = _document(source) if read is None else (read, False)
     metadata = document.data.get("metadata")
@@ -48,7 +48,7 @@ def load(source: Source, read: Document | None = None, *, here: bool = False) ->
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
     if source.max_restarts is not None and not is_made:
         override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
-    document, parsed = applied(document, source.nodes, source.settings, source.variables, here=here)
+    document, parsed = applied(document, source.nodes, source.settings, source.variables)
     if source.arguments and made_command != _command(document):  # the command is from a YAML file or --set
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
@@ -69,12 +69,9 @@ def to_yaml(source: Source) -> str:
     return from_script.job_yaml(source, _text(file))
 
 
-def with_launcher(
-    source: Source, asked: str | None, missing: Callable[[], str], *, here: bool = False
-) -> tuple[Source, str]:
+def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
     """Return the source with its launcher, and why ddprun was not chosen; "" if it was, if the user chose, or if the
-    source has no launcher. asked: --launcher. missing: returns why ddprun is missing, or "". here: the job runs on this
-    machine. Raise InputError."""
+    source has no launcher. asked: --launcher. missing: returns why ddprun is missing, or "". Raise InputError."""
     if asked not in (None, launchers.DDPRUN, launchers.TORCHRUN):
         raise InputError(f"--launcher {asked}: must be {launchers.DDPRUN} or {launchers.TORCHRUN}")
     made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
@@ -85,16 +82,9 @@ def with_launcher(
             why = "starts the processes of its node by itself" if made else "says in its command what starts the ranks"
             raise InputError(f"--launcher {asked}: {name} {why}; leave the option out")
         return source, ""
-    why = "" if asked is not None else _why_torchrun(source, found, here=here) or missing()
+    why = "" if asked is not None else found.needs_torchrun or missing()
     name = asked or (launchers.TORCHRUN if why else launchers.DDPRUN)
     return replace(source, launcher=name), why
-
-
-def _why_torchrun(source: Source, found: from_script.FoundScript, *, here: bool) -> str:
-    given = {setting.partition("=")[0].strip() for setting in source.settings}
-    if not here and (":" in (source.nodes or "") or "spec.minNodes" in given):
-        return "ddprun cannot train with a changing number of nodes"
-    return found.needs_torchrun
 
 
 def _found(source: Source) -> from_script.FoundScript:

@@ -53,7 +53,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     subresource sets it."""
     min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
     """Makes the job elastic: it trains with minNodes to `nodes` nodes, as torchrun's --nnodes=MIN:MAX, and `nodes` may
-    change while it runs. Needs torchrun in the command, or under `ddpjob run` ddprun."""
+    change while it runs. Needs ddprun or torchrun in the command."""
     nproc_per_node: Annotated[int, Meta(ge=1, le=bounds.NPROC_MAX)] | Literal["auto"] = "auto"
     """Processes per node. auto: the launcher's number in the command, else one per GPU, else 1."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"

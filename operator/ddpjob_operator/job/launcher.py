@@ -38,12 +38,8 @@ _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 NEEDS_LAUNCHER = (
-    "this command cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or "
-    "remove minNodes."
-)
-ONLY_HERE = (
-    "ddprun cannot train with a changing number of nodes in a cluster yet, only under `ddpjob run`. Start the script "
-    "with torchrun, or give one number of nodes."
+    "this command cannot train with a changing number of nodes. Start the script with ddprun or torchrun, or remove "
+    "minNodes."
 )
 # Arguments with which a script may form its group without variables.
 _OWN_GROUP = re.compile(r"rank|world|dist|init|master", re.IGNORECASE)
@@ -261,18 +257,14 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
             yield name, meant
 
 
-def contradictions(spec: api.Spec, *, here: bool = False) -> Found:
-    """Yield the path and a sentence with the fix for each contradiction. The template must be well-formed.
-
-    here: the job runs as processes on this machine.
-    """
+def contradictions(spec: api.Spec) -> Found:
+    """Yield the path and a sentence with the fix for each contradiction. The template must be well-formed."""
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = facts(spec).launcher
-    if facts(spec).min_nodes is not None and (launcher is None or (launcher.launcher == "ddprun" and not here)):
-        at: tuple[str | int, ...] = path if spec.min_nodes is None else ("spec", "minNodes")
-        yield at, ONLY_HERE if launcher else NEEDS_LAUNCHER
     if launcher is None:
+        if spec.min_nodes is not None:
+            yield ("spec", "minNodes"), NEEDS_LAUNCHER
         return
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
         yield path, f"{launcher.launcher} {sentence}"

@@ -43,7 +43,9 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
 def all_have_dns_names(spec: api.Spec) -> bool:
     """True if every node has a DNS name, not only node 0. With a dynamic rendezvous, torchrun may give all ranks the
     name of any node as MASTER_ADDR (torch 2.13, elastic/rendezvous/api.py)."""
-    return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
+    if spec.dns != "auto":
+        return spec.dns == "all"
+    return not (ranks_follow_nodes(spec) or launcher.facts(spec).restarts_in_place)
 
 
 def not_its_rank(spec: api.Spec, rank: int, node_rank: int | None) -> str:

@@ -99,10 +99,10 @@ _READ = frozenset(
 )
 
 
-def parse(raw: object, *, hints: bool = True, here: bool = False) -> tuple[api.DDPJob, list[Problem]]:
+def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
     """Return the job in `raw` and all its problems. There is a job for any `raw`, with defaults for unreadable fields,
     so that problems can be reported with its name. hints: suggest fixes for typos; the operator does not, because a
-    tenant may write thousands of names. here: the job runs as processes on this machine."""
+    tenant may write thousands of names."""
     typos = Typos() if hints else Typos(0)
     if not isinstance(raw, Mapping):
         return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]
@@ -118,7 +118,7 @@ def parse(raw: object, *, hints: bool = True, here: bool = False) -> tuple[api.D
     problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), (), typos)
     problems += _name(raw)
     if not any(p.path[:1] == ("spec",) for p in problems):
-        problems += check(spec, typos, here=here)
+        problems += check(spec, typos)
     elif "template" not in {p.path[1] for p in problems if len(p.path) == 2}:
         problems += _template(spec.template, typos)
     return job, problems
@@ -137,14 +137,14 @@ def stored_status(raw: Mapping[str, Any]) -> api.Status:
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
-def check(spec: api.Spec, typos: Typos, *, here: bool = False) -> Iterator[Problem]:
+def check(spec: api.Spec, typos: Typos) -> Iterator[Problem]:
     """Yield problems of a spec whose fields have the right types."""
     wrong = {rule.field: rule.message for rule in RULES if rule.broken(spec)}
     yield from (Problem(("spec", name), message) for name, message in wrong.items())
     misshapen = [*_template(spec.template, typos)]
     yield from misshapen
     if not any(p.unreadable for p in misshapen):
-        yield from (Problem(path, text) for path, text in launcher.contradictions(spec, here=here))
+        yield from (Problem(path, text) for path, text in launcher.contradictions(spec))
 
 
 def dotted(path: Path) -> str:

@@ -49,6 +49,8 @@ class AgentReport(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     generation: _Turn = 0
     step_in_memory: _Number = 0
     """Step of the state that the last stopped ranks left in memory; 0 if none."""
+    members: Annotated[str, msgspec.Meta(max_length=bounds.RANGES_LENGTH_MAX)] = ""
+    """In the last message of an elastic job that has succeeded: the places whose ranks trained to the end."""
     restarts: AgentCounts = AgentCounts()
     failures: Annotated[list[Any], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
     """The last `Failure`s, oldest first."""

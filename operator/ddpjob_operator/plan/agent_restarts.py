@@ -46,9 +46,10 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     made = counted.progress
     last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
     status = transitions.with_idle(counted, last_step_time)
-    # Record that these pods have run, because ranks start only after all nodes have joined.
+    # Record that these pods have run, because ranks start only after all nodes have joined. Nodes of an elastic job may
+    # still come.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
-    ran = {place for place in view.members if naming.replacement(status, place) == 0}
+    ran = {place for place in view.members if naming.replacement(status, place) == 0 and not view.is_elastic}
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))

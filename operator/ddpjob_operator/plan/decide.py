@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     pod_replacement.replacing,
     group_restart.restarting,
     group_restart.gave_up_waiting,
+    pod_replacement.going_on,
     group_restart.attempt_broken,
     startup.rescaled,
     startup.start_overdue,

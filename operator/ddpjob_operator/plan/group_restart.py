@@ -53,7 +53,7 @@ _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
 
 def attempt_broken(view: View, status: api.Status) -> Decision | None:
     """Break the attempt if a rank is lost. Otherwise the others would hang in a collective until their time-out."""
-    trigger = next(_triggers(view, status), None)
+    trigger = next(triggers(view, status), None)
     if trigger is None:
         return None
     reason, failure = trigger
@@ -88,7 +88,7 @@ def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
     if not late or view.is_enough(status.started) or view.facts.restarts_in_place:
         return None
-    trigger = next(_triggers(view, status), None)
+    trigger = next(triggers(view, status), None)
     is_patient = is_past(after(status.attempt_time, GIVES_UP_AFTER_SECONDS), view.now)
     if trigger is None or trigger[1].reason != root_cause.PEER_LOST or not is_patient:
         return None
@@ -142,12 +142,12 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
 
 
-def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
+def triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     """Yield (reason, failure) for each sign of a broken attempt, strongest first. `settle` later finds the cause."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     for pod in _needed(view, status):
-        if pod.deletion_requested_at is not None:
+        if pod.deletion_requested_at is not None and not view.goes_on(status):
             failure = failure_of(view, status, pod.place, pod.disruption or root_cause.STOPPED)
             word = shown(pod.disruption, root_cause.WORD_MAX)
             evidence = api.Evidence(precedence="NODE", disruption=word) if word else None

@@ -8,8 +8,8 @@ import datetime as dt
 from collections.abc import Sequence, Set
 
 from ddpjob_core.failures import Precedence
-from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api
+from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.job import api, ranges
 from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.settlement import context
@@ -24,8 +24,12 @@ IMPORT_SECONDS = 60
 
 
 def late(view: View, status: api.Status) -> Set[int]:
-    """Return the numbers of pods that failed and never joined a group. status: already with this reconcile's nodes."""
+    """Return the numbers of pods that never joined a group: under ddprun all that node 0's agent does not name at the
+    end, under torchrun those that failed late. status: already with this reconcile's nodes."""
     completed, started = status.completed, status.started
+    if view.is_elastic and view.facts.restarts_in_place:
+        members = _members_at_the_end(view)
+        return (started | completed) - members if members else set()
     # A node that failed before enough others completed may have trained with them.
     if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
         return set()
@@ -38,6 +42,15 @@ def late(view: View, status: api.Status) -> Set[int]:
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
     silent = (p for p in failed if view.members.node_rank(p.place) not in reported)
     return {p.place for p in silent if _is_late(view, status, p, others)}
+
+
+def _members_at_the_end(view: View) -> Set[int]:
+    """Return the places whose ranks have all ended with 0, by the last message of node 0's agent; if it has left none,
+    an empty set."""
+    leader = view.known_pods.get(view.members.leader)
+    has_ended = leader is not None and leader.has_completed
+    message = termination_message.read_message(leader.trainer.message) if has_ended and leader is not None else None
+    return ranges.parse(message.agent.members) if message is not None and message.agent is not None else set()
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:

@@ -168,6 +168,9 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
     """Record that all trainers are running or have completed. missing: why an elastic job runs without some nodes."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
+    if stopping := [p for p in view.active if p.deletion_requested_at is not None]:
+        are = "is" if len(stopping) == 1 else "are"
+        missing = "; ".join(filter(None, (missing, f"{name_pods(stopping)} {are} stopping")))
     if missing:
         reason, text = reasons.ENOUGH_NODES_RUN, f"{text}; {missing}"
     long_completed, again_at = pending.completed_long_ago(view, status)
@@ -185,7 +188,8 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
 
 
 def _how_many_run(view: View, status: api.Status) -> str:
-    count, nodes = len(status.completed), len(view.participants(status))
+    stopping = {p.place for p in view.active if p.deletion_requested_at is not None}
+    count, nodes = len(status.completed), len(view.participants(status) - stopping)
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""

@@ -4,12 +4,14 @@ and wait for the new pod. Then all ranks start as a new generation."""
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job import api, budgets, ranges, reasons, wording
 from ddpjob_operator.job.status import unsettled_failure
+from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, group_restart
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
@@ -30,11 +32,36 @@ def replacing(view: View, status: api.Status) -> Decision | None:
     settled = settle(view, status, first)
     if not settled.verdict.restart:
         return group_restart.restart_all(view, status, first, settled)  # stops the others too, then the job fails
-    ending = [p for place in lost if (p := view.pods.get(place)) and p.live and p.uid not in view.lost]
-    if ending:
+    if ending := _still_ending(view, lost):
         message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
         return Decision(replace(with_failure(status, settled.cause, settled.text), message=message))
-    return Decision(_replaced(view, status, settled, lost))
+    status, wait = settled.status(view, status), settled.verdict.wait_seconds
+    status = with_new_ranks(status, view.now + dt.timedelta(seconds=wait))
+    others = len(view.staying) if view.is_elastic else view.spec.nodes - len(lost)
+    kept = f"the other {others} nodes wait" if others != 1 else "the other node waits"
+    kept = "the others go on" if view.is_enough(view.staying) else kept
+    when = f" in {wording.duration(wait)}" if wait else ""
+    return Decision(_replaced(view, status, "Restarting", settled, lost, f"{when}, {kept}"))
+
+
+def going_on(view: View, status: api.Status) -> Decision | None:
+    """Replace the pods that an elastic job has lost, while its other nodes train. Nobody waits, so the job is Running
+    all the time, and no evidence from other pods will come."""
+    trigger = next(group_restart.triggers(view, status), None)
+    if trigger is None or not view.goes_on(status):
+        return None
+    lost = lost_alone(view, status, trigger[1])
+    lost = sorted(set(lost).difference(p.place for p in _still_ending(view, lost)))
+    if not lost or not (settled := settle(view, status, trigger[1])).verdict.restart:
+        return None
+    status = settled.status(view, status)
+    # The next loss counts as one in a row if the others make no step until then.
+    status = replace(status, furthest_step=budgets.furthest(status))
+    return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))
+
+
+def _still_ending(view: View, lost: Sequence[int]) -> list[Pod]:
+    return [p for place in lost if (p := view.pods.get(place)) and p.live and p.uid not in view.lost]
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
@@ -72,23 +99,18 @@ def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]
     return any((number == 0 and place in first) or (place, number) in started for place, number in numbers)
 
 
-def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int]) -> api.Status:
-    status = settled.status(view, status)
-    wait = settled.verdict.wait_seconds
+def _replaced(
+    view: View, status: api.Status, state: api.State, settled: Settled, lost: list[int], what_others_do: str
+) -> api.Status:
     numbers = {str(place): naming.replacement(status, place) + 1 for place in lost}
     status = replace(
-        with_new_ranks(status, view.now + dt.timedelta(seconds=wait)),
+        status,
         replacements={**status.replacements, **numbers},
         started_nodes=ranges.text(status.started - set(lost)),
     )
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    when = f" in {wording.duration(wait)}" if wait else ""
-    others = view.spec.nodes - len(lost)
-    kept = f"the other {others} nodes wait" if others > 1 else "the other node waits"
-    if view.is_enough(set(view.members).difference(lost)):  # an elastic job does not wait
-        kept = "the others go on"
     cost = group_restart.charge(view, settled.verdict)
     where = group_restart.from_step(status, kept=view.members.leader not in lost or group_restart.files_stay(view))
-    text = f"{settled.text}; {names}{more} takes its place{when}, {kept} ({cost}){where}"
-    return enter(status, "Restarting", reasons.REPLACING, text, view.now)
+    text = f"{settled.text}; {names}{more} takes its place{what_others_do} ({cost}){where}"
+    return enter(status, state, reasons.REPLACING, text, view.now)

@@ -88,7 +88,8 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
     )
     # A node that never joined a group does not belong to the training, even after its pod is gone.
     if late := late_nodes.late(view, status):
-        status = replace(status, started_nodes=ranges.text(status.started - late))
+        trained, over = (ranges.text(places - late) for places in (status.started, status.completed))
+        status = replace(status, started_nodes=trained, completed_nodes=over)
     return status
 
 

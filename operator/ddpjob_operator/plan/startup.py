@@ -18,7 +18,7 @@ from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
-from ddpjob_operator.plan.view import View, is_over, name_pods
+from ddpjob_operator.plan.view import View, is_over, name_pods, owned
 from ddpjob_operator.pods import build, naming
 
 # The kubelet's waiting reasons after which its retries rarely succeed.
@@ -27,6 +27,9 @@ CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
+
+# Seconds between the pods that replace each other while other nodes train.
+NEXT_POD_SECONDS = 10
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
@@ -45,8 +48,8 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
-    """Restart an elastic job whose spec.nodes changed, with full grace: a running torchrun accepts no more nodes than
-    its maximum, and may hang without peers. Once some nodes have completed, training is about to end."""
+    """Restart an elastic job whose spec.nodes changed, with full grace: a running launcher accepts no more nodes than
+    its maximum, and torchrun may hang without peers. Once some nodes have completed, training is about to end."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes:
@@ -133,6 +136,10 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
     """Create missing objects, but never again the pod of a node that has run in this attempt."""
     missing = _to_create(view, status)
+    if not missing and (later := {at: place for place in view.members if (at := _waits_until(view, status, place))}):
+        at = min(later)
+        text = f"node {later[at]} gets its next pod at {wording.clock(at)}"
+        return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, again_at=at)
     if not missing:
         return None
     # Keep the API server's message about a refused object until a retry gets a different answer.
@@ -239,13 +246,26 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
         return ()  # training has ended, so a new node would find no group to join
     known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
-    missing = [place for place in view.members if place not in known]
+    missing = [place for place in view.members if place not in known and not _waits_until(view, status, place)]
     if view.is_elastic and view.members.leader in missing:
         missing = [view.members.leader]  # first in the scheduler's queue, because no group trains without node 0
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
     unplaced = any(p.live and not p.node for p in view.pods.values())
     groups = gang.to_create(view, status) if pods or unplaced else ()
     return (*(() if view.seen.service else (CreateService(),)), *groups, *pods)
+
+
+def _waits_until(view: View, status: api.Status, place: int) -> dt.datetime | None:
+    """Return when a lost pod is replaced while others train; None if at once. The first loss is replaced at once, but a
+    kubelet may reject each further pod within a second, and no back-off of the group slows that down."""
+    number = naming.replacement(status, place) - 1
+    if number < 1 or place in status.started or place in view.pods or not view.trains_with_fewer(status):
+        return None
+    own = (
+        p for p in owned(view.job, view.seen) if (p.attempt, p.place, p.replacement) == (status.attempt, place, number)
+    )
+    at = after(next((p.scheduled_at for p in own), None), NEXT_POD_SECONDS)
+    return None if at is None or view.now >= at else at
 
 
 def _avoids(view: View, status: api.Status) -> str:

@@ -123,7 +123,7 @@ class View:
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """True if these pods are enough to train: all, or an elastic job's minimum with node 0, which has the store."""
+        """True if these pods are enough to train: all, or an elastic job's minimum with node 0, where all meet."""
         least, present = self.facts.min_nodes, places & set(self.members)
         is_all = len(present) == len(self.members)
         return is_all if least is None else len(present) >= least and self.members.leader in present
@@ -131,6 +131,17 @@ class View:
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
         return self.is_elastic and self.is_enough(status.started)
+
+    @cached_property
+    def staying(self) -> Set[int]:
+        """The places whose trainers are running and are not being stopped."""
+        return {p.place for p in self.active if p.trainer.state == "running" and p.deletion_requested_at is None}
+
+    def goes_on(self, status: api.Status) -> bool:
+        """True if an elastic job under ddprun trains, and goes on in its pods without those that are lost or stopping.
+        Under torchrun a loss restarts the group: a new pod in a running rendezvous hung or failed in half of trials."""
+        can_go_on = self.is_elastic and self.facts.restarts_in_place
+        return can_go_on and status.state == "Running" and self.is_enough(self.staying)
 
     def participants(self, status: api.Status) -> Set[int]:
         """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""

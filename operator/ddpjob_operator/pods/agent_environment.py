@@ -56,7 +56,7 @@ def was_out_of_memory(status: api.Status) -> bool:
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     """True if the nodes measure each other before their ranks start. OnRestart needs two nodes, because a node is slow
-    only compared with another.
+    only compared with another, and not while the others train: each node that joins them would stop them for it.
     """
     begun = status.attempt_time
     if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):
@@ -64,4 +64,5 @@ def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     if spec.preflight != "OnRestart":
         return spec.preflight == "Always"
     last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]
-    return spec.nodes > 1 and last == ["infrastructure"] * PREFLIGHT_FAILURES
+    others_train = launcher.facts(spec).min_nodes is not None and status.state == "Running"
+    return spec.nodes > 1 and not others_train and last == ["infrastructure"] * PREFLIGHT_FAILURES

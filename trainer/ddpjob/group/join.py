@@ -200,13 +200,14 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
         return place.rank, place.world_size
-    for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
-        if (size := process.number(name, 1)) > 1:
-            # Do not return rank 0 of 1: each rank would train alone on all samples and end with 0, unnoticed.
-            raise ConfigurationError(
-                f"{name}: {size} and there is no process group, so this process cannot know its share. "
-                f"Call ddpjob.init() first, or {otherwise}."
-            )
+    # In an elastic job DDPJOB_WORLD_SIZE is the largest number, and a group of one rank needs no process group.
+    name = "WORLD_SIZE" if os.environ.get("WORLD_SIZE") else "DDPJOB_WORLD_SIZE"
+    if (size := process.number(name, 1)) > 1:
+        # Do not return rank 0 of 1: each rank would train alone on all samples and end with 0, unnoticed.
+        raise ConfigurationError(
+            f"{name}: {size} and there is no process group, so this process cannot know its share. "
+            f"Call ddpjob.init() first, or {otherwise}."
+        )
     return 0, 1
 
 
