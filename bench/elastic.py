@@ -117,7 +117,7 @@ class Job:
         port = self._port
         where = ["ddprun", f"--master-port={port}", f"--node-rank={node}", "--rdzv-conf=last_call_timeout=0,snooze=0"]
         if self._launcher == "torchrun":
-            conf = f"--rdzv-conf=last_call_timeout=1,is_host={int(node == 0)}"
+            conf = f"--rdzv-conf=last_call_timeout=5,is_host={int(node == 0)}"
             where = ["torch.distributed.run", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", conf]
         own = ONE_THREAD | {"DDPJOB_REPLACEMENT": str(self._replaced[node]), "DDPJOB_TERMINATION_LOG": ""}
         self._replaced[node] += 1
@@ -211,7 +211,7 @@ def repeated(notes: list[Note]) -> tuple[int, int]:
     for n in notes:
         if n.what == "batch" and n.samples and n.life == max(lives.get(n.step, {-1})):
             seen[(n.step - 1) * BATCH // SAMPLES] += n.samples.split(",")
-    epochs = (seen[epoch] for epoch in range(max(lives) * BATCH // SAMPLES))
+    epochs = (seen[epoch] for epoch in range(max(lives, default=0) * BATCH // SAMPLES))
     wrong = sum(len(epoch) != SAMPLES or len(set(epoch)) != SAMPLES for epoch in epochs)
     return sum(len(its) - 1 for its in lives.values()), wrong
 
