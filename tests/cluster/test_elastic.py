@@ -25,10 +25,11 @@ def schedulable(nodes: list[str]) -> Iterator[list[str]]:
         kubectl("uncordon", node, check=False)
 
 
-def elastic(name: str, folder: str) -> dict[str, Any]:
+def elastic(name: str, folder: str, launcher: str) -> dict[str, Any]:
     made = job(name, minNodes=1, onePodPerNode=True)
-    program = ["--no-python", "python", "-u", "-c", SCRIPT, folder, "0.1"]
-    trainer(made)["command"] = ["torchrun", f"--rdzv-conf=last_call_timeout={LAST_CALL_SECONDS}", *program]
+    # Under ddprun the training goes on during the faults, so it takes longer.
+    program = ["--no-python", "python", "-u", "-c", SCRIPT, folder, "0.1" if launcher == "torchrun" else "0.15"]
+    trainer(made)["command"] = [launcher, f"--rdzv-conf=last_call_timeout={LAST_CALL_SECONDS},snooze=2", *program]
     trainer(made)["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     trainer(made)["volumeMounts"] = [{"name": "snapshots", "mountPath": folder}]
     trainer(made)["securityContext"] = {"runAsUser": 0}
@@ -38,13 +39,18 @@ def elastic(name: str, folder: str) -> dict[str, Any]:
     return made
 
 
-# By day test_faults.py checks without torch that all ranks restart if a pod is deleted.
-@pytest.mark.parametrize("deletes_a_pod", [False, pytest.param(True, marks=pytest.mark.long)])
+# By day test_faults.py checks without torch that under torchrun all ranks restart if a pod is deleted, and
+# test_in_place.py that under ddprun only the pod is replaced.
+@pytest.mark.parametrize(
+    ("launcher", "deletes_a_pod"),
+    [("torchrun", False), ("ddprun", False), pytest.param("torchrun", True, marks=pytest.mark.long)],
+)
 def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undisturbed(
     space: Space,
     schedulable: list[str],
     tmp_path: Path,
     break_node: Callable[[str, str], None],
+    launcher: str,
     deletes_a_pod: bool,
 ) -> None:
     kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
@@ -52,7 +58,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
 
     # One node has room for a pod, which is enough to train. The second node joins later, in the same attempt.
     kubectl("cordon", late)
-    space.apply(elastic(name, f"/var/tmp/ddpjob-{space.name}"))
+    space.apply(elastic(name, f"/var/tmp/ddpjob-{space.name}", launcher))
     status = trains(space, name, "1/2")
     assert (status["attempt"], status["reason"]) == (1, "EnoughNodesRun")
     assert "Unschedulable: 1 of 2 pods" in status["message"]
@@ -68,7 +74,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
     # A node is cut off: the job goes on without it, and accepts it again later.
     cut = space.node_of(f"{name}-{attempt}-1")
     break_node("cut", cut)
-    attempt += 1
+    attempt += launcher == "torchrun"
     status = trains(space, name, "1/2", attempt)
     assert charged(status)[0] == 0
     break_node("join", cut)
@@ -77,6 +83,9 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
 
     status = space.ends(name, 240)
     assert status["state"] == "Succeeded", status
+    if launcher == "ddprun":
+        assert (status["goodput"].get("lostSteps", 0), status["goodput"].get("restartingSeconds", 0)) == (0, 0)
+        assert space.pods(name)[f"{name}-1-0"]["status"]["containerStatuses"][0]["restartCount"] == 0
     log = space.kubectl("logs", f"{name}-{attempt}-0")
     assert result(log) == pytest.approx(alone(tmp_path), abs=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,60 @@ def test_a_suspended_job_stops_at_once_and_continues_with_new_pods(jobs: Space) 
     jobs.kubectl("patch", "ddp", "paused", "--type=merge", "-p", '{"spec":{"suspend":false}}')
     status = jobs.ends("paused")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, (0, 0, 0)), status
+
+
+# Ranks that meet if there are several, and train until a file exists in their pods.
+CHANGES = f"""
+import os, socket, time
+rank, size, life = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+if size > 1:
+{textwrap.indent(MEET, "    ")}
+print("generation", life, "trains with", size, flush=True)
+while not os.path.exists("/tmp/enough"):
+    time.sleep(0.1)
+"""
+
+
+def loses_a_pod(jobs: Space, name: str, snooze: int) -> dict[str, str]:
+    """Run an elastic job, delete its second pod, and wait until the first one trains alone. Return the first uids."""
+    body = ddprun(name, CHANGES, minNodes=1)
+    trainer(body)["command"][1:1] = ["--rdzv-conf", f"last_call_timeout=60,snooze={snooze}"]
+    jobs.apply(body)
+    says(jobs, f"{name}-1-0", "generation 0 trains with 2")
+    before = uids(jobs, name)
+    jobs.kubectl("delete", "pod", f"{name}-1-1", "--wait=false")
+    says(jobs, f"{name}-1-0", "generation 1 trains with 1")
+    return before
+
+
+def ends_with(jobs: Space, name: str, *pods: str) -> Status:
+    """Let the ranks in these pods end, and return the status of the job."""
+    for pod in pods:
+        jobs.kubectl("exec", pod, "--", "touch", "/tmp/enough")
+    status = jobs.ends(name, 60)
+    assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (0, 1, 0)), status
+    return status
+
+
+def test_an_elastic_job_trains_without_a_deleted_pod_until_the_new_pod_joins(jobs: Space) -> None:
+    before = loses_a_pod(jobs, "changes", 1)
+    says(jobs, "changes-1-1-r1", "generation 2 trains with 2")
+    jobs.waits("changes", lambda s: s["reason"] == "AllNodesRun", "changes runs on all nodes", 30)
+    ends_with(jobs, "changes", "changes-1-0", "changes-1-1-r1")
+    kept = jobs.pods("changes")["changes-1-0"]
+    assert kept["metadata"]["uid"] == before["changes-1-0"]
+    assert kept["status"]["containerStatuses"][0]["restartCount"] == 0
+    told = [reason for _, reason, _ in jobs.events("changes")]
+    assert told.count("Replacing") == 1
+    assert not {"Disrupted", "RankFailed", "Restarting"}.intersection(told), "nobody waited"
+
+
+def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
+    """The pod may have to wait for minutes, and a training that is complete must not wait for it."""
+    loses_a_pod(jobs, "short", 500)
+    says(jobs, "short-1-1-r1", "this one joins them in")
+    status = ends_with(jobs, "short", "short-1-0")
+    assert status["message"] == "1 of 2 nodes trained, and completed"
 
 
 @pytest.mark.alone

@@ -122,8 +122,10 @@ def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
     world.runs(1).settle()
     assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
     assert (world.status.state_time, world.status.running_time) == since
-    world.exits(0).exits(1).exits(2).settle()
+    world.after(60).exits(0).exits(1).exits(2).settle()
     assert world.status.state == "Succeeded"
+    goodput = world.status.goodput
+    assert (goodput.starting_seconds, goodput.productive_seconds, goodput.restarting_seconds) == (60, 60, 0)
 
 
 def test_a_lost_node_is_deleted_and_replaced_while_the_others_go_on() -> None:

@@ -15,7 +15,7 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, group_restart
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
-from ddpjob_operator.plan.transitions import enter, with_failure, with_new_ranks
+from ddpjob_operator.plan.transitions import enter, with_failure, with_goodput, with_new_ranks
 from ddpjob_operator.plan.view import View, name_pods
 from ddpjob_operator.pods import naming
 
@@ -54,7 +54,8 @@ def going_on(view: View, status: api.Status) -> Decision | None:
     lost = sorted(set(lost).difference(p.place for p in _still_ending(view, lost)))
     if not lost or not (settled := settle(view, status, trigger[1])).verdict.restart:
         return None
-    status = settled.status(view, status)
+    # The time before the first step was no restart. From now on it would count as one: a pod is replaced.
+    status = settled.status(view, with_goodput(status, view.now))
     # The next loss counts as one in a row if the others make no step until then.
     status = replace(status, furthest_step=budgets.furthest(status))
     return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))

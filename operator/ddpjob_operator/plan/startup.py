@@ -136,7 +136,7 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
     """Create missing objects, but never again the pod of a node that has run in this attempt."""
     missing = _to_create(view, status)
-    if not missing and (later := {at: place for place in view.members if (at := _waits_until(view, status, place))}):
+    if not missing and (later := {at: place for place in _absent(view, status) if (at := _waits(view, status, place))}):
         at = min(later)
         text = f"node {later[at]} gets its next pod at {wording.clock(at)}"
         return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, again_at=at)
@@ -242,11 +242,8 @@ def _waiting(
 
 
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
-    if view.is_elastic and status.completed_nodes:
-        return ()  # training has ended, so a new node would find no group to join
-    known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
-    missing = [place for place in view.members if place not in known and not _waits_until(view, status, place)]
+    missing = [place for place in _absent(view, status) if not _waits(view, status, place)]
     if view.is_elastic and view.members.leader in missing:
         missing = [view.members.leader]  # first in the scheduler's queue, because no group trains without node 0
     pods = [CreatePod(status.attempt, place, avoid, naming.replacement(status, place)) for place in missing]
@@ -255,11 +252,18 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     return (*(() if view.seen.service else (CreateService(),)), *groups, *pods)
 
 
-def _waits_until(view: View, status: api.Status, place: int) -> dt.datetime | None:
+def _absent(view: View, status: api.Status) -> list[int]:
+    """Return the places that have no pod and have not run. At the end of an elastic training none is missing: a new
+    node would find no group to join."""
+    known = status.started | set(view.pods)
+    return [] if view.is_elastic and status.completed_nodes else [p for p in view.members if p not in known]
+
+
+def _waits(view: View, status: api.Status, place: int) -> dt.datetime | None:
     """Return when a lost pod is replaced while others train; None if at once. The first loss is replaced at once, but a
     kubelet may reject each further pod within a second, and no back-off of the group slows that down."""
     number = naming.replacement(status, place) - 1
-    if number < 1 or place in status.started or place in view.pods or not view.trains_with_fewer(status):
+    if number < 1 or not view.trains_with_fewer(status):
         return None
     own = (
         p for p in owned(view.job, view.seen) if (p.attempt, p.place, p.replacement) == (status.attempt, place, number)

@@ -70,6 +70,11 @@ def goodput(status: api.Status, now: dt.datetime) -> api.Goodput:
     return replace(after, ratio=_ratio(after))
 
 
+def with_goodput(status: api.Status, now: dt.datetime) -> api.Status:
+    """Return the status with the goodput until now, in the middle of a state."""
+    return replace(status, goodput=replace(goodput(status, now), counted_until=now))
+
+
 def _running(before: api.Goodput, status: api.Status, since: dt.datetime, elapsed: int) -> tuple[api.Goodput, int]:
     """Return the goodput plus the seconds in which all nodes ran, and how many of these preceded the first step."""
     if status.first_step_time is None:
@@ -118,8 +123,7 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     is_idle = status.goodput is not None and status.goodput.idle_since is not None
     if is_idle and before is not None and before.step != report.step:  # the first step after an idle time
-        counted = replace(goodput(status, report.received_at), counted_until=report.received_at)
-        status = replace(status, goodput=counted)
+        status = with_goodput(status, report.received_at)
     status = _with_steps_of_new_ranks(status, report, report.received_at)
     if before is not None and replace(progress, updated=before.updated) == before:
         return status  # many ranks repeat an equal report every few seconds
