@@ -73,7 +73,7 @@ def _fixed_worlds(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
     for call in script.inits:
         size = script.argument(call, "world_size", 3 if script.called(call) == INIT else None)
         if size is not None and all(map(_is_fixed, script.origins(size))):
-            yield size, f"world_size={script.text_of(size)}", "remove rank and world_size: torchrun sets both"
+            yield size, f"world_size={script.text_of(size)}", "remove rank and world_size: the launcher sets both"
     for call in script.calls_to(SAMPLER):
         size = script.argument(call, "num_replicas", 1)
         if size is not None and all(map(_is_fixed, script.origins(size))):
@@ -85,7 +85,7 @@ def _fixed_worlds(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
     for name, value, node in script.variables_set:
         texts = fixed_texts(script, value, node) if name == "WORLD_SIZE" else []
         if texts:
-            yield node, f'os.environ["WORLD_SIZE"] = "{texts[0]}"', "remove it: torchrun sets WORLD_SIZE"
+            yield node, f'os.environ["WORLD_SIZE"] = "{texts[0]}"', "remove it: the launcher sets WORLD_SIZE"
     for node in script.nodes:
         test = _test_of_all(node)
         if test is not None and _compares_ranks(script, test):

@@ -17,18 +17,23 @@ SCRIPT = elastic_training.SCRIPT.replace("ddpjob.Snapshot(folder, world)", "ddpj
 SCRIPT = SCRIPT.replace("step += 1", "step += 1; world.is_main and print(step, file=made, flush=True)")
 BEGINS = "made = open('made', 'a'); world.is_main and print(world.world_size, file=open('sizes', 'a'))"
 SCRIPT = SCRIPT.replace("loss_of =", f"{BEGINS}; loss_of =")
+BEFORE, SLEEPS = SCRIPT.partition("            stop = ")[0], "            time.sleep"
+KEEPS = "            snapshot.keep(step, model=model, optimizer=optimizer, sampler=sampler)\n"
+ONLY_KEEPS = BEFORE + KEEPS + SLEEPS + SCRIPT.partition(SLEEPS)[2]
 
 
 class Training:
     """The nodes of one training."""
 
-    def __init__(self, launcher: Launcher, least: int, most: int, folder: str, told: Appointments) -> None:
+    def __init__(
+        self, launcher: Launcher, least: int, most: int, folder: str, told: Appointments, script: str = SCRIPT
+    ) -> None:
         self.launcher = launcher
         port = free_port()
         told.appoint(1, 0, port)
         self._group = ["--nnodes", f"{least}:{most}", "--master-port", port, "--rdzv-id", launcher.mark]
         self._group += ["--rdzv-conf", "last_call_timeout=0,snooze=0", "--node-rank"]
-        self._script = [launcher.script(SCRIPT), folder, 0.03]
+        self._script = [launcher.script(script), folder, 0.03]
         self._env = {"DDPJOB_RESTARTS_LEFT": LEFT, **told.env}
         self.agents: dict[int, subprocess.Popen[str]] = {}
 
@@ -63,11 +68,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return elastic_training.alone(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("folder", [pytest.param("snapshots", marks=pytest.mark.long), ""], ids=["folder", "memory"])
+@pytest.mark.parametrize(
+    ("folder", "script", "code"),
+    [
+        pytest.param("snapshots", SCRIPT, 75, marks=pytest.mark.long),
+        ("", SCRIPT, 75),
+        ("", ONLY_KEEPS, 143),
+    ],
+    ids=["folder", "memory", "only keep()"],
+)
 def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
-    launcher: Launcher, undisturbed: list[float], appointments: Appointments, folder: str
+    launcher: Launcher, undisturbed: list[float], appointments: Appointments, folder: str, script: str, code: int
 ) -> None:
-    training = Training(launcher, 2, 3, folder, appointments)
+    training = Training(launcher, 2, 3, folder, appointments, script)
     training.start(0, 1)
     training.trains_with(2)
     training.start(2)
@@ -83,7 +96,7 @@ def test_nodes_that_come_and_are_lost_cost_no_step_and_change_no_result(
     training.trains_with(2, 3, 2, 3, 2, 3)
     training.agents[2].terminate()
     left = finish(training.agents.pop(2))
-    assert left.returncode == 75
+    assert left.returncode == code
     done = training.done()
     said = "\n".join(d.stderr for d in (*done.values(), left))
     assert {d.returncode for d in done.values()} == {0}, said

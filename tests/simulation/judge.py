@@ -145,15 +145,15 @@ class Judge:
             )
 
     def _deleted(self, raw: Raw, status: Raw, change: Change) -> None:
-        attempt, name = _attempt(raw), raw["metadata"]["name"]
+        name, present = raw["metadata"]["name"], (status.get("attempt", 0), _replacement_of(status, _rank(raw)))
         if owner_uid(raw) not in {job["metadata"]["uid"] for job in self._jobs()}:
             return  # pods of a deleted job may be deleted in any state
         asked_now = change.old is not None and "deletionTimestamp" not in change.old["metadata"]
-        if status.get("attempt", 0) == attempt and status.get("state") not in STOPS:
+        is_present = (_attempt(raw), _replacement(raw)) == present
+        if is_present and status.get("state") not in STOPS:
             self.wrong.append(
                 f"pod {name} was deleted in state {status.get('state')} of its own attempt: nothing recorded says why"
             )
-        is_present = (_attempt(raw), _replacement(raw)) == (status["attempt"], _replacement_of(status, _rank(raw)))
         if is_present and status.get("reason") == "Replacing" and not self._is_on_lost_node(raw):
             self.wrong.append(f"pod {name} was deleted while another is replaced: its agent was to wait, with all warm")
         if asked_now and raw["status"].get("phase") in ("Succeeded", "Failed"):
@@ -196,6 +196,7 @@ class Judge:
             for name in ("completedNodes", "startedNodes"):
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
+                lost -= self._training.agents.not_trained.get((uid, attempt), set())
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
                     lost &= completed  # an elastic group that has ended may leave out nodes that did not complete
                 if lost:

@@ -40,12 +40,15 @@ class Life:
     generation: int
     number: int
     """Number among all generations that the job's agents have ever started."""
+    members: Members
     ranks: dict[int, Agent] = field(default_factory=dict)
     started_at: float | None = None
     loaded: Loaded | None = None
     """The state with which the generation began."""
     step: float = 0.0
     """The furthest step that was made."""
+    saved_step: int = 0
+    """The step at which its ranks were stopped together for nodes that join; 0: they were not."""
     held_up: float = 0.0
     stuck_at: float | None = None
     broken: bool = False
@@ -54,6 +57,15 @@ class Life:
 
     def __str__(self) -> str:
         return f"generation {self.generation} of {self.leader.process}"
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the ranks of all members have been started."""
+        return len(self.ranks) == len(self.members)
+
+    def rank(self, agent: Agent) -> int:
+        """Return the rank of an agent, which is not its node's number if other nodes are missing."""
+        return self.members.node_rank(agent.node)
 
 
 @dataclass(eq=False)
@@ -165,6 +177,10 @@ class Agents:
         """Receives a post of node 0's agent; returns True if a receiver confirmed it."""
         self.has_name: Callable[[Process], bool] = lambda _: True
         """Returns True if the DNS name of its rank resolves to it."""
+        self.not_trained: dict[tuple[str, int], set[int]] = {}
+        """By job uid and attempt, the nodes that were not in the group when its training ended."""
+        self.shrunk = self.grown = 0
+        """How often a generation had fewer or more nodes than the one before."""
         self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
         """By job uid, attempt and replacement: the real charges of each agent of node 0."""
         self._training, self._connected, self._memories = training, connected, memories
@@ -235,6 +251,9 @@ class Agents:
             agent.budget,
             options.JOIN_SECONDS,
             now,
+            least=agent.process.least,
+            last_call_seconds=options.LAST_CALL_SECONDS,
+            snooze_seconds=options.SNOOZE_SECONDS,
             policy=agent.policy,
             has_operator=agent.grant is not None,
             furthest_step=0 if agent.grant is None else agent.grant.step,
@@ -283,8 +302,12 @@ class Agents:
         if agent.over:
             return
         agent.over = True
-        is_mine = failure is not None and failure.rank == agent.node
+        is_mine = _is_mine(agent, failure)
         account = self._account(agent) if agent.lead is not None and (agent.lead.restarts or (code and ended)) else None
+        if agent.lead is not None and ended and not code and agent.process.least < agent.process.nodes:
+            account = {**self._account(agent), "members": agent.lead.members.text}
+            place = agent.process.job_uid, agent.process.attempt
+            self.not_trained[place] = {*agent.lead.places}.difference(agent.lead.members)
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
         said = failure.as_dict() if failure is not None and is_mine and code else {}
         message = encode({**said, **group}).decode() if said or (group and (code or account)) else ""
@@ -324,11 +347,13 @@ class Agents:
     def _carry_out(self, leader: Agent, order: Any) -> None:
         followers = list(leader.links.values())
         if isinstance(order, StartOrder):
-            life = self._new_life(leader, order.generation)
+            life = self._new_life(leader, order)
             for link in followers:
-                self._tell(link, lambda agent: self._start(agent, life))
+                if link.follower.node in order.members:
+                    self._tell(link, lambda agent: self._start(agent, life))
             self._start(leader, life)
         elif isinstance(order, Stop):
+            self._save_together(leader, order)
             for link in followers:
                 if link.follower.node in order.nodes:
                     self._tell(link, lambda agent: self._stop(agent, order))
@@ -340,6 +365,16 @@ class Agents:
         elif not isinstance(order, Over):  # tests with real processes cover hangs after the end
             assert isinstance(order, Leave), order
             self._end(leader, leader.code_when_told)
+
+    def _save_together(self, leader: Agent, order: Stop) -> None:
+        """Let all ranks save after the same step, because nodes join them. If one is told to stop, it may die first."""
+        life = leader.life
+        if not order.patient or life is None or not self.trains(life) or not self._memories.script.folder:
+            return
+        if not any(agent.told for agent in life.ranks.values()):
+            step = int(min(self._step(life), self._training.seconds))
+            life.saved_step = step if self._memories.save(life, step) else 0
+            self._stands(life)
 
     def _account(self, leader: Agent) -> dict[str, Any]:
         lead = leader.lead
@@ -389,10 +424,16 @@ class Agents:
 
     # ---------------------------------------------------------------- ranks
 
-    def _new_life(self, leader: Agent, generation: int) -> Life:
+    def _new_life(self, leader: Agent, order: StartOrder) -> Life:
         uid = leader.process.job_uid
         self._numbers[uid] = number = self._numbers.get(uid, 0) + 1
-        life = Life(leader, generation, number)
+        life = Life(leader, order.generation, number, order.members)
+        if len(order.members) < leader.process.least:
+            self._training.wrong.append(f"{life} has {len(order.members)} of at least {leader.process.least} nodes")
+        if leader.life is not None:
+            life.saved_step, before = leader.life.saved_step, leader.life.members
+            self.shrunk += len(order.members) < len(before)
+            self.grown += len(order.members) > len(before)
         self._lives.setdefault(uid, []).append(life)
         return life
 
@@ -406,7 +447,7 @@ class Agents:
             self._loop.call_later(0.1, self._fail, agent, life, failure)
         if agent.told:
             self._signal(agent, patient=True)
-        if len(life.ranks) == agent.process.nodes:
+        if life.is_complete:
             self._later(0.2, 2, self._train, life)
 
     def _stop(self, agent: Agent, order: Stop) -> None:
@@ -468,7 +509,7 @@ class Agents:
         self._break(life)
         if not agent.stopped:
             agent.stopped, agent.code = True, code
-            agent.failures = failures = [_failure(agent.node, code, exception, self._loop.time())]
+            agent.failures = failures = [_failure(life.rank(agent), code, exception, self._loop.time())]
             self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
             self._end_rank(agent, patient=False)
 
@@ -484,7 +525,7 @@ class Agents:
         if code:
             self._breaks(agent)
         if code and not agent.stopped:
-            agent.failures = [_failure(agent.node, code, exception, self._loop.time())]
+            agent.failures = [_failure(life.rank(agent), code, exception, self._loop.time())]
             failures = agent.failures
             self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
         if agent.over:  # this failure has ended the job
@@ -550,6 +591,8 @@ class Agents:
             return
         life.loaded = self._memories.load(life)
         life.started_at, life.step = self._loop.time(), life.loaded.state.step
+        if life.step < life.saved_step:
+            self._training.wrong.append(f"{life} repeats steps after {life.step}: all stopped at {life.saved_step}")
         if life.loaded.assumed and self._memories.script.names_more:
             self._training.application_failed(first)
             for agent in life.ranks.values():
@@ -722,8 +765,11 @@ def _own_code(agent: Agent, order: EndOrder) -> int:
         return 0
     if agent.told:
         return agent.code_when_told
-    is_mine = order.failure is not None and order.failure.rank == agent.node
-    return order.code if is_mine else RESUMABLE
+    return order.code if _is_mine(agent, order.failure) else RESUMABLE
+
+
+def _is_mine(agent: Agent, failure: RankFailure | None) -> bool:
+    return failure is not None and agent.life is not None and failure.rank == agent.life.rank(agent)
 
 
 def _names(life: Life) -> list[str]:

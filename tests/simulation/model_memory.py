@@ -130,9 +130,10 @@ class Memories:
         if not self.script.memory or not (changes or len(life.ranks) * self.script.ranks == 1):
             return None
         proofs = 1 if changes else 0 if agent.area.proven else PROOF_STEPS
-        name = f"{agent.node} {kept.local}" if kept.local else str(agent.node)
+        rank = life.rank(agent)
+        name = f"{rank} {kept.local}" if kept.local else str(rank)
         return Copying(
-            rank=agent.node * self.script.ranks + kept.local,
+            rank=rank * self.script.ranks + kept.local,
             ranks=len(life.ranks) * self.script.ranks,
             per_node=self.script.ranks,
             area=agent.area,

@@ -97,7 +97,12 @@ class Process:
     @property
     def is_elastic(self) -> bool:
         """True if the process is a torchrun that trains with a changing number of nodes."""
-        return ":" in self.environ["PET_NNODES"]
+        return not self.is_agent and ":" in self.environ["PET_NNODES"]
+
+    @property
+    def least(self) -> int:
+        """The smallest number of nodes that train."""
+        return int(self.environ["PET_NNODES"].partition(":")[0])
 
     @property
     def replacement(self) -> int:

@@ -106,7 +106,7 @@ ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "po
 NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
 # Objects that an attacker may write.
 HOSTILE = ("hostile pod",)
-DDPRUN_SHARE = 0.25
+DDPRUN_SHARE, ELASTIC_DDPRUN_SHARE = 0.25, 0.5
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
 # Number of attempts; each budget allows fewer.
@@ -149,13 +149,18 @@ def elastic_scenario(seed: int) -> Scenario:
         )
         for _ in range(rng.choice((0, 1, 2, 4)))
     ]
-    return replace(
+    elastic = replace(
         found,
         spec=spec,
         cluster_nodes=least + rng.randrange(1, nodes - least + 3),
         failures=failures,
         deeds=tuple(sorted((*found.deeds, *deeds), key=lambda deed: deed.at)),
     )
+    launcher = random.Random(f"{seed} elastic launcher")
+    if launcher.random() >= ELASTIC_DDPRUN_SHARE:
+        return elastic
+    # Train long enough for lost nodes to come back after their snooze.
+    return _under_ddprun(launcher, replace(elastic, training_seconds=launcher.choice((20.0, 150.0, 400.0))))
 
 
 def gang_scenario(seed: int) -> Scenario:

@@ -20,7 +20,7 @@ from ddpjob.checkpoint import writers
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.group import gather
-from ddpjob_core import memory
+from ddpjob_core import heartbeat, memory
 
 # ---- from load() on, before the first save() ---------------------------------------------------------------
 
@@ -329,6 +329,30 @@ def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_completed(
 
     node.run(0, train)
     assert node.step == (7 if makes_it else 6)
+
+
+def test_no_step_begins_after_the_state_was_written_because_all_ranks_are_stopped(node: Node) -> None:
+    """When a node joins, no rank has failed, so nothing else keeps the ranks from steps that a restart would repeat."""
+
+    def train() -> list[bool]:
+        objects, cells = begin()[0], process.current.cells
+        cells[heartbeat.FAILED] = 1
+        steps(0, 2, **objects)  # the state before each step is not in memory
+        cells[heartbeat.FAILED] = 0
+        steps(2, 6, **objects)
+        rescue()
+        cells[heartbeat.FAILED] = 1
+        stepped = threading.Event()
+        objects["optimizer"].register_step_post_hook(lambda *_: stepped.set())
+        thread = threading.Thread(target=make_step, kwargs=objects)
+        thread.start()
+        held = not stepped.wait(0.3)
+        cells[heartbeat.FAILED] = 0
+        thread.join()
+        return [held, stepped.is_set()]
+
+    assert node.run(0, train) == [True, True]
+    assert node.step == 6
 
 
 def ended_process() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def rules(text: str, context: CheckedJob = ELASTIC) -> set[str]:
 def test_a_mistake_that_only_hurts_elastic_jobs_is_reported_for_no_other_job(path: Path) -> None:
     """Most scripts set a batch size per rank, which is correct with a fixed number of ranks."""
     assert rules(path.read_text()) == {path.stem}
+    assert rules(path.read_text(), dataclasses.replace(ELASTIC, launcher="ddprun")) == {path.stem}
     assert rules(path.read_text(), FIXED) == set()
     assert rules(path.read_text(), CheckedJob()) == set(), "a script without a job"
 
@@ -42,6 +44,7 @@ def test_a_mistake_that_only_hurts_elastic_jobs_is_reported_for_no_other_job(pat
         ({"nodes": 3, "minNodes": 1}, True),
         ({"nodes": 1, "minNodes": 1}, True),
         ({"nodes": 4, "container": {"command": ["torchrun", "--nnodes=1:4", "train.py"]}}, True),
+        ({"nodes": 4, "container": {"command": ["ddprun", "--nnodes", "2:4", "train.py"]}}, True),
         ({"nodes": 4, "container": {"command": ["torchrun", "--nnodes=4:4", "train.py"]}}, False),
         ({"nodes": 4, "container": {"command": ["torchrun", "train.py", "--nnodes=1:4"]}}, False),
     ],

@@ -300,7 +300,8 @@ class Agent:
         if self.node.running:
             options = self.options
             grace = options.shutdown_seconds if patient else options.broken_grace_seconds
-            self.node.stop(signal.SIGTERM, grace, now, rescue=not patient, furthest=furthest)
+            rescue = not patient or self.node.cannot_save
+            self.node.stop(signal.SIGTERM, grace, now, rescue=rescue, furthest=furthest)
         elif self.settled:
             if self.node.exit_code == 0:
                 self.node.forget()  # even ranks that ended with 0 start again with the others

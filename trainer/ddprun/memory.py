@@ -54,6 +54,11 @@ class Memory:
         return f"{os.getpid()}:{self._descriptor}:{self._read}:{self._ranks}:{local_rank}"
 
     @property
+    def keepers(self) -> list[int]:
+        """Return the pids of the ranks that can write the state."""
+        return [cells[memory.PID] for cells in self._cells if cells[memory.PID]]
+
+    @property
     def clock(self) -> int:
         """Highest CLOCK of the ranks at a boundary (ddpjob_core/memory.py)."""
         return max(memory.passed(cells[memory.CLOCK]) for cells in self._cells)

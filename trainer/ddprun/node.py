@@ -34,7 +34,7 @@ from ddprun.memory import created
 from ddprun.oom_kills import OomKills
 from ddprun.options import Options
 from ddprun.preload import ForkServer
-from ddprun.signalled import LOOK_SECONDS, Signalled
+from ddprun.signalled import LOOK_SECONDS, Signalled, would_end
 
 if TYPE_CHECKING:
     from ddprun.core.rank_ends import NodeEnd
@@ -124,6 +124,11 @@ class LocalRanks:
         """Step of the complete state that this generation left in this node's memory; 0 if there is none."""
         whole = None if self.memory is None else self.memory.whole
         return whole.step if whole and self._life and whole.generation == self._life.generation else 0
+
+    @property
+    def cannot_save(self) -> bool:
+        """True if SIGTERM would end a rank that keeps its state here: the script calls `keep`, not `should_stop`."""
+        return self.memory is not None and any(would_end(pid, signal.SIGTERM) for pid in self.memory.keepers)
 
     @property
     def clock(self) -> int:

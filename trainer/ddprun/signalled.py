@@ -48,7 +48,7 @@ class Signalled:
         for rank in ranks:
             below = trainers(rank, announced, parent_of)
             self._trainers |= below
-            if below and rank not in announced and processes.is_python(rank) and _would_end(rank, number):
+            if below and rank not in announced and processes.is_python(rank) and would_end(rank, number):
                 self._held[rank] = number
             else:
                 processes.send([rank], number)
@@ -107,7 +107,7 @@ def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]
     return found | (pythons and _between(rank, pythons, parent_of)) if pythons else below
 
 
-def _would_end(rank: int, number: int) -> bool:
+def would_end(rank: int, number: int) -> bool:
     """True if the signal would end this process at once, such as the parent of torch.multiprocessing.spawn: the kernel
     then sends SIGINT to the training processes, which save nothing.
     """

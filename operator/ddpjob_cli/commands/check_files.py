@@ -16,7 +16,7 @@ from ddpjob_check import CheckedJob, Finding, notebook
 from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, FieldPath, known, mistakes
 from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
-from ddpjob_cli.commands import kinds
+from ddpjob_cli.commands import kinds, launchers
 from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
@@ -79,7 +79,9 @@ def context(nodes: str | None, nproc: int | None) -> CheckedJob:
     low, high = (number(text, NODES_MAX) for text in (least or most, most))
     if not 0 < low <= high:
         raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
-    return CheckedJob(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
+    if not least:
+        return CheckedJob(nodes=high, nproc=nproc)
+    return CheckedJob(nodes=high, min_nodes=low, nproc=nproc, launcher=launchers.DDPRUN)
 
 
 def check_all(

@@ -42,7 +42,7 @@ from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
 from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
 from ddpjob.checkpoint.in_memory.places import Places
-from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Early, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
@@ -585,9 +585,17 @@ class Keeper:
         self._makers.first(optimizer)
         self.has_begun = False
         kept.count_step(optimizer)
+        while not self._may_step():
+            time.sleep(AGAIN_SECONDS)  # the agent's signal follows
+
+    def _may_step(self) -> bool:
+        """Begin the step, unless the ranks are being stopped and the state before it is in memory already."""
         with self.lock:
+            if self.survivor.is_done:
+                return False
             self._stepped, self.dirty_since = True, time.monotonic()
             self.shared.cells[CLOCK] |= 1
+        return True
 
     def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
         """At the first optimizer step after a boundary, check the state, then make the copy valid or write EARLY."""

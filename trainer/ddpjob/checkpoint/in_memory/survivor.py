@@ -33,6 +33,7 @@ from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
 from ddpjob_core import memory
+from ddpjob_core.heartbeat import FAILED
 from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE, Held, Version
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
@@ -91,6 +92,17 @@ class Survivor:
         """True if the agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
+
+    @property
+    def is_done(self) -> bool:
+        """True if all ranks are being stopped, and the memory has this rank's state: a step after it would be lost.
+
+        The state of a boundary that another rank of this node has passed is not there before this rank has passed it.
+        """
+        shared, clock = self._keeper.shared, self._keeper.shared.cells[CLOCK]
+        if not process.current.cells[FAILED] or not memory.is_clean(clock) or not shared.has_agent:
+            return False
+        return self._is_there(memory.step_of(clock)) and memory.turn(clock, *shared.clocks_of_others()) != "wait"
 
     @property
     def is_answering(self) -> bool:
