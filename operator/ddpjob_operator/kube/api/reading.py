@@ -85,6 +85,7 @@ class _Status(TypedDict, total=False):
     reason: Any
     message: Any
     startTime: Any
+    podIP: Any
     conditions: Any
     containerStatuses: Any
     initContainerStatuses: Any
