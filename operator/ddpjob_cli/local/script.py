@@ -16,6 +16,7 @@ from ddpjob_cli.local.kept.files import read_script
 from ddpjob_operator.job import api, command, exit_codes, launcher, programs
 from ddpjob_operator.job.podspec import command_path, trainer_container
 
+_STARTERS = ("spawn", "start_processes", "Process")  # of torch.multiprocessing
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 _SHEBANG = re.compile(r"#!\s*(?:/\S*/env\s+(?:-S\s+)?)?(\S+)(.*)")
 _OPTION_OF_SHELL = re.compile(r"[-+].*|pipefail|errexit|nounset|xtrace")
@@ -92,16 +93,18 @@ def folder_of(source: str, job: api.DDPJob) -> Path:
     return beside if any(os.path.isfile(beside / name) for name in names if not os.path.isabs(name)) else Path.cwd()
 
 
+def starts_ranks(path: Path | None) -> bool:
+    """True if a script starts the ranks of its node itself, so that their number is unknown."""
+    text, tree = _read(path)
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = {str(getattr(func, "attr", getattr(func, "id", ""))) for func in calls}
+    return "multiprocessing" in text and not names.isdisjoint(_STARTERS)
+
+
 def reports_no_steps(path: Path | None) -> bool:
     """True if a script certainly reports no steps: it uses no library that does, and imports no file next to it."""
-    if path is None:
-        return False
-    try:
-        text = read_script(path).decode()
-        tree = parse(text)
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, TooLongError):
-        return False
-    if any(word in text for word in _REPORTERS):
+    text, tree = _read(path)
+    if path is None or not text or any(word in text for word in _REPORTERS):
         return False
     imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
     names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
@@ -110,3 +113,12 @@ def reports_no_steps(path: Path | None) -> bool:
     tops = {name.split(".")[0] for name in names}
     places = [folder / name for folder in folders for top in tops for name in (top, f"{top}.py")]
     return not any(os.path.exists(place) for place in places)
+
+
+def _read(path: Path | None) -> tuple[str, ast.AST]:
+    """Return a script as text and parsed; "" and an empty module if it cannot be read."""
+    try:
+        text = "" if path is None else read_script(path).decode()
+        return text, parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, TooLongError):
+        return "", ast.Module([], [])

@@ -29,6 +29,8 @@ class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     nproc_per_node: int
     ranks_follow_nodes: bool
     backend: str
+    spawns: bool = False
+    """True if the script starts the ranks of its node itself: their number is unknown."""
 
     @property
     def world_size(self) -> int:
@@ -103,7 +105,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 class Record:
     """The files with facts, status and history of a run. On a full disk they are not written, but the job continues."""
 
-    def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
+    def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime, *, spawns: bool = False) -> None:
         self.facts = Facts(
             job=job.metadata.name,
             run=folder.path.name,
@@ -111,6 +113,7 @@ class Record:
             nodes=job.spec.nodes,
             nproc_per_node=topology.nproc_per_node(job.spec),
             ranks_follow_nodes=topology.ranks_follow_nodes(job.spec),
+            spawns=spawns,
             backend=topology.backend(job.spec),
         )
         self.history = History()
