@@ -102,7 +102,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     folder = _run_folder(job.metadata.name, options)
     if options.pdb is not None:
         notes.append(f"--pdb: rank {options.pdb} has this terminal; the output of the others is in {folder.path}")
-    read, _ = script.with_shell_script(document.source, job)
+    read = script.with_shell_script(document.source, job).job
     option = document.options.get(("spec", "backoffLimit"), "" if document.lines else "--max-restarts")
     limit = "--max-restarts" if option == "--max-restarts" else SETTINGS.limit_name
     settings = dataclasses.replace(SETTINGS, command=launcher.facts(read.spec).command, limit_name=limit)
