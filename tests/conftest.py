@@ -47,6 +47,7 @@ TOGETHER = (
     "test_examples.py",  # the trainings that the fixture `run` keeps
     "test_memory.py",  # the undisturbed training
     "test_scrape.py",  # the operator that Prometheus scrapes
+    "test_site.py",  # the built site
 )
 
 

@@ -64,7 +64,7 @@ def step_of(screen: str) -> int:
 def lines_of(text: str) -> list[str]:
     """Return the screen's lines without parts that differ between runs: numbers, bars, the curve, the pace's trend."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    text = re.sub(r"\d[\d.,]*", "#", text)
+    text = re.sub(r"(# [a-z]+?)s?\b", r"\1s", re.sub(r"\d[\d.,]*", "#", text))  # 1 line, 2 lines
     text = re.sub(r", # % (slower|faster)|(#h)?(#m)?(#s)? left|elapsed \S+|pids? #( #)*|# [MG]B", "", text)
     lines = (" ".join(re.sub(r"[━─▁-█]+", "", line).split()) for line in text.splitlines())
     return [line for line in lines if line]

@@ -257,6 +257,9 @@ def _apart(word: str) -> str:
     return command_line(["sh", "-c", f"exec {word}"] if needs_shell else words).removeprefix("command: ")
 
 
+OF_SHELLS = frozenset({"exit-code-lost", "pipefail-in-sh", "shell-keeps-signals"})
+
+
 def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (rule, message) if the shell around the launcher loses its exit code, or does not pass on signals."""
     yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))

@@ -185,6 +185,14 @@ def test_an_unsupported_option_is_refused_by_name(capsys: Any, line: str, said: 
     assert said in refusal(capsys, line)
 
 
+def test_more_nodes_than_the_job_has_are_refused_at_its_address(capsys: Any) -> None:
+    """A script in the image with --nnodes would wait in vain, and nobody would know why."""
+    of_job = {"DDPJOB_UID": "uid", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0.job"}
+    assert "--nnodes: 3: the job has 2 nodes" in refusal(capsys, "--nnodes 3 train.py", **of_job)
+    assert options("--nnodes 3 --master-addr other train.py", **of_job).nodes == 3, "they may come to another address"
+    assert options("--nnodes 1 --node-rank 0 prepare.py", **of_job).nodes == 1
+
+
 def test_the_operator_passes_the_restarts_in_a_row_and_the_number_of_the_pod() -> None:
     left = '{"application": 2, "infrastructure": 99, "stall": 10, "inARow": 4, "chargedInARow": 2}'
     found = options("train.py", DDPJOB_RESTARTS_LEFT=left, DDPJOB_REPLACEMENT="3")

@@ -40,6 +40,17 @@ def test_a_progress_bar_that_rewrites_its_line_shows_its_last_state(log: Log) ->
     assert fed(log, b" 1%|\r 50%|\r100%|\r\n") == ["100%|"]
 
 
+def test_places_are_rewritten_in_the_file_too_even_if_they_arrive_in_pieces(tmp_path: Path) -> None:
+    """Users read the file with `ddpjob logs`; a notebook's temporary script no longer exists then."""
+    log = Log(tmp_path / "log", lambda text: text.replace("nb.py:6", "nb.ipynb:cell 3:3"))
+    assert fed(log, b"\xff in n", b"b.py:6\n 1%|\r 2%|\rnb.p") == ["\ufffd in nb.ipynb:cell 3:3"]
+    assert log.bar == " 2%|"
+    assert fed(log, b"y:6\r\nnb.py:", b"6") == ["nb.ipynb:cell 3:3"]
+    assert list(log.close()) == ["nb.ipynb:cell 3:3"]
+    names = b"nb.ipynb:cell 3:3"
+    assert log.path.read_bytes() == b"\xff in %s\n 1%%|\r 2%%|\r%s\r\n%s" % (names, names, names)
+
+
 def test_the_end_of_the_output_is_kept_for_the_status(log: Log) -> None:
     fed(log, b"x" * 50_000 + b"ValueError: last words\n")
     assert log.tail.endswith("ValueError: last words\n")

@@ -304,6 +304,17 @@ def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_
     assert done.stderr.startswith("--fail rank=1,step=5,exit=3: train.py reports no steps")
 
 
+def test_output_of_a_script_that_starts_its_ranks_is_not_ascribed_to_rank_0(cli: Cli) -> None:
+    """As with mp.spawn: all workers of a node share a stream, and `1 process` would be wrong."""
+    workers = "mp.get_context('fork').Process(target=os.write, args=(1, b'worker\\n'))"
+    job = cli.file(f"import multiprocessing as mp, os\nfor _ in (0, 1): {workers}.start()", nodes=1)
+    done = cli.run("run", job, code=0)
+    assert done.stdout.splitlines() == ["[0] worker", "[0] worker"]
+    assert done.stderr.startswith("job · 1 node × processes of the script · gloo")
+    cli.run("logs", "job", "--rank", "1", code=2, says="starts its ranks; choose with --node")
+    assert "1 node × processes of the script" in cli.run("report", "job", code=0).stdout
+
+
 def test_a_user_value_that_may_separate_the_ranks_wins_and_is_named_once(cli: Cli) -> None:
     done = cli.run("run", cli.file("import os; print(os.environ['MASTER_ADDR'])"), "--env", "MASTER_ADDR=10.0.0.1")
     assert sorted(done.stdout.splitlines()) == ["[0:0] 10.0.0.1", "[1:1] 10.0.0.1"]

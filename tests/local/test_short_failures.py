@@ -23,12 +23,13 @@ LINES_MAX = 15
 
 def test_a_killed_rank_under_torchrun_adds_at_most_15_lines_to_the_output_of_the_script(cli: Cli) -> None:
     """Only 15 lines are shown, because torchrun's full report about one kill has 75 lines: three screens of 80x24."""
-    job = cli.file(COMPLAINS, container={"command": ["torchrun", "train.py"]}, backoffLimit=0)
-    done = cli.run("run", job)
+    job = cli.file(COMPLAINS, container={"command": ["torchrun", "train.py"]})
+    done = cli.run("run", job, "--max-restarts", "0")
     lines = (done.stdout + done.stderr).splitlines()
     assert done.returncode == 1
     assert len(lines) <= LINES_MAX, "\n".join(lines)
     assert re.search(r"✖ job Failed after \S+: rank 1 \(node 1\) was killed by SIGKILL", lines[-1])
+    assert lines[-1].endswith("; --max-restarts 0 allows no restart"), "the option that was typed"
     assert re.search(r"… \d+ lines of torchrun folded; ddpjob logs job --attempt 1 --node 1", done.stderr), done.stderr
 
 
@@ -37,12 +38,13 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
     cells = ["import os", "def load(path):\n    raise ValueError(f'no such shard: {path}')", "\nload(7)"]
     document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
     (cli.folder / "try.ipynb").write_text(json.dumps(document))
-    done = cli.run("run", "try.ipynb", "--nodes", "1", "--set", "spec.backoffLimit=0", "--status", "status.json")
-    assert done.returncode == 1
+    done = cli.run("run", "try.ipynb", "--nodes", "1", "--max-restarts", "0", "--status", "status.json", code=1)
     assert re.search(r"✖ .* in try\.ipynb:cell 2:2 \(ValueError: no such shard: 7\)", done.stderr)
     assert 'File "try.ipynb:cell 3", line 2, in <module>' in done.stdout
     assert status_of(cli.folder / "status.json")["lastFailure"]["where"] == "try.ipynb:cell 2:2"
-    assert "try.py:" not in done.stdout + done.stderr
+    logs = cli.run("logs", "try", code=0).stdout
+    assert 'File "try.ipynb:cell 3", line 2, in <module>' in logs
+    assert "try.py" not in done.stdout + done.stderr + logs
 
 
 def test_messages_of_torch_at_the_end_of_a_success_are_not_mentioned(cli: Cli) -> None:

@@ -1504,7 +1504,7 @@ def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
 @pytest.mark.parametrize(
     ("text", "command"),
     [
-        ('if [ "$NNODES" = 1 ]; then torchrun --standalone train.py; else torchrun train.py; fi', ["bash", "train.sh"]),
+        ("if [ $N = 1 ]; then exec torchrun --standalone t.py; else exec torchrun t.py; fi", ["bash", "train.sh"]),
         ("torchrun --standalone train.py", ["bash", "-c", "true", "train.sh"]),
         ("torchrun --standalone train.py", ["bash", "other.sh"]),
         ("torchrun --standalone train.py", ["cat", "train.sh"]),
@@ -1515,6 +1515,21 @@ def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
 def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, text: str, command: list[str]) -> None:
     (tmp_path / "train.sh").write_text(text)
     assert ran(job_file("", *command, nodes=2)).stdout == ""
+
+
+def test_a_shell_script_with_several_launches_is_read_as_far_as_all_of_them_go(job_file, tmp_path: Path) -> None:
+    """`torchrun train.py` and `torchrun evaluate.py` in one file: if the first fails, the job counts as done."""
+    launches = "torchrun --standalone prepare.py\ntorchrun --nnodes=3 train.py {end}"
+    (tmp_path / "train.sh").write_text(launches.format(end="| tee log"))
+    (tmp_path / "prepare.py").write_text("print('data')\n")
+    path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), "bash", "train.sh", nodes=2)
+    result = ran(path)
+    assert result.stdout.count("warning[exit-code-lost]: train.sh: the exit code of torchrun is lost") == 2
+    assert "train.py:3: warning[backend-mpi]" in result.stdout
+    assert "launcher-option" not in result.stdout, "one of them may be meant for this node alone"
+    assert result.stderr.startswith("3 files read")
+    (tmp_path / "train.sh").write_text(f"set -e\n{launches.format(end='')}")
+    assert "exit-code-lost" not in ran(path).stdout
 
 
 def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_cli.local.shown.fold import HELD_SECONDS, UNSURE_SECONDS, Fold
+from ddpjob_cli.local.shown.fold import HELD_SECONDS, UNSURE_SECONDS, Fold, without_libraries
 
 DATA = Path(__file__).parent / "data/logs"
 T0 = 7.25
@@ -74,6 +74,20 @@ def test_an_uncaught_exception_is_held_until_the_culprit_is_known() -> None:
     lines = [line for pair in zip(of_rank(0, MISTAKE), of_rank(1, MISTAKE), strict=True) for line in pair]
     assert fold.take([*lines, "rank 2 still trains"], T0) == ["rank 2 still trains"]
     assert [(trace.prefix, trace.lines) for trace in fold.forget()] == [("[rank0]: ", MISTAKE), ("[rank1]: ", MISTAKE)]
+
+
+def test_frames_of_libraries_are_counted_and_those_of_the_script_are_shown() -> None:
+    """A wrong shape has one line of the script and 20 of torch's modules, which say nothing about it."""
+    begin, script, error = MISTAKE[0], MISTAKE[1:3], "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    torch = ['  File "/x/site-packages/torch/nn/modules/module.py", line 1786, in _call_impl', "    return f(x)"] * 2
+    hf = ['  File "/x/dist-packages/transformers/trainer.py", line 9, in step', "    loss(x)", "    ^^^^^^^"]
+    chain = ["", "The above exception was the direct cause of the following exception:", ""]
+    trace = [begin, *hf, *script, *torch, error, *chain, begin, *script, '  File "<frozen runpy>", line 8, in r', error]
+    counted = [begin, "  … 1 frame of transformers", *script, "  … 2 frames of torch", error]
+    assert without_libraries(trace) == [*counted, *chain, begin, *script, "  … 1 frame of Python", error]
+    assert without_libraries([begin, *torch, error]) == [begin, *torch, error], "the only place that is known"
+    group = ["  + Exception Group Traceback (most recent call last):", '  |   File "/x/lib/python3/a.py", line 1, in f']
+    assert without_libraries([*group, *script, error]) == [*group, *script, error]
 
 
 def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line() -> None:

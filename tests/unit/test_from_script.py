@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -397,10 +398,22 @@ def test_a_mistyped_process_count_does_not_start_a_thousand_processes() -> None:
     job = job_of(JOB.replace("nodes: 2", "nodes: 1000"))
     with pytest.raises(InputError, match="1,000 processes"):
         sources.warn_of_size(job, allowed=False)
+    with pytest.raises(InputError, match="more than"):
+        sources.warn_of_size(job_of(JOB.replace("nodes: 2", f"nodes: {65 + (os.cpu_count() or 0)}")), allowed=False)
     assert "1,000 processes" in sources.warn_of_size(job, allowed=True)
     assert sources.warn_of_size(job_of(JOB), allowed=False) == ""
     job = job_of(JOB.replace("nodes: 2", "nodes: 1\n  nprocPerNode: 1000"))
     assert sources.warn_of_size(job, allowed=True).startswith("1 node × 1000 are 1,000 processes on ")
+
+
+def test_a_dry_run_of_thousands_of_nodes_prints_a_part_of_its_like_pods() -> None:
+    """All of 5,000 pods have 400,000 lines and take seconds."""
+    many = JOB.replace("nodes: 2", "nodes: 66")
+    done = CliRunner().invoke(cli, ["run", "-", "--dry-run"], input=many)
+    assert (done.exit_code, done.stdout.count("kind: Pod")) == (0, 64)
+    assert "64 of 66 pods are printed" in done.stderr
+    done = CliRunner().invoke(cli, ["run", "-", "--dry-run", "--yes"], input=many)
+    assert (done.stdout.count("kind: Pod"), done.stderr) == (66, "")
 
 
 @pytest.mark.parametrize("typed", ["print('a script')\n", JOB])

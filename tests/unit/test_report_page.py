@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-import shutil
-import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,22 +193,9 @@ def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: 
     assert len(whole.encode()) <= 1_000_000
 
 
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("no Chromium is installed here; the tests above read the file itself")
-    return found
-
-
-def test_a_real_browser_shows_the_report_without_an_error(chromium: str, folder: Path, tmp_path: Path) -> None:
-    """A browser must show the page. A page can be valid and blank if its security policy forbids its own style."""
+def test_a_browser_shows_the_report_without_an_error(folder: Path, tmp_path: Path) -> None:
+    """A page can be valid and blank if its security policy forbids its own style."""
     (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "run.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "CONSOLE" not in done.stderr, "a refusal by the policy, or an error of the page"
-    drawn = Parsed(done.stdout)
+    drawn = Parsed(browser.drawn((tmp_path / "run.html").as_uri(), tmp_path / "profile"))
     assert drawn.count("svg") == Parsed(shown(folder)).count("svg")
     assert drawn.count("script") == 0

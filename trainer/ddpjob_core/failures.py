@@ -289,7 +289,7 @@ def where_of(trace: Iterable[str]) -> str:
     for line in trace:
         before, is_frame, rest = line.partition('File "')
         path, has_line, number = rest.partition('", line ')
-        if not is_frame or not has_line or before.strip(" |+-") or _is_library(path):
+        if not is_frame or not has_line or before.strip(" |+-") or is_library(path):
             continue
         folder, _, name = path.rpartition("/")
         name = f"{folder.rpartition('/')[2]}/{name}" if name in ("__init__.py", "__main__.py") else name
@@ -301,7 +301,7 @@ _ROOT = __file__.rpartition("/")[0].rpartition("/")[0]
 _OWN = tuple(f"{_ROOT}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
 
 
-def _is_library(path: str) -> bool:
+def is_library(path: str) -> bool:
     """True for installed packages, Python's own files, code without a file, and this library in a clone."""
     if path.startswith(_OWN):
         return True

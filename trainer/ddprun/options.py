@@ -263,6 +263,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     least, nodes = (1, 1) if read.standalone else _nodes(read.nnodes)
     nproc = _nproc(read.nproc_per_node, environ)
     host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
+    _refuse_more_nodes(least, host, environ)
     conf, grant = _pairs(read.rdzv_conf), granted(environ)
     joined = conf.get("join_timeout") or conf.get("timeout")
     shutdown = read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -328,6 +329,14 @@ def _refuse(read: argparse.Namespace) -> None:
         raise ValueError("--numa-binding: ddprun binds no process to CPUs. Remove it, or use torchrun.")
     if read.no_python and read.module:
         raise ValueError("--module: --no-python starts a program, not a module. Remove one of them.")
+
+
+def _refuse_more_nodes(least: int, host: str, environ: Mapping[str, str]) -> None:
+    """Refuse to wait at a job's address for more nodes than it has: the operator cannot read a script in an image."""
+    most = environ.get("PET_NNODES", "").rpartition(":")[2]
+    is_of_job = "DDPJOB_UID" in environ and host == environ.get("PET_MASTER_ADDR")
+    if is_of_job and most.isdecimal() and least > int(most):
+        raise ValueError(f"--nnodes: {least}: the job has {most} nodes, so it would wait in vain. Leave it out.")
 
 
 def _nodes(text: str) -> tuple[int, int]:

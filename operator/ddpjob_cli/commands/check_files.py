@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ddpjob_check as check
 from ddpjob_check import CheckedJob, Finding, notebook
-from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, FieldPath, known, mistakes
+from ddpjob_check.job import CLUSTER_ONLY, OF_SHELLS, YAML_RULES, FieldPath, known, mistakes
 from ddpjob_check.parsing import TooLongError
 from ddpjob_check.rule import SYNTAX
 from ddpjob_cli.commands import kinds, launchers
@@ -21,7 +21,7 @@ from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
 from ddpjob_cli.local.processes import similar
-from ddpjob_cli.local.script import find, folder_of, imported, with_shell_script
+from ddpjob_cli.local.script import find, folder_of, imported, of_launches, with_shell_script
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, podspec
@@ -151,10 +151,12 @@ def before_run(
 
 def _context(document: Document, job: api.DDPJob) -> tuple[CheckedJob, list[str]]:
     """Return the facts with which a job's script is checked, and the script if it is here."""
-    read, name = with_shell_script(document.source, job)
-    own, path = _script_of(document.source, read), imported(document.source, job)
-    context = replace(known(read), certain=not (name or path), imported=path is not None)
-    return context, [os.path.relpath(path)] if path else own
+    read, path = with_shell_script(document.source, job), imported(document.source, job)
+    # If a file has several launches, the options of each script are unknown.
+    context = known(read.job if read.is_one else job)
+    context = replace(context, certain=not (read.name or path), imported=path is not None)
+    own = of_launches(document.source, read) if read.name else [find(document.source, job)]
+    return context, [_shown(found) for found in ([path] if path else own) if found is not None]
 
 
 def _of_script(path: str, context: CheckedJob, limit: CpuLimit | None = None) -> list[Finding]:
@@ -213,14 +215,15 @@ def _of_job(
     """Return the findings in a job. left_out: rules that the job's Events report. Their findings about a script file
     stay, because the operator cannot read that file."""
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
-    path, (read, name) = document.source, with_shell_script(document.source, job)
-    script, limit = _script_text(path, read), limit or CpuLimit()
+    path, read = document.source, with_shell_script(document.source, job)
+    script, limit = _script_text(path, read.job), limit or CpuLimit()
     try:
-        of_job, of_file = (limit(partial(_listed, of, parameters, script, given, local)) for of in (job, read))
+        of_job, of_file = (limit(partial(_listed, of, parameters, script, given, local)) for of in (job, read.job))
     except TooLongError:
         return [check.unchecked(path)]
     # A branch of a script file may not run, so no mistake in it is certain.
-    more = [(field, rule, f"{name}: {text}") for field, rule, text in of_file if (field, rule, text) not in of_job]
+    new = [found for found in of_file if found not in of_job and (read.is_one or found[1] in OF_SHELLS)]
+    more = [(field, rule, f"{read.name}: {text}") for field, rule, text in new]
     severities |= dict.fromkeys((rule for _, rule, _ in more), "warning")
     left_out_of_file = CLUSTER_ONLY - {"launcher-option"} if local else ()
     shown = [found for found in of_job if found[1] not in left_out]
@@ -245,15 +248,14 @@ def _text_of(path: str) -> str:
 
 def _script_text(path: str, job: api.DDPJob) -> str:
     try:
-        return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
+        return "" if (found := find(path, job)) is None else read_script(_shown(found)).decode(errors="replace")
     except OSError:
         return ""
 
 
-def _script_of(path: str, job: api.DDPJob) -> list[str]:
-    """Return the script that the job's command names, as `ddpjob run` finds it; [] if it is not on this machine."""
-    found = find(path, job)
-    return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
+def _shown(path: Path) -> str:
+    """Return a script's path as messages show it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @_rare("--logs", type=sections.AsPath(file_okay=False), help="of runs", metavar="DIR")
 @_rare("--plain", is_flag=True, help="no table")
 @_rare("--allow-unsupported", is_flag=True, help="ignore fields")
-@_rare("--yes", is_flag=True, help="512+ ranks")
+@_rare("--yes", is_flag=True, help="64+ ranks")
 def run(
     file: str | None,
     arguments: tuple[str, ...],
@@ -130,7 +131,7 @@ def run(
         if dry_run:
             for line in check_files.for_a_cluster(document, parsed):
                 say(line)
-            return print_objects(parsed, cpu)
+            return print_objects(parsed, cpu, every=yes)
         if warning := sources.warn_of_size(parsed, allowed=yes):
             say(warning)
         options = RunOptions(
@@ -246,14 +247,18 @@ for command in (dev.dev, submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shel
     cli.add_command(command)
 
 
-def print_objects(job: api.DDPJob, cpu: bool) -> int:
+def print_objects(job: api.DDPJob, cpu: bool, *, every: bool) -> int:
+    from ddpjob_cli.commands.sources import PROCESSES_MAX
     from ddpjob_cli.local.run import dry_run
     from ddpjob_cli.manifest import yamlfile
 
-    code = 0
-    for i, body in enumerate(dry_run(job, cpu)):
-        code = code or answer("---\n" * (i > 0) + yamlfile.text_of(body))
-    return code
+    most = None if every else PROCESSES_MAX
+    for i, body in enumerate(itertools.islice(dry_run(job, cpu), None if most is None else most + 1)):
+        if code := answer("---\n" * (i > 0) + yamlfile.text_of(body)):
+            return code
+    if most is not None and job.spec.nodes > most:
+        say(f"{most} of {job.spec.nodes:,} pods are printed: they differ only in their number; --yes prints all")
+    return 0
 
 
 def kubectl_plugin() -> None:

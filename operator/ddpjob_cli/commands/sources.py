@@ -25,7 +25,7 @@ from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, command, validation, wording
 from ddpjob_operator.job.podspec import trainer_container
 
-PROCESSES_MAX = 512
+PROCESSES_MAX = 64  # more are started and printed only with --yes; a machine may start one per core
 STDIN = "-"
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: without vowels, so that they form no words
 
@@ -154,8 +154,8 @@ def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
     count, cores = job.spec.world_size, len(os.sched_getaffinity(0))
     nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
     size = f"{nodes} × {job.spec.facts.nproc_per_node} are {processes}"
-    if count > PROCESSES_MAX and not allowed:
-        raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
+    if count > (most := max(PROCESSES_MAX, cores)) and not allowed:
+        raise InputError(f"{size} on this machine, more than {most}. Lower --nodes, or run with --yes.")
     return f"{size} on {cores} cores: they share the cores" if count > 4 * cores else ""
 
 

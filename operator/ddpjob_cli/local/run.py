@@ -71,6 +71,8 @@ class RunOptions:
     defaults: str = ""
     """The numbers in the title that the user did not give."""
     session: DevSession | None = None
+    spawns: bool = False
+    """True if the script starts the ranks of its node itself, so that their number is unknown."""
 
 
 def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
@@ -86,7 +88,10 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
         if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
             raise InputError(f"{option} {path}: there is no such folder")
     chosen = threads.chosen(job, os.environ)
-    options = dataclasses.replace(options, defaults=" · ".join(filter(None, (options.defaults, chosen))))
+    spawns = job.spec.facts.launcher is None and job.spec.facts.nproc_per_node == 1
+    spawns = spawns and script.starts_ranks(script.find(document.source, job))
+    texts = filter(None, (options.defaults, chosen))
+    options = dataclasses.replace(options, defaults=" · ".join(texts), spawns=spawns)
     job, notes = on_this_machine(job, options)
     slots, more = assign_slots(document, job)
     notes += more + check(document, job, slots, options)
@@ -97,8 +102,10 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     folder = _run_folder(job.metadata.name, options)
     if options.pdb is not None:
         notes.append(f"--pdb: rank {options.pdb} has this terminal; the output of the others is in {folder.path}")
-    read, _ = script.with_shell_script(document.source, job)
-    settings = dataclasses.replace(SETTINGS, command=read.spec.facts.command)
+    read = script.with_shell_script(document.source, job).job
+    option = document.options.get(("spec", "backoffLimit"), "" if document.lines else "--max-restarts")
+    limit = "--max-restarts" if option == "--max-restarts" else SETTINGS.limit_name
+    settings = dataclasses.replace(SETTINGS, command=read.spec.facts.command, limit_name=limit)
     try:
         runner = Runner(job, slots, folder, options, settings)
     except OSError as error:
@@ -217,10 +224,12 @@ class Runner:
         self.options = options
         self.folder = folder
         self.reports = True  # True if the script may report steps
-        self.screen = screen.screen(self.job, options.plain, options.process_group, types=options.pdb is not None)
+        self.screen = screen.screen(
+            self.job, options.plain, options.process_group, types=options.pdb is not None, spawns=options.spawns
+        )
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
-        self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
+        self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc), spawns=options.spawns)
         nodes = [fault for fault in options.faults if isinstance(fault, faults.NodeFault)]
         resizes = [fault for fault in options.faults if isinstance(fault, faults.Resize)]
         self._resizes = [(self._started_at + resize.at_seconds, resize) for resize in resizes]
@@ -256,7 +265,7 @@ class Runner:
         heard = [*stops, signal.SIGQUIT, signal.SIGTSTP]
         self._signals = {number: signal.signal(number, self._on_signal) for number in heard}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self.screen.note(screen.title(self.job, self.options.defaults))
+        self.screen.note(screen.title(self.job, self.options.defaults, spawns=self.options.spawns))
         if self.options.session is not None:
             for sentence in self.options.session.begin(self._wake):
                 self.screen.note(sentence)

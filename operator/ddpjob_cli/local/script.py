@@ -7,6 +7,8 @@ import itertools
 import os
 import re
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -16,6 +18,7 @@ from ddpjob_cli.local.kept.files import read_script
 from ddpjob_operator.job import api, command, exit_codes, programs
 from ddpjob_operator.job.podspec import trainer_container
 
+_STARTERS = ("spawn", "start_processes", "Process")  # of torch.multiprocessing
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 _SHEBANG = re.compile(r"#!\s*(?:/\S*/env\s+(?:-S\s+)?)?(\S+)(.*)")
 _OPTION_OF_SHELL = re.compile(r"[-+].*|pipefail|errexit|nounset|xtrace")
@@ -39,6 +42,12 @@ def imported(source: str, job: api.DDPJob) -> Path | None:
     return _here(source, job, [f"{found[1].replace('.', '/')}.py"]) if found else None
 
 
+def of_launches(source: str, read: WithScript) -> list[Path]:
+    """Return the scripts that a shell's file starts, as far as they are on this machine."""
+    found = (_here(source, read.job, one.files) for one in read.starts)
+    return list(dict.fromkeys(path for path in found if path is not None))
+
+
 def _here(source: str, job: api.DDPJob, names: list[str]) -> Path | None:
     # Look next to the YAML and here too, because a workingDir often exists only in the image.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
@@ -46,11 +55,24 @@ def _here(source: str, job: api.DDPJob, names: list[str]) -> Path | None:
     return next((path for name in names for folder in folders if os.path.isfile(path := folder / name)), None)
 
 
-def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
-    """Return the job as if the file of a shell's script were in its command, and its name: train.sh of `bash train.sh`.
+@dataclass(frozen=True)
+class WithScript:
+    """A job as if the file of a shell's script were in its command."""
 
-    Return the same job and "" if there is no such file here, or if it does not start exactly one training.
-    """
+    job: api.DDPJob
+    name: str = ""
+    """Name of the file: train.sh of `bash train.sh`; "" if there is none here, or if it starts no training."""
+    starts: Sequence[command.Command] = ()
+    """The different launches of the file."""
+
+    @property
+    def is_one(self) -> bool:
+        """True if the file's options and script are known, because all its launches are the same."""
+        return len(self.starts) == 1
+
+
+def with_shell_script(source: str, job: api.DDPJob) -> WithScript:
+    """Return the job with the file of its command's shell."""
     words = job.spec.facts.command
     for i in programs.places(words):
         own = [words[i]] if programs.name(words[i]) in command.SHELLS else []
@@ -69,9 +91,10 @@ def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
             given = _ALL_ARGUMENTS.sub(shlex.join(arguments).replace("\\", r"\\"), text)
             changed = [*words[:i], *own, "-c", given, name, *arguments]
             started = [one.started for one in exit_codes.launcher_exits(changed)]
-            if started and all(one == started[0] for one in started):
-                return _with_command(job, changed), name
-    return job, ""
+            if started:
+                starts = [one for i, one in enumerate(started) if one not in started[:i]]
+                return WithScript(_with_command(job, changed), name, starts)
+    return WithScript(job)
 
 
 def _with_command(job: api.DDPJob, words: list[str]) -> api.DDPJob:
@@ -92,16 +115,18 @@ def folder_of(source: str, job: api.DDPJob) -> Path:
     return beside if any(os.path.isfile(beside / name) for name in names if not os.path.isabs(name)) else Path.cwd()
 
 
+def starts_ranks(path: Path | None) -> bool:
+    """True if a script starts the ranks of its node itself, so that their number is unknown."""
+    text, tree = _read(path)
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = {str(getattr(func, "attr", getattr(func, "id", ""))) for func in calls}
+    return "multiprocessing" in text and not names.isdisjoint(_STARTERS)
+
+
 def reports_no_steps(path: Path | None) -> bool:
     """True if a script certainly reports no steps: it uses no library that does, and imports no file next to it."""
-    if path is None:
-        return False
-    try:
-        text = read_script(path).decode()
-        tree = parse(text)
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, TooLongError):
-        return False
-    if any(word in text for word in _REPORTERS):
+    text, tree = _read(path)
+    if path is None or not text or any(word in text for word in _REPORTERS):
         return False
     imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
     names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
@@ -110,3 +135,12 @@ def reports_no_steps(path: Path | None) -> bool:
     tops = {name.split(".")[0] for name in names}
     places = [folder / name for folder in folders for top in tops for name in (top, f"{top}.py")]
     return not any(os.path.exists(place) for place in places)
+
+
+def _read(path: Path | None) -> tuple[str, ast.AST]:
+    """Return a script as text and parsed; "" and an empty module if it cannot be read."""
+    try:
+        text = "" if path is None else read_script(path).decode()
+        return text, parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, TooLongError):
+        return "", ast.Module([], [])

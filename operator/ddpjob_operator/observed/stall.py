@@ -83,8 +83,11 @@ class StallFinding:
     """Ranks in `steps` that have stopped reporting."""
 
     def sentence(self) -> str:
-        """Return who stalled, since when, and the limit. The text of a warning stays the same while it lasts."""
-        return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
+        """Return who stalled, since when, and the limit. The text of a warning stays the same while it lasts.
+
+        A rank is named only if it is behind all others. Otherwise it may be waiting for one of them."""
+        is_behind = len(self.steps) > 1 and sum(step <= self.step for step in self.steps.values()) == 1
+        return f"rank {self.rank} (node {self.node_rank}) {self.what()}" if is_behind else f"the job {self.what()}"
 
     def what(self) -> str:
         """Return the sentence without its subject."""

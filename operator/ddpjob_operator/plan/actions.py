@@ -98,6 +98,8 @@ class Settings:
     avoid_unless_unschedulable_seconds: float = 60.0
     """Seconds after which unschedulable pods may use an avoided node."""
     resume_hint: str = "set spec.suspend to false to go on"
+    limit_name: str = "backoffLimit:"
+    """Name of the limit of restarts, in the user's words."""
     keeps_files: bool = False
     """True if files that a pod writes outside its volumes outlive it. In a local run a pod is a process."""
     failed_before: api.JobFailure | None = None

@@ -255,10 +255,11 @@ def _why_it_stops(view: View, failure: api.JobFailure, verdict: rules.Verdict) -
         return reason, "failurePolicy says FailJob for this exit code"
     if verdict.stop == "PermanentFailure" and is_again(failure, view.settings.failed_before):
         return reason, "the same exception at the same line twice in a row, so the job is not retried"
-    used, limit = budget.counted(verdict.history, budgets.limits(view.spec), view.now), view.spec.backoff_limit
-    gave_up = f"gave up after {wording.count(used, 'restart')} (backoffLimit: {limit})"
+    used = budget.counted(verdict.history, budgets.limits(view.spec), view.now)
+    limit = f"{view.settings.limit_name} {view.spec.backoff_limit}"
+    gave_up = f"gave up after {wording.count(used, 'restart')} ({limit})"
     return reason, text.format(
-        gave_up=gave_up if used else f"backoffLimit: {limit} allows no restart",
+        gave_up=gave_up if used else f"{limit} allows no restart",
         charged=verdict.history.charged_in_a_row + 1,
         stalls=verdict.history.stall,
         uncharged=verdict.history.uncharged_in_a_row,

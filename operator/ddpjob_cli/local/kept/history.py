@@ -28,6 +28,8 @@ class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     nproc_per_node: int
     ranks_follow_nodes: bool
     backend: str
+    spawns: bool = False
+    """True if the script starts the ranks of its node itself: their number is unknown."""
 
     @property
     def world_size(self) -> int:
@@ -102,7 +104,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 class Record:
     """The files with facts, status and history of a run. On a full disk they are not written, but the job continues."""
 
-    def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
+    def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime, *, spawns: bool = False) -> None:
         self.facts = Facts(
             job=job.metadata.name,
             run=folder.path.name,
@@ -110,6 +112,7 @@ class Record:
             nodes=job.spec.nodes,
             nproc_per_node=job.spec.facts.nproc_per_node,
             ranks_follow_nodes=job.spec.facts.ranks_follow_nodes,
+            spawns=spawns,
             backend=job.spec.facts.backend,
         )
         self.history = History()

@@ -142,7 +142,8 @@ def _lives(rows: Sequence[tuple[str, Sequence[Segment]]], seconds: float) -> Mar
 
 def _head(run: runs.Run, seconds: float) -> Markup:
     facts, status = run.facts, run.status
-    shape = f"{count(facts.nodes, 'node')} × {count(facts.nproc_per_node, 'process')} · {facts.backend}"
+    processes = "processes of the script" if facts.spawns else count(facts.nproc_per_node, "process")
+    shape = f"{count(facts.nodes, 'node')} × {processes} · {facts.backend}"
     began = f"began {facts.started:%Y-%m-%d %H:%M:%S} UTC · took {duration(seconds)} · run {facts.run}"
     restarts = status.restarts.total if status.restarts else 0
     rows = [("Attempts", str(status.attempt)), ("Restarts", str(restarts))]

@@ -31,6 +31,8 @@ class LocalLogs:
 
     def node_of_rank(self, rank: int) -> int:
         facts = self.run.facts
+        if facts.spawns:
+            raise InputError(f"--rank {rank}: the script of {facts.job} starts its ranks; choose with --node")
         if not 0 <= rank < facts.world_size:
             raise InputError(f"--rank {rank}: {facts.job} has the ranks 0 to {facts.world_size - 1}")
         if not facts.ranks_follow_nodes:
@@ -38,7 +40,8 @@ class LocalLogs:
         return rank // facts.nproc_per_node
 
     def prefix(self, node: int) -> str:
-        follow = self.run.facts.nproc_per_node == 1 and self.run.facts.ranks_follow_nodes
+        facts = self.run.facts
+        follow = facts.nproc_per_node == 1 and facts.ranks_follow_nodes and not facts.spawns
         return f"[{node}:{node}] " if follow else f"[{node}] "
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:

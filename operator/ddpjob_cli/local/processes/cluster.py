@@ -260,7 +260,7 @@ class LocalCluster:
             process.env[faults.HAPPENED] = str(records)
         grace = job.spec.facts.grace_seconds
         node = nodes.NodeProcess(action.place, process.argv, process.env, process.cwd, grace)
-        log = Log(self.folder / f"{name}.log")
+        log = Log(self.folder / f"{name}.log", self._names)
         devices = base.gpus or ()
         pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, devices, termination_log)
         self.pods[name] = pod
@@ -336,10 +336,10 @@ class LocalCluster:
         except BlockingIOError:
             return
         if data:
-            self._show(pod, [self._names(line) for line in pod.log.feed(data)])
+            self._show(pod, list(pod.log.feed(data)))
         else:
             self._forget(pod, pod.node.output)
-            self._show(pod, [self._names(line) for line in pod.log.close()])
+            self._show(pod, list(pod.log.close()))
 
     def _handle_report(self, pod: LocalPod) -> None:
         pod.node.handle_report()
@@ -355,7 +355,7 @@ class LocalCluster:
         with suppress(OSError):
             # Read the same number of bytes as a kubelet.
             written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
-        message = end.message or self._names(written or _doubt(end) + pod.log.tail)
+        message = end.message or self._names(written) or _doubt(end) + pod.log.tail
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)
         pod.trainer = Container("ended", end.reason, message, exit_code=end.code, ended_at=ended_at)
         self._forget(pod, pod.node.report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddpjob import own_files
@@ -13,11 +13,14 @@ LINE_MAX = 4096  # characters per line on the screen; the file keeps the complet
 
 
 class Log:
-    """One node's output. After a write error no more is written, and training continues; `error` has the message."""
+    """One node's output. After a write error no more is written, and training continues; `error` has the message.
+    names: rewrites places in its text; `str` rewrites nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, names: Callable[[str], str] = str) -> None:
         self.path = path
         self.error = ""
+        self._names = names
+        self._held = b""  # a place may arrive in two pieces, so only whole lines are rewritten
         descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._tail = b""
@@ -27,6 +30,14 @@ class Log:
 
     def feed(self, data: bytes) -> Iterator[str]:
         """Write what the node printed, and yield its complete lines for the screen."""
+        if self._names is not str:
+            data = self._held + data
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            end = end if len(data) - end < TAIL_BYTES else len(data)
+            data, self._held = self._renamed(data[:end]), data[end:]
+        yield from self._feed(data)
+
+    def _feed(self, data: bytes) -> Iterator[str]:
         self._write(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         # Not splitlines, which also splits at form feeds and Unicode separators, unlike a terminal.
@@ -37,6 +48,7 @@ class Log:
 
     def close(self) -> Iterator[str]:
         """Yield an unfinished last line, and close the file."""
+        yield from self._feed(self._renamed(self._held))
         if self._line or self._cut:
             yield self._finish(b"")
         self._file.close()
@@ -50,6 +62,9 @@ class Log:
     def bar(self) -> str:
         """Return the current line if it is a progress bar, which rewrites its line until it is complete; else ""."""
         return self._line.rstrip(b"\r").decode(errors="replace") if self._is_rewritten and not self._cut else ""
+
+    def _renamed(self, data: bytes) -> bytes:
+        return self._names(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
     def _extend(self, part: bytes) -> None:
         # Keep the part after the last \r, which a terminal would show for a progress bar.

@@ -5,11 +5,13 @@ If the script handled the exception, its traceback is shown after all."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ddpjob_core.failures import where_of
+from ddpjob_core.failures import is_library, where_of
 from ddpjob_operator.failures.log_lines import PREFIX
+from ddpjob_operator.job import wording
 
 HELD_SECONDS = 30.0  # seconds until an uncaught exception has ended its pod; a rank has ten seconds to stop
 UNSURE_SECONDS = 10.0  # without torch's prefix: shorter, because the script may have handled the exception
@@ -26,6 +28,8 @@ _CPP = re.compile(
 _STALLED = re.compile(r"^ddpjob: rank (\d+) \(process \d+\) is stalled ")
 _BEGINS = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FRAME = re.compile(r'  File "([^"]+)", line \d')
+_PACKAGE = re.compile(r"-packages/([^/]+)/")
 _BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
 
 
@@ -70,6 +74,27 @@ class Trace:
         if more:
             self.lines.append(line)
         return more
+
+
+def without_libraries(trace: list[str]) -> list[str]:
+    """Return a traceback with only the script's frames, and the number of the others; all of it if no frame is the
+    script's."""
+    shown: list[str] = []
+    hidden: Counter[str] = Counter()
+    is_hidden = False
+    for line in trace if where_of(trace) else ():
+        if frame := _FRAME.match(line):
+            is_hidden = is_library(frame[1])
+            package = _PACKAGE.search(frame[1])
+            hidden.update([package[1] if package else "Python"] * is_hidden)
+        is_hidden = is_hidden and line.startswith("  ")
+        if hidden and not is_hidden:
+            frames = wording.count(hidden.total(), "frame")
+            shown.append(f"  … {frames} of {', '.join(hidden)}")
+            hidden.clear()
+        if not is_hidden:
+            shown.append(line)
+    return shown or trace
 
 
 class Fold:

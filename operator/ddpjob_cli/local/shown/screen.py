@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -34,10 +35,12 @@ class OutputClosedError(Exception):
 
 
 class PlainScreen:
-    """Shows plain lines: the nodes' output, events, progress. types: a debugger uses the terminal, so show less."""
+    """Shows plain lines: the nodes' output, events, progress. types: a debugger uses the terminal, so show less.
+    spawns: the script starts the ranks itself."""
 
-    def __init__(self, job: api.DDPJob, *, types: bool = False) -> None:
+    def __init__(self, job: api.DDPJob, *, types: bool = False, spawns: bool = False) -> None:
         self.job = job
+        self._spawns = spawns
         self._types = types
         self._next = 0.0
         self._drawn = api.Status()
@@ -55,7 +58,7 @@ class PlainScreen:
         """Show lines that a node printed. Raise OutputClosedError if the reader of stdout has closed it."""
         if self._types:
             return
-        prefix = prefix_of(self.job, pod)
+        prefix = self._prefix(pod)
         shown = for_terminal if sys.stdout.isatty() else str
         try:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
@@ -69,6 +72,11 @@ class PlainScreen:
         except OSError:
             _forget_unwritten()
             raise
+
+    def _prefix(self, pod: LocalPod) -> str:
+        """Return [node:rank] if the node has one rank, else [node], because the rank that printed is unknown."""
+        rank = None if self._spawns else topology.rank_of_place(self.job.spec, pod.place)
+        return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
     def event(self, event: Event) -> None:
         """Show a change of state, unless it is instant in a local run or concerns only a cluster."""
@@ -125,8 +133,8 @@ class LiveScreen(PlainScreen):
     """Shows a table at the bottom of the terminal, above which the nodes' lines scroll; plain lines if another
     process group has the terminal (`ddpjob run … &`). groups: our own process groups."""
 
-    def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
-        super().__init__(job)
+    def __init__(self, job: api.DDPJob, groups: frozenset[int], *, spawns: bool = False) -> None:
+        super().__init__(job, spawns=spawns)
         from rich.console import Console
 
         self._console = Console(stderr=True)
@@ -148,7 +156,7 @@ class LiveScreen(PlainScreen):
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Keep lines that a node printed for the next drawing."""
-        prefix = prefix_of(self.job, pod)
+        prefix = self._prefix(pod)
         room = LINES_A_DRAWING - len(self._pending)
         self._pending += [prefix + for_terminal(line) for line in lines[: max(0, room)]]
         if hidden := max(0, len(lines) - max(0, room)):
@@ -168,6 +176,7 @@ class LiveScreen(PlainScreen):
         present = present_pods(pods)
         self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
         nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
+        nodes = [dataclasses.replace(node, ranks="") for node in nodes] if self._spawns else nodes
         with _whoever_reads(), self._console:  # the console buffers the output for a single write
             self._flush()
             if self._live is None:
@@ -236,27 +245,22 @@ def _forget_unwritten() -> None:
     os.close(nowhere)
 
 
-def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False) -> PlainScreen:
+def screen(
+    job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False, spawns: bool = False
+) -> PlainScreen:
     """Return a LiveScreen if stdout and stderr are terminals that can redraw lines, else a PlainScreen. group: process
     group in which the command was started, if this process has another. types: a debugger uses the terminal."""
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or types or not terminal:
-        return PlainScreen(job, types=types)
-    return LiveScreen(job, frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group}))
+        return PlainScreen(job, types=types, spawns=spawns)
+    return LiveScreen(job, frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group}), spawns=spawns)
 
 
-def title(job: api.DDPJob, defaults: str) -> str:
+def title(job: api.DDPJob, defaults: str, *, spawns: bool = False) -> str:
     """Return for example `digits · 2 nodes × 1 process · gloo`, followed by `defaults`."""
-    nodes = wording.count(job.spec.nodes, "node")
     processes = wording.count(job.spec.facts.nproc_per_node, "process")
-    shape = f"{nodes} × {processes}"
+    shape = f"{wording.count(job.spec.nodes, 'node')} × {'processes of the script' if spawns else processes}"
     return " · ".join(filter(None, (job.metadata.name, shape, job.spec.facts.backend, defaults)))
-
-
-def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
-    """Return [node:rank] if the node has one rank, else [node], because the rank that printed is unknown."""
-    rank = job.spec.rank_of_place(pod.place)
-    return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
 
 def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ddpjob_cli.local.processes.cluster import LocalPod
-from ddpjob_cli.local.shown.fold import Fold
+from ddpjob_cli.local.shown.fold import Fold, without_libraries
 from ddpjob_core import rules
 from ddpjob_core.failures import root_cause
 from ddpjob_operator.failures import termination_message
@@ -90,7 +90,7 @@ class Teller:
             pod, fold = self._folds[name]
             for trace in traces:
                 if trace is culprit:
-                    self._log(pod, trace.lines)
+                    self._log(pod, without_libraries(trace.lines))
                 else:
                     fold.hidden += len(trace.lines)
         for pod, fold in self._folds.values():
