@@ -831,7 +831,7 @@ def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node:
 
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
-@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
+@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode", "by F.batch_norm"])
 def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
     """The mark is should_stop() or keep(). A restart without the changes would have other random numbers or
     averages."""
@@ -851,6 +851,9 @@ def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks:
         if evaluates == "in training mode":
             with torch.no_grad():
                 objects["model"](torch.ones(4, 4))
+        if evaluates == "by F.batch_norm":  # no version counter shows that its statistics change
+            norm = objects["model"][1]
+            torch.nn.functional.batch_norm(torch.ones(4, 8), norm.running_mean, norm.running_var, training=True)
         rescue()
 
     node.run(0, train)

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "spectral",
         "weight_norm",
         "cumulative",
+        "own_norm",
     ),
     "buffers": ("none", "of_each_rank", "of_rank_0"),
     "parameters": ("all", "ignored_by_ddp", "thawed", "thawed_group"),
@@ -384,7 +385,8 @@ class _Writer:
     # ---- classes
 
     def classes(self) -> str:
-        found = [self._net()]
+        found = [OWN_NORM] if self.has("model", "own_norm") else []
+        found.append(self._net())
         if self.has("data", "reader_of_each_rank", "stateful_loader"):
             found.append(READER)
         if self.has("average", "own_object"):
@@ -414,6 +416,7 @@ class _Writer:
             "spectral": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
             "weight_norm": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
             "cumulative": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))",
+            "own_norm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), OwnNorm(), torch.nn.Linear(8, 1))",
             "sparse": "self.table = torch.nn.Embedding(8, 16, sparse=True); self.body = torch.nn.Linear(16, 1)",
             "complex": "self.phase = torch.nn.Parameter(torch.ones(16, dtype=torch.cfloat)); self.body = torch.nn.Linear(16, 1)",
         }[self.r["model"]]
@@ -1005,6 +1008,14 @@ class Reader:
         while True: yield self.next()
     def state_dict(self): return {"shard": self.shard, "place": self.place}
     def load_state_dict(self, state): self.shard, self.place = state["shard"], state["place"]
+"""
+OWN_NORM = """
+class OwnNorm(torch.nn.Module):
+    # Its statistics are written in C++, which moves no version counter.
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8)); self.register_buffer("var", torch.ones(8))
+    def forward(self, x): return F.batch_norm(x, self.mean, self.var, training=self.training)
 """
 OWN_AVERAGE = """
 class Average:
