@@ -1412,6 +1412,41 @@ def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batch
     assert after == before
 
 
+@pytest.mark.parametrize("each_has_its_own", [True, False])
+def test_a_rank_that_dies_within_a_step_does_not_get_the_averaged_buffers_of_another(
+    node: Node, each_has_its_own: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An average that copies BatchNorm's buffers has other values on each rank, and only the folder has them all."""
+
+    def train() -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        average = torch.optim.swa_utils.AveragedModel(objects["model"], use_buffers=True)
+        began = step = snapshot.load(**objects, average=average)
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, 1 if began else 9):
+            model(torch.eye(4) * (step + world.rank * each_has_its_own)).square().sum().backward()
+            objects["optimizer"].step()
+            average.update_parameters(objects["model"])
+            if step == 8 and world.rank == 1:
+                break
+            ddpjob.should_stop(step)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects, average=average)
+        else:
+            rescue()
+        return began, [value.tolist() for value in average.module.buffers()]
+
+    before, after = (node.run_all(generation, train, ranks=2) for generation in range(2))
+    assert (before[0][1] != before[1][1]) is each_has_its_own
+    if each_has_its_own:
+        assert (
+            "running_mean of average: each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err
+        )
+    assert [step for step, _ in after] == [4 if each_has_its_own else 8] * 2
+
+
 @pytest.mark.parametrize("steps_made", [0, 1])
 def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
     """Nodes are often lost one after the other. Within three steps of the restart the other node may be lost, and with
