@@ -218,7 +218,7 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
         {"optimizer": "sgd", "clip": "none", "scaler": "none", "hook": "none", "accumulation": "none"},
     ),
     (("model", "sparse"), {"parameters": "all", "surgery": "none", "buffers": "none"}),
-    (("model", "complex"), {"optimizer": "adam", "hook": "none", "scaler": "none", "surgery": "none"}),
+    (("model", "complex"), {"optimizer": "adam", "hook": "none", "scaler": "none", "surgery": "none", "clip": "none"}),
     (("parameters", "ignored_by_ddp"), {"ddp": "plain", "optimizer": "sgd", "hook": "none", "second": "none"}),
     (("parameters", "thawed"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
     (("parameters", "thawed_group"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
@@ -271,6 +271,8 @@ def normal(recipe: Recipe) -> dict[str, str]:
         if works_at_epoch_end(found):
             found |= {"save": "epoch_end", "every": "10"}
         found |= _plain_for(found["data"], found["save"])
+        if _repeats_unseen(found):
+            found["place_at_end"] = "next_epoch"
         if found["save"] == "rank_0" and found["optimizer"] == "zero":
             found["save"] = "in_loop"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
@@ -295,6 +297,12 @@ def _plain_for(data: str, save: str) -> dict[str, str]:
     plain = {} if data == "sampler" else {"sampler": "one"}
     plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
     return plain | ({} if data in BY_WORKERS and save == "epoch_end" else {"place_at_end": "next_epoch"})
+
+
+def _repeats_unseen(recipe: Recipe) -> bool:
+    """True if work at the end of an epoch must not be repeated, and the library cannot see that it was done."""
+    is_average = recipe["average_at"] == "epoch_end" and recipe["average"] != "averaged_model"
+    return is_average or recipe["extra"] == "early_stop"
 
 
 BY_WORKERS = ("workers", "persistent_workers")
@@ -861,7 +869,8 @@ class _Writer:
             "state_cleared": [f"if {now}: optimizer.state.clear()"],
             "model_replaced": [
                 "if step == 21:",
-                "    net = Net(); model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
+                "    with torch.random.fork_rng(): torch.manual_seed(21); net = Net()",
+                "    model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
             ],
             "optimizer_replaced": ["if step == 21: optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)"],
         }.get(self.r["surgery"], [])
