@@ -42,7 +42,7 @@ PROVEN          1 + the generation whose ranks have proved that nothing large ch
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
                 copied; PLACED: in addition, `should_stop` finds the same state as `save`
 MISCOUNTED      1: `should_stop` and `save` count differently, so no state is kept until `save` has passed it
-FURTHEST        highest CLOCK at a boundary on the node of the rank that failed, sent by the agent there; 0: not known
+FURTHEST        highest CLOCK on the node of the rank that failed, sent by the agent there; 0: not known
 WROTE           grows with each piece that a survivor writes; the agent waits while it grows
 
 Cells of each area, from FIRST_AREA on (`area_cell`).
