@@ -813,6 +813,24 @@ def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     assert "average: changed between should_stop(4) or keep(4, …) and save(4)" in capfd.readouterr().err
 
 
+def test_a_value_that_the_script_changes_in_place_after_keep_is_not_taken(node: Node) -> None:
+    """Before the first save nothing else shows that the average of the step is not the one that keep() was given."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        average = {"weight": torch.zeros(4)}
+        for each in range(step + 1, 9):
+            make_step(**objects)
+            snapshot.keep(each, **objects, average=average)
+            settle()
+            average["weight"].add_(1)
+        objects["model"](torch.ones(4, 4))
+        rescue()
+
+    node.run(0, train)
+    assert node.step is None
+
+
 def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node: Node) -> None:
     """The second generation would lose a change of the learning rate if a rank fails before its first save."""
 

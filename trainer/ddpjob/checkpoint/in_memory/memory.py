@@ -295,8 +295,7 @@ class Keeper:
             )
         rng, settings, content = random_states.compact(), kept.settings(), kept.buffers_as_they_are()
         values = self._watched_with(kept, content | {RANDOM: random_states.mark(rng)}, settings)
-        # include plain values: those passed to keep() are compared with those passed to save() at the same step
-        self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
+        self._learn(kept, step, values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings, content)
         elif self._stepped:
@@ -349,8 +348,7 @@ class Keeper:
         return self._watched_with(kept, begun, kept.settings())
 
     def _watched_with(self, kept: Kept, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-        named = {name: value for name, value in settings.items() if name not in kept.by_value}
-        return {**begun, **named, **kept.untrained()}
+        return {**begun, **settings, **kept.untrained()}
 
     def step_begins(self, sampler: Any = None) -> bool:
         """Called when the next step begins: random numbers and buffer changes from here on belong to it. Return True if
