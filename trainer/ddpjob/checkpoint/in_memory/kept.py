@@ -539,12 +539,18 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
 
 def _parts_of(value: Any) -> list[Any] | None:
     """Return the parts of an optimizer's or scheduler's settings; None for other objects, whose parts are unknown."""
+    found: list[Any] = []
     if isinstance(value, torch.optim.Optimizer):
-        return [part for group in value.param_groups for part in (*group, *group.values())]
+        for group in value.param_groups:
+            found += group
+            found += group.values()
+        return found
     if not isinstance(value, LRScheduler):
         return None
-    found = [*vars(value), *vars(value).values()]
-    for each in vars(value).values():
+    own = vars(value)
+    found += own
+    found += own.values()
+    for each in own.values():
         if type(each) is list:
             found += each
     return found
