@@ -813,6 +813,38 @@ def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     assert "average: changed between should_stop(4) or keep(4, …) and save(4)" in capfd.readouterr().err
 
 
+class Average:
+    """An object of the script that changes at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.updates = state["updates"]
+
+
+@pytest.mark.parametrize("is_updated", ["each step", "each epoch"])
+def test_an_object_that_has_not_changed_yet_may_change_after_the_mark(node: Node, is_updated: str) -> None:
+    """A rank is killed before the first end of an epoch after a save. The others are before that update, too."""
+
+    def train() -> None:
+        (objects, snapshot, step), average = begin(), Average()
+        for each in range(step + 1, 9):
+            make_step(**objects)
+            average.updates += is_updated == "each step"
+            ddpjob.should_stop(each)
+            settle()
+            if each == 4:
+                saved(snapshot, each, **objects, average=average)
+        rescue()
+
+    node.run(0, train)
+    assert (node.step == 8) is (is_updated == "each step")
+
+
 def test_a_value_that_the_script_changes_in_place_after_keep_is_not_taken(node: Node) -> None:
     """Before the first save nothing else shows that the average of the step is not the one that keep() was given."""
 

@@ -103,13 +103,16 @@ class Kept:
         self.buffered = {f"buffers of {name}": name for name, (_, places) in self._modules.items() if places}
         """Names of modules with buffers, by the names under which changes of their buffers are reported."""
         others = {name: unwrapped(objects[name]) for name in self._others}
-        self.idle = [*self._untrained, *(name for name, value in others.items() if isinstance(value, LRScheduler))]
-        """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers."""
         self.models = list(self._modules)
         alike = LRScheduler | torch.amp.GradScaler
         ours = [name for name, value in others.items() if isinstance(value, alike) or hasattr(value, "reads_ahead")]
         self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
+        own = [name for name in others if name not in {*ours, *self.by_value}]
+        schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
+        self.idle = [*self._untrained, *schedulers, *own]
+        """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers, and
+        objects of its own."""
         self._counters = [_Counters(optimizer, own) for optimizer, own in self._owned(parameters)]
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
