@@ -108,9 +108,8 @@ class Kept:
         ours = [name for name, value in others.items() if isinstance(value, alike) or hasattr(value, "reads_ahead")]
         self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
-        own = [name for name in others if name not in {*ours, *self.by_value}]
         schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
-        self.idle = [*self._untrained, *schedulers, *own]
+        self.idle = [*self._untrained, *schedulers, *(others.keys() - ours - set(self.by_value))]
         """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers, and
         objects of its own."""
         self._counters = [_Counters(optimizer, own) for optimizer, own in self._owned(parameters)]
