@@ -115,19 +115,20 @@ def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
     assert not node.agents.waits_for({0: os.getpid()}, 0.0)
 
 
+@pytest.mark.parametrize("is_killed_in_it", [False, True])
 @pytest.mark.parametrize("where", ["this node", "another node"])
-def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str) -> None:
-    """Rank 0 has the gradients for the next step, because another rank has passed that step. The complete state in
-    memory is of the step before, written by a rank without gradients."""
+def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str, is_killed_in_it: bool) -> None:
+    """Rank 0 has the gradients for the next step, because another rank was in that step or has passed it. The complete
+    state in memory is of the step before."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5)
-    node.rank(1, step=5, is_dirty=True)
-    assert not node.agents.waits_for({0: os.getpid()}, 0.0), "that one has not come to it"
+    node.rank(1, step=5)
+    assert not node.agents.waits_for({0: os.getpid()}, 0.0), "no rank has come to it"
     if where == "this node":
-        node.rank(1, step=6)
+        node.rank(1, step=5 if is_killed_in_it else 6, is_dirty=is_killed_in_it)
     else:
-        node.agents.order(furthest=12)
+        node.agents.order(furthest=11 if is_killed_in_it else 12)
     assert node.agents.waits_for({0: os.getpid()}, 0.0)
     node.whole(6)
     assert not node.agents.waits_for({0: os.getpid()}, 0.0)

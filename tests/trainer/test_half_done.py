@@ -130,34 +130,37 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("place", ["last batch", "next epoch"])
-@pytest.mark.parametrize("scheduler", ["each epoch", "each step"])
-def test_a_save_at_an_epoch_end_after_the_scheduler_step_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
+@pytest.mark.parametrize("updates", ["scheduler each epoch", "scheduler each step", "average each epoch"])
+def test_a_save_at_an_epoch_end_after_an_update_for_this_epoch_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], updates: str, place: str, drop_last: bool
 ) -> None:
-    """The resumed epoch has no batch left, but its scheduler steps again. Users must know that all later learning rates
-    differ."""
+    """The resumed epoch has no batch left, but its scheduler steps again, or the weights are averaged again. Users must
+    know that all later learning rates or averages differ."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    name, when = updates.split(" ", 1)
+    average, halves = torch.optim.swa_utils.AveragedModel(model), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": average, "scheduler": halves}
     snapshot = ddpjob.Snapshot(tmp_path / "s")
-    step = snapshot.load(model=model, optimizer=optimizer, scheduler=halves, place=sampler)
+    step = snapshot.load(**objects, place=sampler)
     for epoch in range(2):
         for batches, _ in enumerate(sampler.epoch(epoch), start=1):
             optimizer.step()
             step += 1
-            if scheduler == "each step":
+            if when == "each step":
                 halves.step()
             within = sampler.state_dict(epoch=epoch, batches=batches)
-            snapshot.save(step, model=model, optimizer=optimizer, scheduler=halves, place=within)
-        if scheduler == "each epoch":
+            snapshot.save(step, **objects, place=within)
+        if updates == "scheduler each epoch":
             halves.step()
+        if updates == "average each epoch":
+            average.update_parameters(model)
         after = within if place == "last batch" else sampler.state_dict(epoch=epoch + 1, batches=0)
-        snapshot.save(step, model=model, optimizer=optimizer, scheduler=halves, place=after)
+        snapshot.save(step, **objects, place=after)
     snapshot.close()
-    said = "place: step 5 is saved at the last batch of an epoch for which scheduler has stepped already"
-    said = said.replace("5", "4") if drop_last else said
-    assert capfd.readouterr().err.count(said) == (scheduler, place).count("each epoch") * (place == "last batch")
+    said = f"place: step {4 if drop_last else 5} is saved at the last batch of an epoch for which {name} was updated"
+    assert capfd.readouterr().err.count(said) == (when, place).count("each epoch") * (place == "last batch")
 
 
 SEEDED = "a DataLoader draws its seed from torch's global generator: a restart within an epoch does not continue"

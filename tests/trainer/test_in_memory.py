@@ -302,16 +302,19 @@ def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
 
 
 @pytest.mark.parametrize("makes_it", [True, False])
-def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_completed(node: Node, makes_it: bool) -> None:
-    """On a busy machine this rank may be late by milliseconds. A step that all ranks have made must not be repeated. If
-    it waits in vain, it writes the state that it has."""
+@pytest.mark.parametrize("killed_at", [2 * 7, 2 * 6 + 1])
+def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_summed(
+    node: Node, makes_it: bool, killed_at: int
+) -> None:
+    """On a busy machine this rank may be late by milliseconds. The killed rank had completed the step, or was killed
+    before its should_stop(). The step must not be repeated. If it waits in vain, it writes the state that it has."""
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
         ddpjob.Snapshot("snapshots").load(**objects)
         steps(0, 6, **objects)
         killed = Shared(os.environ["DDPJOB_MEMORY"].rpartition(":")[0] + ":1", 1, 0).cells
-        killed[memory.PID], killed[memory.CLOCK] = ended_process(), 2 * 7
+        killed[memory.PID], killed[memory.CLOCK] = ended_process(), killed_at
 
         def asks(*clocks: Any) -> Any:
             asked.set()
@@ -834,6 +837,56 @@ def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     assert "average: changed between should_stop(4) or keep(4, …) and save(4)" in capfd.readouterr().err
 
 
+class Average:
+    """An object of the script that changes at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.updates = state["updates"]
+
+
+@pytest.mark.parametrize("is_updated", ["each step", "each epoch"])
+def test_an_object_that_has_not_changed_yet_may_change_after_the_mark(node: Node, is_updated: str) -> None:
+    """A rank is killed before the first end of an epoch after a save. The others are before that update, too."""
+
+    def train() -> None:
+        (objects, snapshot, step), average = begin(), Average()
+        for each in range(step + 1, 9):
+            make_step(**objects)
+            average.updates += is_updated == "each step"
+            ddpjob.should_stop(each)
+            settle()
+            if each == 4:
+                saved(snapshot, each, **objects, average=average)
+        rescue()
+
+    node.run(0, train)
+    assert (node.step == 8) is (is_updated == "each step")
+
+
+def test_a_value_that_the_script_changes_in_place_after_keep_is_not_taken(node: Node) -> None:
+    """Before the first save nothing else shows that the average of the step is not the one that keep() was given."""
+
+    def train() -> None:
+        objects, snapshot, step = begin()
+        average = {"weight": torch.zeros(4)}
+        for each in range(step + 1, 9):
+            make_step(**objects)
+            snapshot.keep(each, **objects, average=average)
+            settle()
+            average["weight"].add_(1)
+        objects["model"](torch.ones(4, 4))
+        rescue()
+
+    node.run(0, train)
+    assert node.step is None
+
+
 def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node: Node) -> None:
     """The second generation would lose a change of the learning rate if a rank fails before its first save."""
 
@@ -855,7 +908,7 @@ def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node:
 
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
-@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
+@pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode", "by F.batch_norm"])
 def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
     """The mark is should_stop() or keep(). A restart without the changes would have other random numbers or
     averages."""
@@ -875,6 +928,9 @@ def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks:
         if evaluates == "in training mode":
             with torch.no_grad():
                 objects["model"](torch.ones(4, 4))
+        if evaluates == "by F.batch_norm":  # no version counter shows that its statistics change
+            norm = objects["model"][1]
+            torch.nn.functional.batch_norm(torch.ones(4, 8), norm.running_mean, norm.running_var, training=True)
         rescue()
 
     node.run(0, train)
@@ -1431,6 +1487,41 @@ def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batch
 
     before, after = (node.run_all(generation, train, ranks=2) for generation in range(2))
     assert after == before
+
+
+@pytest.mark.parametrize("each_has_its_own", [True, False])
+def test_a_rank_that_dies_within_a_step_does_not_get_the_averaged_buffers_of_another(
+    node: Node, each_has_its_own: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An average that copies BatchNorm's buffers has other values on each rank, and only the folder has them all."""
+
+    def train() -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        average = torch.optim.swa_utils.AveragedModel(objects["model"], use_buffers=True)
+        began = step = snapshot.load(**objects, average=average)
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, 1 if began else 9):
+            model(torch.eye(4) * (step + world.rank * each_has_its_own)).square().sum().backward()
+            objects["optimizer"].step()
+            average.update_parameters(objects["model"])
+            if step == 8 and world.rank == 1:
+                break
+            ddpjob.should_stop(step)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects, average=average)
+        else:
+            rescue()
+        return began, [value.tolist() for value in average.module.buffers()]
+
+    before, after = (node.run_all(generation, train, ranks=2) for generation in range(2))
+    assert (before[0][1] != before[1][1]) is each_has_its_own
+    if each_has_its_own:
+        assert (
+            "running_mean of average: each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err
+        )
+    assert [step for step, _ in after] == [4 if each_has_its_own else 8] * 2
 
 
 @pytest.mark.parametrize("steps_made", [0, 1])

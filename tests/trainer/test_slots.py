@@ -166,8 +166,7 @@ def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_
     for _ in range(2):
         early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
         average.n_averaged.add_(1)
-        early.check_buffers(rank.kept, rank.shared)
-        early.boundary(rank.kept, random_states.compact(), rank.shared)
+        early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
     assert rank.shared.slot_version(EARLY) is not None
 
 
@@ -177,7 +176,7 @@ def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_state
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()
     early.forget()
-    early.boundary(rank.kept, random_states.compact(), rank.shared)
+    early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     assert rank.shared.slot_version(EARLY) is not None
 
@@ -191,8 +190,7 @@ def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_k
         rank.model(torch.ones(2, 4))
         early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
         random.random()
-        early.check_buffers(rank.kept, rank.shared)
-        early.boundary(rank.kept, random_states.compact(), rank.shared)
+        early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
     rank.model(torch.ones(2, 4))
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     found = rank.shared.read_slot(EARLY)
@@ -209,8 +207,7 @@ def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a
         rank.model(torch.ones(2, 4))
         early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
         rank.model(torch.ones(2, 4))
-        early.check_buffers(rank.kept, rank.shared)
-        early.boundary(rank.kept, random_states.compact(), rank.shared)
+        early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
     random.random()
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     found = rank.shared.read_slot(EARLY)

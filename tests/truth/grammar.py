@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "spectral",
         "weight_norm",
         "cumulative",
+        "own_norm",
     ),
     "buffers": ("none", "of_each_rank", "of_rank_0"),
     "parameters": ("all", "ignored_by_ddp", "thawed", "thawed_group"),
@@ -217,7 +218,7 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
         {"optimizer": "sgd", "clip": "none", "scaler": "none", "hook": "none", "accumulation": "none"},
     ),
     (("model", "sparse"), {"parameters": "all", "surgery": "none", "buffers": "none"}),
-    (("model", "complex"), {"optimizer": "adam", "hook": "none", "scaler": "none", "surgery": "none"}),
+    (("model", "complex"), {"optimizer": "adam", "hook": "none", "scaler": "none", "surgery": "none", "clip": "none"}),
     (("parameters", "ignored_by_ddp"), {"ddp": "plain", "optimizer": "sgd", "hook": "none", "second": "none"}),
     (("parameters", "thawed"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
     (("parameters", "thawed_group"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
@@ -270,6 +271,8 @@ def normal(recipe: Recipe) -> dict[str, str]:
         if works_at_epoch_end(found):
             found |= {"save": "epoch_end", "every": "10"}
         found |= _plain_for(found["data"], found["save"])
+        if _repeats_unseen(found):
+            found["place_at_end"] = "next_epoch"
         if found["save"] == "rank_0" and found["optimizer"] == "zero":
             found["save"] = "in_loop"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
@@ -294,6 +297,12 @@ def _plain_for(data: str, save: str) -> dict[str, str]:
     plain = {} if data == "sampler" else {"sampler": "one"}
     plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
     return plain | ({} if data in BY_WORKERS and save == "epoch_end" else {"place_at_end": "next_epoch"})
+
+
+def _repeats_unseen(recipe: Recipe) -> bool:
+    """True if work at the end of an epoch must not be repeated, and the library cannot see that it was done."""
+    is_average = recipe["average_at"] == "epoch_end" and recipe["average"] != "averaged_model"
+    return is_average or recipe["extra"] == "early_stop"
 
 
 BY_WORKERS = ("workers", "persistent_workers")
@@ -384,7 +393,8 @@ class _Writer:
     # ---- classes
 
     def classes(self) -> str:
-        found = [self._net()]
+        found = [OWN_NORM] if self.has("model", "own_norm") else []
+        found.append(self._net())
         if self.has("data", "reader_of_each_rank", "stateful_loader"):
             found.append(READER)
         if self.has("average", "own_object"):
@@ -414,6 +424,7 @@ class _Writer:
             "spectral": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
             "weight_norm": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
             "cumulative": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))",
+            "own_norm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), OwnNorm(), torch.nn.Linear(8, 1))",
             "sparse": "self.table = torch.nn.Embedding(8, 16, sparse=True); self.body = torch.nn.Linear(16, 1)",
             "complex": "self.phase = torch.nn.Parameter(torch.ones(16, dtype=torch.cfloat)); self.body = torch.nn.Linear(16, 1)",
         }[self.r["model"]]
@@ -858,7 +869,8 @@ class _Writer:
             "state_cleared": [f"if {now}: optimizer.state.clear()"],
             "model_replaced": [
                 "if step == 21:",
-                "    net = Net(); model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
+                "    with torch.random.fork_rng(): torch.manual_seed(21); net = Net()",
+                "    model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
             ],
             "optimizer_replaced": ["if step == 21: optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)"],
         }.get(self.r["surgery"], [])
@@ -1005,6 +1017,14 @@ class Reader:
         while True: yield self.next()
     def state_dict(self): return {"shard": self.shard, "place": self.place}
     def load_state_dict(self, state): self.shard, self.place = state["shard"], state["place"]
+"""
+OWN_NORM = """
+class OwnNorm(torch.nn.Module):
+    # Its statistics are written in C++, which moves no version counter.
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8)); self.register_buffer("var", torch.ones(8))
+    def forward(self, x): return F.batch_norm(x, self.mean, self.var, training=self.training)
 """
 OWN_AVERAGE = """
 class Average:

@@ -128,7 +128,8 @@ def excused(log: str, recipe: Recipe, *, at_restart: bool = False, late: bool = 
     before, _, after = log.rpartition("STRUCK ") if late else log.partition("STRUCK ")
     resumed = list(_RESUMED.finditer(log if late else after))
     is_from_folder = any("the memory on" not in (one["where"] or "") for one in resumed)
-    before_it_is_read = before if late else before + after[: resumed[0].start()] if resumed else before
+    first = resumed[-1 if late else 0] if resumed else None
+    before_it_is_read = before if first is None else log[: first.start()] if late else before + after[: first.start()]
     parts = set(_seeds_of_loaders(recipe))
     sentences = []
     for one in _SENTENCES:
@@ -186,7 +187,9 @@ def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
         yield "reader"
     if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "criterion"):
         yield "extra"
-    if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp":
+    has_statistics = recipe["model"] in ("batchnorm", "cumulative", "spectral", "own_norm")
+    sends_those_of_last = recipe["join"] == "yes" and has_statistics  # not those of rank 0
+    if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp" or sends_those_of_last:
         yield "model"
     if recipe["buffers"] == "of_each_rank" and recipe["average"] != "none":
         yield "average"

@@ -19,7 +19,7 @@ from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
 SECONDS_MAX = 150  # enough for a busy machine
-RESUMABLE = 75
+STARTED_AGAIN = (75, 143)  # stopped; 143: SIGTERM has reached a rank that had left the group, or was starved for 5 s
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -71,7 +71,7 @@ def ran(draw: Draw) -> Outcome:
         (folder / "tmp").mkdir()
         codes: list[int] = []
         logs: list[str] = []
-        while not codes or (codes[-1] == RESUMABLE and len(codes) <= len(draw.kills)):
+        while not codes or (codes[-1] in STARTED_AGAIN and len(codes) <= len(draw.kills)):
             code, log = _agent(folder, draw, len(codes))
             codes.append(code)
             logs.append(log)

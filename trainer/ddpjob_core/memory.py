@@ -14,7 +14,7 @@ The cell that marks data as complete is written last, and is 0 until then. So pa
 call of `should_stop(step)`, `keep` or `save` in the script: there the state of that step is complete.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 PAGE_BYTES = 4096
@@ -42,7 +42,7 @@ PROVEN          1 + the generation whose ranks have proved that nothing large ch
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
                 copied; PLACED: in addition, `should_stop` finds the same state as `save`
 MISCOUNTED      1: `should_stop` and `save` count differently, so no state is kept until `save` has passed it
-FURTHEST        highest CLOCK at a boundary on the node of the rank that failed, sent by the agent there; 0: not known
+FURTHEST        highest CLOCK on the node of the rank that failed, sent by the agent there; 0: not known
 WROTE           grows with each piece that a survivor writes; the agent waits while it grows
 
 Cells of each area, from FIRST_AREA on (`area_cell`).
@@ -210,6 +210,8 @@ class Left(NamedTuple):
     """True if the rank has its own small state of the loaded step; otherwise it takes another rank's."""
     boundaries: dict[int, dict[str, Any]]
     """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that step."""
+    early: Collection[str] = ()
+    """Names of small objects in its slot EARLY: its own ones are not lost."""
 
 
 SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
@@ -263,7 +265,7 @@ def _unproved(rank: int, rows: Sequence[Left]) -> str:
     steps = {number for row in rows for number in row.boundaries}
     names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
     known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
-    for name in sorted(names):
+    for name in sorted(names.difference(rows[rank].early)):
         found = [[row.boundaries[number] for row in rows if number in row.boundaries] for number in steps]
         if any(_differs(name, one) for one in found):
             return name

@@ -60,8 +60,8 @@ class Memory:
 
     @property
     def clock(self) -> int:
-        """Highest CLOCK of the ranks at a boundary (ddpjob_core/memory.py)."""
-        return max(memory.passed(cells[memory.CLOCK]) for cells in self._cells)
+        """Highest CLOCK of the ranks (ddpjob_core/memory.py)."""
+        return max(cells[memory.CLOCK] for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
         """Make the ranks of this generation write the state. furthest: CLOCK that another node's agent reported."""

@@ -281,13 +281,13 @@ class Snapshot:
             self._since_step.name_loader()
 
     def _name_end_of_epoch(self, step: int, state: Mapping[str, Any]) -> None:
-        place, scheduler = half_done.stepped_at_end_of_epoch(step, state)
+        place, name = half_done.updated_at_end_of_epoch(step, state)
         if place and self.rank == 0:
             self._log_once(
                 f"place in {place}",
-                f"{place}: step {step} is saved at the last batch of an epoch for which {scheduler} has stepped "
-                f"already: a restart goes on at the end of that epoch, and steps it again. Give {place} the next epoch "
-                f"and 0 batches, or save before {scheduler}.step().",
+                f"{place}: step {step} is saved at the last batch of an epoch for which {name} was updated already: a "
+                f"restart goes on at the end of that epoch, and updates it again. Give {place} the next epoch and 0 "
+                f"batches, or save before {name} is updated.",
             )
 
     def _log_once(self, what: str, text: str) -> None:

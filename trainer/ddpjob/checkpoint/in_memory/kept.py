@@ -35,7 +35,7 @@ from ddpjob.errors import StateError
 SMALL_BYTES_MAX = 4 << 20  # limit for one object, because it is copied at each step
 SAMPLES = 32  # parameters; few are enough, because averaged weights or ranks out of step differ in every parameter
 SAMPLED_BYTES = 8192  # total size of all samples
-COMPARED_BYTES = 1 << 16  # bytes of a buffer that are compared
+COMPARED_BYTES = 1 << 14  # bytes of a buffer that are compared
 RECORD_STEPS = 64  # boundaries between two reads of all version counters; such a read is the slowest part of a boundary
 READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -91,7 +91,7 @@ class Kept:
         self._parameters = list(parameters.values())
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
-        self._first = self._all = _Views([], [], [], [])
+        self._first = self._all = self._seen = _Views([], [], [], [])
         self._sampled = b""  # bytes of the samples at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
         own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
@@ -100,16 +100,18 @@ class Kept:
             for name, (module, _) in self._modules.items()
             if self.optimizers and own.isdisjoint(map(id, module.parameters()))
         }
-        self.buffered = {f"buffers of {name}": places for name, (_, places) in self._modules.items() if places}
-        """The buffers of each module, under the names by which their changes are reported."""
+        self.buffered = {f"buffers of {name}": name for name, (_, places) in self._modules.items() if places}
+        """Names of modules with buffers, by the names under which changes of their buffers are reported."""
         others = {name: unwrapped(objects[name]) for name in self._others}
-        self.idle = [*self._untrained, *(name for name, value in others.items() if isinstance(value, LRScheduler))]
-        """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers."""
         self.models = list(self._modules)
         alike = LRScheduler | torch.amp.GradScaler
         ours = [name for name, value in others.items() if isinstance(value, alike) or hasattr(value, "reads_ahead")]
         self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
+        schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
+        self.idle = [*self._untrained, *schedulers, *(others.keys() - ours - set(self.by_value))]
+        """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers, and
+        objects of its own."""
         self._counters = [_Counters(optimizer, own) for optimizer, own in self._owned(parameters)]
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
@@ -259,16 +261,10 @@ class Kept:
         """Version counters of modules that no optimizer trains, such as averages of weights."""
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
-    def buffer_versions(self) -> dict[str, Any]:
-        """Version counters of each module's buffers. A BatchNorm counts its batches in one of them."""
+    def buffers(self, only: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
+        """Live buffers of the modules. only: (module name, key) pairs; None: all."""
         return {
-            name: [of_module[leaf]._version for _, of_module, leaf in places] for name, places in self.buffered.items()
-        }
-
-    def buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """Live buffers of the modules. leaves_out: (module name, key) pairs to leave out."""
-        return {
-            name: {key: of_module[leaf] for key, of_module, leaf in places if (name, key) not in leaves_out}
+            name: {key: of_module[leaf] for key, of_module, leaf in places if only is None or (name, key) in only}
             for name, (_, places) in self._modules.items()
         }
 
@@ -297,15 +293,21 @@ class Kept:
         self.check()  # last: another thread may add a layer meanwhile
         return large
 
-    def buffers_as_they_are(self) -> dict[tuple[str, str], Any]:
-        """Fingerprint of each buffer, to find out if it has changed. Version counters are not enough: a forward pass in
-        C++ that writes BatchNorm statistics does not move them.
+    def buffers_as_they_are(self) -> dict[str, dict[str, Any]]:
+        """Content of the buffers, to find out if they have changed, by the names in `buffered` and their keys.
+
+        For a large buffer: its first bytes, its address and its version counter. Version counters alone are not enough:
+        forward passes in C++ (BatchNorm, InstanceNorm) and writes through `.data` do not move them.
         """
-        return {
-            (name, key): _content(of_module[leaf])
-            for name, (_, places) in self._modules.items()
-            for key, of_module, leaf in places
-        }
+        if not self.buffered:
+            return {}
+        places = [(each, *place) for each, name in self.buffered.items() for place in self._modules[name][1]]
+        tensors = [of_module[leaf] for _, _, of_module, leaf in places]
+        self._seen = seen = _views(self._seen, tensors, COMPARED_BYTES)
+        found: dict[str, dict[str, Any]] = {each: {} for each in self.buffered}
+        for (each, key, *_), view, is_whole, tensor in zip(places, seen.views, seen.are_whole, tensors, strict=True):
+            found[each][key] = bytes(view) if is_whole else (bytes(view), tensor.data_ptr(), tensor._version)
+        return found
 
     def count_step(self, optimizer: Any) -> None:
         """Record that this optimizer is about to make a step."""
@@ -470,15 +472,6 @@ def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
     return [counter + steps * move for counter, move in zip(counters, moves, strict=True)]
 
 
-def _content(tensor: Any) -> Any:
-    """Fingerprint of a buffer. For a large one: a checksum of its first bytes, its version counter and its id."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        return tensor._version, id(tensor)
-    size = tensor.untyped_storage().nbytes()
-    raw = ctypes.string_at(tensor.untyped_storage().data_ptr(), min(size, COMPARED_BYTES)) if size else b""
-    return (zlib.crc32(raw), size) if size <= COMPARED_BYTES else (zlib.crc32(raw), tensor._version, id(tensor))
-
-
 class _Views(NamedTuple):
     """Views of the first bytes of tensors, without a copy."""
 
@@ -501,8 +494,7 @@ def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views
         is_seen = tensor.is_cpu and size > 0 and packed.is_one_run(tensor)
         found.tensors.append(tensor)
         found.are_whole.append(is_seen and size <= most)
-        if is_seen:
-            found.views.append((ctypes.c_char * min(size, most)).from_address(address))
+        found.views.append((ctypes.c_char * min(size, most)).from_address(address) if is_seen else b"")
     return found
 
 
@@ -549,12 +541,18 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
 
 def _parts_of(value: Any) -> list[Any] | None:
     """Return the parts of an optimizer's or scheduler's settings; None for other objects, whose parts are unknown."""
+    found: list[Any] = []
     if isinstance(value, torch.optim.Optimizer):
-        return [part for group in value.param_groups for part in (*group, *group.values())]
+        for group in value.param_groups:
+            found += group
+            found += group.values()
+        return found
     if not isinstance(value, LRScheduler):
         return None
-    found = [*vars(value), *vars(value).values()]
-    for each in vars(value).values():
+    own = vars(value)
+    found += own
+    found += own.values()
+    for each in own.values():
         if type(each) is list:
             found += each
     return found

@@ -293,12 +293,11 @@ class Keeper:
                 "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
                 "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
             )
-        rng, settings = random_states.compact(), kept.settings()
-        values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
-        # include plain values: those passed to keep() are compared with those passed to save() at the same step
-        self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
+        rng, settings, content = random_states.compact(), kept.settings(), kept.buffers_as_they_are()
+        values = self._watched_with(kept, content | {RANDOM: random_states.mark(rng)}, settings)
+        self._learn(kept, step, values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
-            self._note(kept, step, rng, settings)
+            self._note(kept, step, rng, settings, content)
         elif self._stepped:
             kept.record()
             if self.on_device:
@@ -345,12 +344,11 @@ class Keeper:
         """
         begun = self._begun or self.places.marked
         if self._begun is None and self._notices_begin and not self.has_begun:
-            begun = kept.buffer_versions() | {RANDOM: random_states.mark(random_states.compact())}
+            begun = kept.buffers_as_they_are() | {RANDOM: random_states.mark(random_states.compact())}
         return self._watched_with(kept, begun, kept.settings())
 
     def _watched_with(self, kept: Kept, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-        named = {name: value for name, value in settings.items() if name not in kept.by_value}
-        return {**begun, **named, **kept.untrained()}
+        return {**begun, **settings, **kept.untrained()}
 
     def step_begins(self, sampler: Any = None) -> bool:
         """Called when the next step begins: random numbers and buffer changes from here on belong to it. Return True if
@@ -372,7 +370,7 @@ class Keeper:
         return True
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
-        begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
+        begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
         # read random states only if a lost draw would do harm: the read takes a fifth of the cost per step
         if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
             begun[RANDOM] = random_states.mark(random_states.compact())
@@ -397,8 +395,6 @@ class Keeper:
             places.after_save(kept.samplers())
             self._check_samplers(kept, values)
             places.boundary(values, named=named, counts=counts)
-            if not self.on_device:
-                self._early.check_buffers(kept, self.shared)
         suspects = not counts and any(map(places.suspects, [RANDOM, *kept.buffered]))
         self.shared.cells[LOOSE] = step if suspects else 0
 
@@ -490,11 +486,13 @@ class Keeper:
         self.shared.forget_slot(EARLY)  # copies do not use it
         self.copies.begin_with_changes(why)
 
-    def _note(self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    def _note(
+        self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any], content: Mapping[str, Any]
+    ) -> None:
         shared = self.shared
         if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
-        self._early.boundary(kept, rng, shared)
+        self._early.boundary(content, rng, shared)
         self.has_begun = False
         with self.lock:
             kept.record()

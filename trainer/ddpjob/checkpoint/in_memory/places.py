@@ -123,8 +123,9 @@ class Places:
         """Names of values that differ between the last boundary and a file that save() would write now."""
         return sorted(self._of_open(moved(self.marked, values)) - (self._after_save - self._before_save))
 
-    def is_settled(self, schedulers: Iterable[str]) -> bool:
-        """True if no value is known to change between a boundary and the next step. schedulers: names of objects that
-        a script must step somewhere: between a boundary and the next step, unless they were seen to change elsewhere.
+    def is_settled(self, idle: Iterable[str]) -> bool:
+        """True if no value is known to change between a boundary and the next step. idle: names of objects that a
+        script must change somewhere: between a boundary and the next step, unless they were seen to change elsewhere.
         """
-        return not self._of_open(self._before_save | self._unknown | (set(schedulers) - self._within))
+        unseen = set(idle) - self._within - self._after_save
+        return not self._of_open(self._before_save | self._unknown | unseen)

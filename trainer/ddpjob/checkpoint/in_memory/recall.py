@@ -135,7 +135,8 @@ def fetch(
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
     rows = _exchanged([own is not None, early is not None, rng is not None], world_size)
     trouble: list[str] = []
-    lefts = _of_all(memory.Left(own is not None, boundaries), numbering)
+    has_early = own is None and early is not None and not numbering.resized
+    lefts = _of_all(memory.Left(own is not None, boundaries, [*_flat(early["small"])] if has_early else ()), numbering)
     if why := memory.mixed_up(lefts, version.step, resized=numbering.resized):
         trouble.append(why)
     source = next((number for number, row in enumerate(rows) if row[0]), None)
@@ -256,8 +257,8 @@ def _that_count(
 
 def _of_all(own: memory.Left, numbering: _Numbering) -> list[memory.Left]:
     """Return what each rank has left in its slots, by the rank's number in the former group."""
-    exchanged = _exchanged([own.own, list(own.boundaries.items())], len(numbering.of))
-    rows = [memory.Left(is_own, dict(found)) for is_own, found in exchanged]
+    exchanged = _exchanged([own.own, list(own.boundaries.items()), list(own.early)], len(numbering.of))
+    rows = [memory.Left(is_own, dict(found), early) for is_own, found, early in exchanged]
     if not numbering.resized:
         return rows
     left = {of[0]: row for of, row, counts in zip(numbering.of, rows, numbering.counts, strict=True) if counts}
@@ -265,22 +266,28 @@ def _of_all(own: memory.Left, numbering: _Numbering) -> list[memory.Left]:
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
-    """Hash the small values of a boundary, to compare ranks. Left out: buffers of models, and numbers such as the last
-    loss, which may differ between ranks."""
+    """Hash the small values of a boundary, to compare ranks. Left out: buffers of models in DistributedDataParallel,
+    and numbers such as the last loss, which may differ between ranks."""
     place = small.pop(PLACE)
-    of_models = place["models"]
+    wrapped = {*place["of_0"], *place["own"]}
+    buffers = _flat({name: small[name] for name in place["models"] if name in small and name not in wrapped})
+    others = {name: value for name, value in small.items() if name not in place["models"]}
     return {
         memory.SAMPLE: place["sample"],
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
-        memory.KNOWN: place["known"],
+        memory.KNOWN: [*place["known"], *buffers],
         memory.LATER: place["later"],
         memory.OBJECTS: {
-            name: digest(value)
-            for name, value in small.items()
-            if name not in of_models and not isinstance(value, _NUMBERS)
+            name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)
         },
     }
+
+
+def _flat(small: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the buffers of these models, each under one name."""
+    of_models = {name: its for name, its in small.items() if isinstance(its, dict)}
+    return {f"{key} of {name}": value for name, its in of_models.items() for key, value in its.items()}
 
 
 def _is_copied_from(target: Any) -> bool:

@@ -1,6 +1,7 @@
 """The slots of a rank: random states, buffers, and settings such as learning rates, written at each step."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from ddpjob import process
@@ -51,7 +52,7 @@ class Early:
     def __init__(self, rank: int) -> None:
         self._rank, self._has = rank, {RANDOM, FORWARDED}
         self._rng: dict[str, Any] | None = None  # random states before the last step
-        self._content: dict[tuple[str, str], Any] | None = None  # buffers at the last boundary
+        self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the last boundary
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
@@ -69,35 +70,37 @@ class Early:
         """Forget random states and buffers of the last step, because the state now consists of other objects."""
         self._rng, self._content, self._forwarded = None, None, {}
 
-    def boundary(self, kept: Kept, rng: dict[str, Any], shared: Shared) -> None:
-        """Begin a step. Give up random states if the script drew numbers after the gradients.
+    def boundary(self, content: Mapping[str, Mapping[str, Any]], rng: dict[str, Any], shared: Shared) -> None:
+        """Begin a step. Give up random states if the script drew numbers after the gradients, and buffers if it changes
+        them too, not only the forward pass.
 
-        rng: random states at this boundary.
+        content: of the buffers at this boundary. rng: random states at this boundary.
         """
         if RANDOM in self._has and self._rng is not None and rng != self._rng:
             self.give_up(shared, "random numbers are drawn after the gradients", RANDOM)
-        self._rng, self._content, self._forwarded = None, kept.buffers_as_they_are(), {}
-
-    def check_buffers(self, kept: Kept, shared: Shared) -> None:
-        """Give up buffers if the script changes them too, not only the forward pass."""
-        content = kept.buffers_as_they_are() if self._forwarded else {}
-        if any(content.get(key) != was for key, was in self._forwarded.items()):
+        if any(content.get(each, {}).get(key) != was for (each, key), was in self._forwarded.items()):
             self.give_up(shared, "buffers change after the gradients", FORWARDED)
+        self._rng, self._content, self._forwarded = None, content, {}
 
     def write(self, kept: Kept, slots: Slots, shared: Shared, *, in_backward: bool = False) -> None:
         """Write random states and buffers, unless they are unchanged.
 
         in_backward: a later micro-batch may have changed buffers without drawing random numbers."""
         rng = random_states.compact() if RANDOM in self._has else None
-        if rng == self._rng and not (in_backward and FORWARDED in self._has and any(kept.buffers().values())):
+        if rng == self._rng and not (in_backward and FORWARDED in self._has and kept.buffered):
             return
         self._rng = rng
-        step, content = shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
+        content = kept.buffers_as_they_are()
         # Leave out buffers that the forward pass did not change: a weight average that is updated after the step would
         # be one step older here than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
         if before is None:  # before the first boundary, nobody knows which buffers the forward pass changes
             before, own = content, kept.wrapped
-        self._forwarded = {key: what for key, what in content.items() if key[0] in own or what != before.get(key)}
-        unchanged = content.keys() - self._forwarded.keys() if FORWARDED in self._has else content.keys()
-        slots.write(EARLY, step, kept, rng, kept.buffers(unchanged))
+        self._forwarded = {
+            (each, key): what
+            for each, its in content.items()
+            for key, what in its.items()
+            if kept.buffered[each] in own or what != before.get(each, {}).get(key)
+        }
+        forwarded = {(kept.buffered[each], key) for each, key in self._forwarded if FORWARDED in self._has}
+        slots.write(EARLY, shared.cells[CLOCK] // 2 + 1, kept, rng, kept.buffers(forwarded))

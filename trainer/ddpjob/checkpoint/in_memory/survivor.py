@@ -193,7 +193,8 @@ class Survivor:
                 self._pause()
             if turn == "wait":
                 return None
-            return SAVED if self._is_there(step) else self._write(kept, step)
+            answer = SAVED if self._is_there(step) else self._write(kept, step)
+        return None if answer == SAVED and self._comes_further(clock, began) else answer
 
     def _unsettled(self, kept: Kept, began: float) -> int | None:
         """Return SAVED if the last boundary has everything that a folder would have, UNABLE if not, None if not known
@@ -234,6 +235,13 @@ class Survivor:
         if not self._has_time(began, 0.5) or self._is_there(furthest):
             return "write"
         return memory.turn(clock, living, gone)
+
+    def _comes_further(self, clock: int, began: float) -> bool:
+        """True if this rank may soon write the state of the next step, because a rank was killed after that step's
+        gradients were summed. Until then the memory has the state before it, because the rest of the step may need all
+        ranks."""
+        gone = self._keeper.shared.clocks_of_others()[1]
+        return not self._ends and any(other > clock for other in gone) and self._has_time(began, 0.5)
 
     def _is_there(self, step: int) -> bool:
         """True if the memory has the state of this step."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -37,18 +38,25 @@ def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of a sampler's state at the end of its epoch and of a scheduler that has stepped for this epoch
-    already; two empty strings if there are none. A resume has no batch left, but steps the scheduler again."""
-    schedulers = {name: value for name, value in objects.items() if isinstance(value, LRScheduler)}
+def updated_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the names of a sampler's state at the end of its epoch and of a scheduler or an average of weights that
+    was updated for this epoch already; two empty strings if there are none. A resume has no batch left, but updates it
+    again."""
     for place, state in objects.items():
         if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
             continue
-        for name, scheduler in schedulers.items():
-            # last_epoch == step for a scheduler that steps with each batch
-            if state["consumed"] == state["n"] and state["epoch"] + 1 == scheduler.last_epoch < step:
+        for name, value in objects.items() if state["consumed"] == state["n"] else ():
+            # the count is equal to `step` for a scheduler that steps with each batch
+            if state["epoch"] + 1 == _updates(value) < step:
                 return place, name
     return "", ""
+
+
+def _updates(value: Any) -> int:
+    """Return how often a scheduler or an average of weights was updated; 0 for other objects."""
+    if isinstance(value, AveragedModel):
+        return int(value.n_averaged)
+    return value.last_epoch if isinstance(value, LRScheduler) else 0
 
 
 def draws_within_epoch() -> bool:
