@@ -123,7 +123,7 @@ MEANINGS = {
     "DDPJOB_FAULTS": "faults that `progress()` injects: JSON, set by `ddpjob run --fail`",
     "DDPJOB_LOCAL": "1: a local run, in which an exception that comes twice at one line ends the job",
     "DDPJOB_DEV": "1: a session of `ddpjob dev`: a save starts the ranks again, and no failure does",
-    "DDPJOB_TERMINAL": "the rank that has the terminal in `ddpjob dev --pdb`, and the device",
+    "DDPJOB_PDB": "the rank that stops at `breakpoint()` under `ddpjob dev`, or `all`",
     "DDPJOB_FAULTS_HAPPENED": "the folder in which a local run records them, so that each happens once",
 }
 """Each variable that a job sets or a trainer reads, and what it means."""
@@ -147,7 +147,7 @@ def to_markdown() -> str:
         "DDPJOB_AGENT_KEY",
         "DDPJOB_LOCAL",
         "DDPJOB_DEV",
-        "DDPJOB_TERMINAL",
+        "DDPJOB_PDB",
         "DDPJOB_FAULTS",
         "DDPJOB_FAULTS_HAPPENED",
     )
