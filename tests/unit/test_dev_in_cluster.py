@@ -188,6 +188,17 @@ def test_a_session_begins_with_a_deadline(
     assert seen[0].get("activeDeadlineSeconds") == limit
 
 
+def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
+    pods: Pods, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sessions would send different code to the same pods, and the first to end would delete the job."""
+    monkeypatch.chdir(pods.source)
+    code, _, err = ddpjob("dev", "--cluster", "--name", "digits", "train.py")
+    assert code != 0
+    assert "there is a DDPJob digits in namespace default already (Running)" in err
+    assert cluster.find("ddpjobs", "digits")
+
+
 @given(CODES, CODES)
 def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) -> None:
     """A file may become a folder, a link or an executable, and the other way round."""
