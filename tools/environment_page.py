@@ -113,6 +113,7 @@ MEANINGS = {
     "DDPJOB_STATUS_URL": "where progress is posted",
     "DDPJOB_STATUS_TOKEN_FILE": "the file with the token of this pod",
     "DDPJOB_STATUS_INTERVAL": "seconds between two reports; unset: 5",
+    "DDPJOB_TENSORBOARD": "a folder for TensorBoard event files with the metrics of `progress()`; set it yourself",
     "KUBEFLOW_TRAINER_SERVER_URL": "the address for Hugging Face's `Trainer` and Kubeflow's SDK",
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
     "DDPJOB_TERM": "2, 3, …: the number of the leader, after another node than node 0 was appointed in an elastic job",
@@ -125,7 +126,7 @@ MEANINGS = {
     "DDPJOB_FAULTS": "faults that `progress()` injects: JSON, set by `ddpjob run --fail`",
     "DDPJOB_LOCAL": "1: a local run, in which an exception that comes twice at one line ends the job",
     "DDPJOB_DEV": "1: a session of `ddpjob dev`: a save starts the ranks again, and no failure does",
-    "DDPJOB_TERMINAL": "the rank that has the terminal in `ddpjob dev --pdb`, and the device",
+    "DDPJOB_PDB": "the rank that stops at `breakpoint()` under `ddpjob dev`, or `all`",
     "DDPJOB_FAULTS_HAPPENED": "the folder in which a local run records them, so that each happens once",
 }
 """Each variable that a job sets or a trainer reads, and what it means."""
@@ -149,7 +150,7 @@ def to_markdown() -> str:
         "DDPJOB_AGENT_KEY",
         "DDPJOB_LOCAL",
         "DDPJOB_DEV",
-        "DDPJOB_TERMINAL",
+        "DDPJOB_PDB",
         "DDPJOB_FAULTS",
         "DDPJOB_FAULTS_HAPPENED",
     )
@@ -161,7 +162,7 @@ def to_markdown() -> str:
         AGENT,
         table(own, _rows(name for name in MEANINGS if name in agents)),
         REPORTS,
-        table(own, _rows([*reports, "DDPJOB_STATUS_INTERVAL", "DDPJOB_STATUS_CA_FILE"])),
+        table(own, _rows([*reports, "DDPJOB_STATUS_INTERVAL", "DDPJOB_STATUS_CA_FILE", "DDPJOB_TENSORBOARD"])),
         RANKS,
         table(own, _rows(ranks)),
         OTHERS,

@@ -103,7 +103,7 @@ def test_nodes_stay_up_after_an_error_or_the_end_of_the_script_until_the_next_sa
         session.prints("✖ rank 1 ended with exit code 1 in train.py:2 (OSError: same again); save", times)
         session.save(session.path.read_text() + "\n")
     session.save("breakpoint()\nprint('not reached')\n")
-    session.prints("(bdb.BdbQuit); breakpoint() needs --pdb RANK, on this machine; save a file")
+    session.prints("(bdb.BdbQuit); breakpoint() needs a terminal; save a file")
     session.save(WAITS.format(version=2))
     session.prints("hello v2", 2)
     assert session.end() == 130
@@ -195,12 +195,38 @@ def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
     child.send("answer += 1\nc\n")
     child.expect_exact("answer += 1")
     child.expect_exact("rank 1 went on with 44")
-    child.expect_exact("✔ all ranks have ended with 0; save a file to start them again")
+    child.expect_exact("✔ all ranks have ended with 0; save a file or press Enter to start them again")
     script.write_text("raise OSError('no such shard')")
     child.expect_exact("OSError: no such shard")
     child.sendintr()
     child.expect(pexpect.EOF)
     assert child.wait() == 130
+
+
+def test_ranks_at_a_breakpoint_get_the_terminal_one_after_the_other(cli: Cli) -> None:
+    """If two debuggers read from one terminal, each of them gets some of the user's keys."""
+    (cli.folder / "train.py").write_text(DEBUGGED.format(answer=41) + "breakpoint()\nprint('through')\n")
+    child = at_a_terminal(cli, "--nodes", "2")
+    got = []
+    for _ in range(4):  # each rank twice, in any order
+        child.expect(r"rank (\d) has the terminal until c or q")
+        got.append(child.match[1])
+        child.expect_exact("(Pdb)")
+        child.send("p answer\n")
+        child.expect("\n41")
+        child.send("c\n")
+    assert sorted(got) == ["0", "0", "1", "1"]
+    child.expect_exact("✔ all ranks have ended with 0")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    assert child.wait() == 130
+
+
+def test_a_debugger_is_refused_on_a_pipe_or_for_a_missing_rank(cli: Cli) -> None:
+    (cli.folder / "train.py").write_text("pass")
+    for rank, said in (("0", "stdin is not a terminal, and a debugger needs one"), ("2", "the job has one rank, 0")):
+        done = cli.run("dev", "--pdb", rank, "train.py", stdin=subprocess.DEVNULL)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
 def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:

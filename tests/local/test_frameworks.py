@@ -167,7 +167,23 @@ def test_the_second_fit_of_lightning_saves_at_sigterm_and_validations_are_declar
     assert "fitted, declared: None" in told.stdout, told.stdout
 
 
-DRAWS_A_CURVE = """
+def test_progress_writes_event_files_without_a_step_twice(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
+    text = DRAWS_A_CURVE.replace('SummaryWriter("runs", purge_step=step + 1) if world.is_main else None', "None")
+    text = text.replace("total=60)", "total=60, loss=1 / step, text='a')\n        time.sleep(0.1)")
+    (tmp_path / "train.py").write_text(text)
+    variables = ("--env", "DDPJOB_TENSORBOARD=own", "--env", "DDPJOB_STATUS_INTERVAL=0.3")
+    command = ["-m", "ddpjob_cli", "run", *variables, "--fail", "rank=0,step=35,signal=KILL", "train.py"]
+    subprocess.run([sys.executable, *command], cwd=tmp_path, timeout=150, check=True)
+    curve = reader.EventAccumulator(str(tmp_path / "own")).Reload().Scalars("loss")
+    steps = [point.step for point in curve]
+    assert len(steps) > 5
+    assert steps == sorted(set(steps))
+    assert [point.value for point in curve] == pytest.approx([1 / step for step in steps], rel=0.01)
+
+
+DRAWS_A_CURVE = """import time
+
 import ddpjob, torch
 from torch.utils.tensorboard import SummaryWriter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -207,6 +208,16 @@ def test_an_f_string_that_would_block_the_parser_is_not_parsed(tmp_path: Path, p
 )  # fmt: skip
 def test_braces_outside_f_strings_do_not_slow_down_the_parser(text: str) -> None:
     parsing.parse(text)
+
+
+@pytest.mark.parametrize("link", [".a", "+a", "()", "[0]"])
+def test_a_chain_of_names_that_crashes_the_parser_of_python_3_10_is_refused(tmp_path: Path, link: str) -> None:
+    (tmp_path / "train.py").write_text(f"return\nx = a{link * 200_000}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpjob_cli", "check", "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "train.py:1: error[syntax]: nested too deeply to be read" in done.stdout
 
 
 def test_only_a_limited_number_of_imports_is_searched(tmp_path: Path) -> None:

@@ -118,6 +118,24 @@ def test_pods_of_a_later_attempt_get_the_code_of_the_last_save(pods: Pods) -> No
     assert pods.signalled == ["digits-1-0", "digits-2-0"]
 
 
+def test_a_terminal_is_lent_to_the_running_pod_of_a_node(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod that replaces another has the same node rank. A loan to a node without a pod ends at once."""
+    program = pods.folder / "kubectl"
+    program.write_text(f'#!/bin/sh\necho "$@" > {pods.folder}/words\nexit 130\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _: str(program))
+    api = connection.connect(namespace="default")
+    dev = DevPods(api, jobs.find(api, "digits"), pods.source, {}, print)
+    assert dev.lend_terminal(1, ["7", "5", "9"], lambda: False) == 130
+    words = (pods.folder / "words").read_text()
+    assert "exec -i" in words
+    assert "-t digits-1-1 -- python3 -I -S -c from" in words
+    assert words.endswith(" 7 5 9\n")
+    assert dev.lend_terminal(2, ["7", "5", "9"], lambda: False) == 3
+    pods.cluster.forbidden.add("list pods")
+    assert dev.lend_terminal(1, ["7", "5", "9"], lambda: False) == 1
+
+
 def test_what_cannot_be_sent_is_named_and_the_ranks_go_on(pods: Pods) -> None:
     with (pods.source / "data.bin").open("wb") as file:
         file.truncate(30 << 20)
@@ -170,6 +188,17 @@ def test_a_session_begins_with_a_deadline(
     assert seen[0].get("activeDeadlineSeconds") == limit
 
 
+def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
+    pods: Pods, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sessions would send different code to the same pods, and the first to end would delete the job."""
+    monkeypatch.chdir(pods.source)
+    code, _, err = ddpjob("dev", "--cluster", "--name", "digits", "train.py")
+    assert code != 0
+    assert "there is a DDPJob digits in namespace default already (Running)" in err
+    assert cluster.find("ddpjobs", "digits")
+
+
 @given(CODES, CODES)
 def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) -> None:
     """A file may become a folder, a link or an executable, and the other way round."""
@@ -210,7 +239,11 @@ def test_only_an_agent_that_handles_the_signal_gets_it() -> None:
     ("words", "said"),
     [
         (("--cluster", "-m", "train"), "-m: only on this machine"),
-        (("--cluster", "--pdb", "0", "train.py"), "--pdb: only on this machine"),
+        (("--cluster", "--pdb", "0", "train.py"), "--pdb 0: stdin is not a terminal"),
+        (
+            ("--cluster", "--nodes", "2", "--pdb", "2", "train.py"),
+            "--pdb 2: there is no such rank: the job has ranks 0 to 1",
+        ),
         (("--cluster", "--nproc-per-node", "gpu", "train.py"), "--nproc-per-node gpu: with --cluster it is a number"),
         (("--image", "mine", "train.py"), "are for --cluster"),
         (("-n", "team", "train.py"), "are for --cluster"),

@@ -303,6 +303,17 @@ def test_the_error_about_missing_cloudpickle_tells_what_to_install(monkeypatch: 
 # ---------------------------------------------------------------- the cluster
 
 
+def test_an_error_names_the_function_and_not_a_temporary_file(cluster: FakeCluster) -> None:
+    def train() -> None: ...
+
+    for start in (ddpjob.run, ddpjob.submit):
+        with pytest.raises(ddpjob.InputError, match=r"^train: spec\.nprocPerNode: must be at least 1 or auto, is -1"):
+            start(train, nproc_per_node=-1)
+    cluster.forbidden.add("create ddpjobs.training.ddpjob.io")
+    with pytest.raises(ddpjob.ClusterError, match="jane may not create ddpjobs"):
+        ddpjob.submit(train)
+
+
 def test_a_job_is_suspended_resumed_and_deleted(cluster: FakeCluster) -> None:
     job = ddpjob.submit(in_main("def work(): pass"))
     raw = cluster.find("ddpjobs", "work")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -526,7 +528,9 @@ def test_contradicting_namespaces_are_refused(folder: Path, cluster: FakeCluster
     [
         (["trian.py"], "trian.py"),
         (["train.py", "--code", "sub"], "not in the folder"),
-        (["train.py", "--code", "nowhere"], "not in the folder"),
+        (["train.py", "--code", "nowhere"], "--code nowhere: no such folder"),
+        (["train.py", "--code", "circle"], "--code circle: no such folder"),
+        (["circle"], "circle: Too many levels of symbolic links"),
         (["train.py", "--code", ".", "--no-code"], "exclude each other"),
         (["train.py", "--name", "Not_A_Name"], "metadata.name"),
         (["train.py", "--nodes", "0"], "--nodes"),
@@ -538,9 +542,36 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
 ) -> None:
     (folder / "sub").mkdir()
+    (folder / "circle").symlink_to("circle")
     done = ddpjob("submit", *words, code=2)
     assert says in done.err
     assert cluster.requests == []
+
+
+def test_what_cannot_be_sent_is_named_as_the_user_knows_it(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path in /tmp tells nothing to a user who has given a notebook, or a script on stdin."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import torch\ndef f(:\n"))
+    assert ddpjob("submit", "-", code=2).err == "stdin:2: not valid Python: invalid syntax\n"
+    lines = "\n".join(f"# {random.randbytes(64).hex()}" for _ in range(30_000))
+    (folder / "large.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": f"x = 1\n{lines}"}]}))
+    assert "The largest: large.ipynb 3.93 MB" in ddpjob("submit", "large.ipynb", code=2).err
+    assert cluster.requests == []
+
+
+def test_a_folder_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "private").mkdir()
+    scan = os.scandir
+
+    def refuse(path: Path) -> Any:
+        if path.name == "private":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(InputError, match=r"/private: Permission denied$"):
+        pack.scan(folder)
 
 
 def test_a_job_with_a_mistake_that_check_finds_is_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:

@@ -11,6 +11,8 @@ from ddpjob_core.members import Members
 from ddprun.options import SIGNALS, Options, RankScript
 
 PREFLIGHT = "ddpjob.preflight"
+PDB, ALL_RANKS = "DDPJOB_PDB", "all"
+"""Variable that `ddpjob dev` sets at a terminal: the rank that stops at `breakpoint()`, or all ranks."""
 
 
 class Life(NamedTuple):
@@ -72,15 +74,8 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **(_one_gpu(local_rank, environ) if options.virtual_local_rank else {}),
+        **_of_breakpoint(str(rank), environ),
     }
-
-
-def give_terminal(own: dict[str, str], environ: Mapping[str, str]) -> str:
-    """Return the terminal if this rank is debugged, else "". own: the rank's variables; others skip `breakpoint()`."""
-    rank, _, device = environ.get("DDPJOB_TERMINAL", "").partition(" ")
-    if rank:
-        own["PYTHONBREAKPOINT"] = environ.get("PYTHONBREAKPOINT", "") if own["RANK"] == rank else "0"
-    return device if own["RANK"] == rank else ""
 
 
 def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> list[str]:
@@ -106,6 +101,14 @@ def substituted(word: str, local_rank: int) -> str:
     import string
 
     return string.Template(word).safe_substitute(local_rank=local_rank)
+
+
+def _of_breakpoint(rank: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Let `breakpoint()` borrow the user's terminal in the ranks that DDPJOB_PDB names; the others skip it."""
+    named = environ.get(PDB)
+    if named is None or environ.get("PYTHONBREAKPOINT") == "0":
+        return {}
+    return {"PYTHONBREAKPOINT": "ddprun.breakpoints.stop" if named in (ALL_RANKS, rank) else "0"}
 
 
 def _one_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -404,11 +404,6 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             os.dup2(file, descriptor)
             os.close(file)
-    if run.get("terminal"):
-        terminal = os.open(run["terminal"], os.O_RDWR | os.O_NOCTTY)
-        for descriptor in (0, 1):
-            os.dup2(terminal, descriptor)
-        os.close(terminal)
     write_down_stacks(run["crash"], run["stacks_signal"])
     if (rank_end := sys.modules.get("ddpjob.reporting.rank_end")) is not None:
         rank_end.begin(run["end"])

@@ -453,7 +453,6 @@ class LocalRanks:
             }
             if self._life.preflight:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}
-            run |= {"terminal": environment.give_terminal(own, self._environ)}
             return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
         argv = environment.argv_of_rank(self._options, self._life, local_rank, self._environ)
         own["DDPJOB_END"] = files.end

@@ -8,8 +8,11 @@ import json
 import math
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ddpjob_cli.client import in_pod, jobs, several
@@ -20,13 +23,20 @@ from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import RERUN_SIGNAL
 from ddpjob_operator.job import api, bounds
+from ddprun import lend_terminal
 
 EXEC_SECONDS = 30.0
 TOGETHER_MAX = 16
-_PROGRAM = Path(in_pod.__file__).read_text(encoding="utf-8")
-_PROGRAM = _PROGRAM[_PROGRAM.index("from __future__") :]  # drop the docstring, because exec sends the program in a URL
+TAKE_BACK_SECONDS = 0.05
+NO_ANSWER = 1  # kubectl's exit code if the API server does not answer
 
 Code = dict[str, tuple[bytes, bool] | str]  # path → data and whether it is executable, or the target of a link
+
+
+def _python(module: ModuleType) -> list[str]:
+    """Return a command that runs a module's text in a pod. exec sends it in a URL, so the docstring is left out."""
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    return ["--", "python3", "-I", "-S", "-c", text[text.index("from __future__") :]]
 
 
 def read_code(root: Path) -> Code:
@@ -78,7 +88,7 @@ class DevPods:
             raise ClusterError("kubectl is not on the PATH; ddpjob dev --cluster needs it to reach the pods")
         folder = str(stored.job.spec.facts.trainer.get("workingDir"))
         self._exec = [kubectl, "exec", "-i", *cluster.kubectl, "-c", stored.trainer]
-        self._run = ["--", "python3", "-I", "-S", "-c", _PROGRAM, folder]
+        self._write, self._lend = [*_python(in_pod), folder], _python(lend_terminal)
         self._cluster, self._stored, self._root, self._say = cluster, stored, root, say
         self._submitted = self._now = submitted
         self._has: dict[str, Code] = {}  # the code of each pod, by its uid
@@ -112,10 +122,25 @@ class DevPods:
             self._send(first, str(int(RERUN_SIGNAL)))
             self._is_due = False
 
+    def lend_terminal(self, place: int, words: Sequence[str], is_over: Callable[[], bool]) -> int:
+        """Lend this terminal to a process of the pod at this place: see session.Lend."""
+        try:
+            pods = [pod for pod in jobs.running(self._cluster, self._stored) if jobs.place_of(pod) == place]
+        except ClusterError:  # `look` reports it
+            return NO_ANSWER
+        if not pods:
+            return lend_terminal.GONE
+        with subprocess.Popen([*self._exec, "-t", pods[0]["metadata"]["name"], *self._lend, *words]) as process:
+            while process.poll() is None:
+                if is_over():
+                    process.kill()
+                time.sleep(TAKE_BACK_SECONDS)
+        return process.returncode
+
     def _send(self, pod: Raw, *signal: str) -> None:
         name, uid, now = pod["metadata"]["name"], pod["metadata"]["uid"], self._now
         text = json.dumps(changes(self._has[uid], now))
-        words: list[Any] = [*self._exec, name, *self._run, *signal]
+        words: list[Any] = [*self._exec, name, *self._write, *signal]
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=EXEC_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

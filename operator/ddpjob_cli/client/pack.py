@@ -86,6 +86,7 @@ def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -
         raise InputError(f"{root}: there is nothing in it to pack")
     data = _tar(contents, folder)
     if len(data) > PACKED_BYTES_MAX:
+        folder.files |= {without or path: len(text) for path, text in (made or {}).items()}
         raise InputError(f"{root}: {_size(len(data))} packed, and {FIT}. {_largest(folder)}")
     return Archive(data, len(contents) + len(folder.links), tuple(_remarks(folder)))
 
@@ -128,8 +129,8 @@ def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
         raise InputError(
             f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no folder of code"
         )
-    ignored.enter(below)
     entries = _entries(folder.root / below)
+    ignored.enter(below)
     if below and any(fnmatch.fnmatchcase(entry.name, _SNAPSHOT_FILE) for entry in entries):
         folder.snapshots.append(below)
         return []

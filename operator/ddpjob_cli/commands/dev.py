@@ -32,7 +32,7 @@ IDLE_SECONDS = 1800.0
 @click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
 @click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
-@click.option("--pdb", metavar="RANK", type=int, help="Give this rank the terminal, so that breakpoint() works in it.")
+@click.option("--pdb", metavar="RANK", type=int, help="Stop at breakpoint() in this rank only.  [in each]")
 @click.option(
     "--idle", type=Seconds(), metavar="TIME", default=IDLE_SECONDS,
     help="End after this time without a save or output; 0: never.  [30m]",
@@ -72,9 +72,9 @@ def dev(
     from ddpjob_cli.commands import kinds, launchers, sources
     from ddpjob_cli.commands.options import Source
     from ddpjob_cli.commands.start import start
-    from ddpjob_cli.local.processes import gpus
+    from ddpjob_cli.local.processes import debugging, gpus
     from ddpjob_cli.local.run import RunOptions
-    from ddpjob_cli.local.session import VARIABLE
+    from ddpjob_cli.local.session import variables as of_session
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_operator.job import api, bounds
 
@@ -84,9 +84,9 @@ def dev(
         raise click.UsageError("name a script, or -m MODULE")
     if file is not None and kinds.of(file) != "script":
         raise InputError(f"{file}: not a Python script; ddpjob dev takes a script, or -m MODULE")
-    variables = (*variables, f"{VARIABLE}=1")
+    variables = (*variables, *of_session(pdb))
     if cluster:
-        here = {"-m": module, "--pdb": pdb, "--cpu": cpu or None}
+        here = {"-m": module, "--cpu": cpu or None}
         if wrong := [option for option, value in here.items() if value is not None]:
             raise InputError(f"{wrong[0]}: only on this machine, without --cluster")
         if not (nproc or "1").isdigit():
@@ -94,7 +94,7 @@ def dev(
         from ddpjob_cli.commands import dev_in_cluster
 
         return dev_in_cluster.run(
-            connect, str(file), arguments, idle, check=not no_check, nodes=nodes, nproc=nproc and int(nproc),
+            connect, str(file), arguments, idle, pdb, check=not no_check, nodes=nodes, nproc=nproc and int(nproc),
             settings=settings, variables=variables, **of_cluster,
         )  # fmt: skip
     if connect.is_chosen or any(of_cluster.values()):
@@ -119,10 +119,10 @@ def dev(
         cpu=cpu,
         plain=True,
         process_group=os.getpgrp(),
-        pdb=pdb,
         defaults=sources.defaults(source, job, 0 if cpu else devices),
-        session=_session(document.source, job, arguments, idle, has_debugger=pdb is not None),
+        session=_session(document.source, job, arguments, idle),
     )
+    debugging.check(pdb, job, {os.getpgrp()})
     if warning := sources.warn_of_size(job, allowed=False):
         say(warning)
     # Disable the stall limit: ended ranks make no step until the next save. Deadlocks are still reported.
@@ -130,9 +130,7 @@ def dev(
     return start(document, structs.replace(job, spec=patient), options, checked=not no_check)
 
 
-def _session(
-    source: str, job: api.DDPJob, arguments: tuple[str, ...], idle: float, *, has_debugger: bool
-) -> DevSession:
+def _session(source: str, job: api.DDPJob, arguments: tuple[str, ...], idle: float) -> DevSession:
     from ddpjob_cli.local import script, session
     from ddpjob_cli.local.processes.saves import SavedFiles
 
@@ -140,4 +138,4 @@ def _session(
     folders = [os.getcwd(), *([] if found is None else [str(found.parent)])]
     values = [word.partition("=")[2] if word.startswith("-") else word for word in arguments]
     files = SavedFiles(folders, [*values, *([] if found is None else [str(found)])])
-    return session.DevSession(files, idle, has_keyboard=session.has_keyboard() and not has_debugger)
+    return session.DevSession(files, idle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from ddpjob_cli.commands import submit
 from ddpjob_cli.commands.cluster import Connect, end_of
 from ddpjob_cli.commands.output import closed, say, write_printed
 from ddpjob_cli.local import session
+from ddpjob_cli.local.processes import debugging
 from ddpjob_cli.local.processes.saves import SavedFiles
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import bounds, validation
@@ -38,11 +40,11 @@ class _OverError(Exception):
 
 
 def run(
-    connect: Connect, file: str, words: tuple[str, ...], idle: float, *, check: bool, image: str | None,
-    settings: tuple[str, ...], **given: Any,
+    connect: Connect, file: str, words: tuple[str, ...], idle: float, pdb: int | None, *, check: bool,
+    image: str | None, settings: tuple[str, ...], **given: Any,
 ) -> int:  # fmt: skip
-    """Run a script until Ctrl-C, the idle limit or the end of the job. given: other fields of Wishes. Raise InputError,
-    ClusterError."""
+    """Run a script until Ctrl-C, the idle limit or the end of the job. pdb: the rank that stops at `breakpoint()`.
+    given: other fields of Wishes. Raise InputError, ClusterError."""
     limit = min(math.ceil(idle), bounds.SECONDS_MAX)
     first_limit = (f"spec.activeDeadlineSeconds={limit}",) if limit else ()
     wishes = submit.Wishes(
@@ -55,13 +57,14 @@ def run(
     parsed, _ = validation.parse(document.data)
     if not parsed.spec.facts.restarts_in_place:
         raise InputError(f"{file}: ddpjob dev needs ddprun, which starts the ranks again; use ddpjob submit")
+    debugging.check(pdb, parsed, {os.getpgrp()})
     cluster, made = submit.create(connect, document, archive)
-    held = session.DevSession(files, idle, has_keyboard=session.has_keyboard())
     for number in (signal.SIGTERM, signal.SIGHUP):  # delete the job also if the terminal is closed
         signal.signal(number, signal.default_int_handler)
     is_ours = limit and made.job.spec.active_deadline_seconds == limit  # --set may change the deadline
     deadline = MovingDeadline(cluster, made.job.metadata.name, limit) if is_ours else None
     pods = DevPods(cluster, made, root, submitted, say)
+    held = session.DevSession(files, idle, lambda pod, *loan: pods.lend_terminal(pod.place, *loan))
     follower = _Follower(ClusterLogs(cluster, made, say), held, pods, deadline)
     try:
         return follower.run()
@@ -113,9 +116,12 @@ class _Follower:
         status = self._logs.stored.job.status
         pod = _LogPod(status.attempt, node, f"{self._logs.name}-{status.attempt}-{node}")
         if self._session.printed(pod, [piece.decode(errors="replace").rstrip("\n")]):
-            write_printed(self._logs.prefix(node).encode() + piece)
+            self._write(node, piece)
         else:
             self._woken.set()
+
+    def _write(self, node: int, piece: bytes) -> None:
+        write_printed(self._logs.prefix(node).encode() + piece)
 
     def _send(self) -> None:
         said: list[str] = []
@@ -125,6 +131,8 @@ class _Follower:
             progress = self._logs.stored.job.status.progress
             asked: list[bool] = []
             found = self._session.look(progress and progress.step, lambda: asked.append(True))  # noqa: B023
+            for pod, line in found.printed:
+                self._write(pod.place, f"{line}\n".encode())
             for note in found.notes:
                 say(note)
             self._stop = found.stop

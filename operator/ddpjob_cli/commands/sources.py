@@ -122,6 +122,15 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
 
 
 @contextmanager
+def naming(file: str, given: str) -> Iterator[None]:
+    """Name what the user gave in an InputError of this context, and not the temporary file that was made from it."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace(file, given)) from None
+
+
+@contextmanager
 def as_file(source: Source) -> Iterator[Source]:
     """Yield the source as a file: a script from stdin or a notebook's code gets a file that is removed at the end."""
     code, name = "", "stdin.py"
@@ -144,7 +153,8 @@ def as_file(source: Source) -> Iterator[Source]:
         beside = os.path.dirname(os.path.abspath(source.file)) if source.file not in (None, STDIN) else os.getcwd()
         known = os.environ.get("PYTHONPATH")
         variable = f"PYTHONPATH={beside}{os.pathsep + known if known else ''}"
-        yield replace(source, file=str(path), variables=(variable, *source.variables))
+        with naming(str(path), "stdin" if source.file == STDIN else str(source.file)):
+            yield replace(source, file=str(path), variables=(variable, *source.variables))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -214,6 +214,8 @@ def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
         made = wishes.made or {Path(path).name: Path(path).read_text(encoding="utf-8")}
         return Path(path).name, pack.pack(wishes.code, made) if wishes.code else pack.pack_texts(made)
     root = folder_of(file, wishes)
+    if not root.is_dir():
+        raise InputError(f"--code {root}: no such folder")
     try:
         below = Path(file).resolve().relative_to(root.resolve())
     except ValueError:

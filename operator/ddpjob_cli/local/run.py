@@ -225,7 +225,7 @@ class Runner:
         self.folder = folder
         self.reports = True  # True if the script may report steps
         self.screen = screen.screen(
-            self.job, options.plain, options.process_group, types=options.pdb is not None, spawns=options.spawns
+            self.job, options.plain, options.process_group, is_quiet=options.pdb is not None, spawns=options.spawns
         )
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
@@ -440,6 +440,9 @@ class Runner:
 
         pods = list(self.cluster.pods.values())
         found = self.options.session.look([pod.step for pod in pods], lambda: restart_ranks(pods))
+        self.screen.is_quiet = self.options.session.is_lent
+        for pod, line in found.printed:
+            self.teller.printed(pod, [line])
         if found.stood:
             with self.screen.nobody_types():
                 self.teller.explain(found.failure, doubtful=False)

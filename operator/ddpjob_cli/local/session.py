@@ -8,26 +8,34 @@ import collections
 import contextlib
 import datetime as dt
 import os
+import queue
 import re
+import signal
 import sys
 import termios
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ddpjob_cli.local.processes import saves
 from ddpjob_cli.local.processes.cluster import LocalPod
 from ddpjob_core.heartbeat import RERUN_SIGNAL
 from ddpjob_operator.job import api, wording
-from ddprun import processes
+from ddprun import environment, lend_terminal, processes
 from ddprun.core.leader_state import ALL_SUCCEEDED, STANDS
 
 VARIABLE = "DDPJOB_DEV"
 NAMES_MAX = 3
 _STANDS = f"ddprun: {STANDS}"
 _EXCEPTION = re.compile(r" \((.+)\)$")
+# The line of ddprun/breakpoints.py: a rank and its place, then pid, descriptor and inode.
+_WAITS = re.compile(r"ddprun: (rank \d+ waits in breakpoint\(\) at .*) \((\d+) (\d+) (\d+)\)$")
+LOAN_SECONDS = 120.0  # seconds in which loans to one rank are tried again if the API server refuses or is away
+RETRY_SECONDS = 1.0
+_ENDS = (0, lend_terminal.GONE, lend_terminal.INTERRUPTED)  # exit codes after which a loan is not tried again
+HELD_MAX = 1000  # lines that other ranks print while one has the terminal; `ddpjob logs` shows all
 
 
 @dataclass
@@ -35,6 +43,8 @@ class SessionNews:
     """Events of a session for the run."""
 
     notes: list[str] = field(default_factory=list)
+    printed: list[tuple[Any, str]] = field(default_factory=list)
+    """Pods, each with a line that it printed while a rank had the terminal."""
     stood: bool = False
     """True if the ranks of all nodes have ended."""
     failure: api.JobFailure | None = None
@@ -54,12 +64,26 @@ class PodOfSession(Protocol):
     def name(self) -> str: ...
 
 
+Lend = Callable[[PodOfSession, Sequence[str], Callable[[], bool]], int]
+"""Lends the terminal to a process in a pod, named by pid, descriptor and inode, until the process gives it back or the
+callable returns True. Returns an exit code of lend_terminal.py, or another one if it failed."""
+
+
+def lend_here(_pod: PodOfSession, words: Sequence[str], is_over: Callable[[], bool]) -> int:
+    return lend_terminal.lend(words[0], words[1], words[2], os.ttyname(0), is_over)
+
+
 class DevSession:
     """A run whose ranks restart at each save."""
 
-    def __init__(self, files: saves.SavedFiles, idle_seconds: float, *, has_keyboard: bool) -> None:
-        """has_keyboard: stdin is a terminal, and no debugger reads from it."""
-        self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
+    def __init__(self, files: saves.SavedFiles, idle_seconds: float, lend: Lend = lend_here) -> None:
+        """lend: used at a terminal, for ranks that wait in `breakpoint()`."""
+        self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard()
+        self._lend, self._has_debugger = lend, has_terminal()
+        self._waiting: queue.SimpleQueue[tuple[PodOfSession, str, Sequence[str]]] = queue.SimpleQueue()
+        self.is_lent = False  # True while a rank has the terminal
+        self._held: collections.deque[tuple[Any, str]] = collections.deque(maxlen=HELD_MAX)  # what pods printed then
+        self._news: collections.deque[str] = collections.deque()
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
         # The pod that reported that all ranks have ended, with its message, until we have shown it.
         self._stood: tuple[PodOfSession, str] | None = None
@@ -70,44 +94,90 @@ class DevSession:
         self._steps: object = None
         self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def begin(self, wake: Callable[[], None]) -> list[str]:
         """Start watching. wake: makes the run call `look`. Return sentences for the user."""
-        self._thread = threading.Thread(target=self._watch, args=(wake,), daemon=True)
-        self._thread.start()
+        works = [self._watch, *([self._lend_to_each] if self._has_debugger else [])]
+        self._threads = [threading.Thread(target=work, args=(wake,), daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
         enter = ", or Enter," if self._has_keyboard else ""
         cut = " There are too many folders to watch all: start it in the folder of the code." * self._files.is_cut
         return [f"A saved file{enter} starts all ranks again; Ctrl-C ends.{cut}"]
 
     def close(self) -> None:
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def printed(self, pod: PodOfSession, lines: Sequence[str]) -> list[str]:
-        """Return the lines to show. Drop the agent's message that all ranks have ended, because `look` reports it."""
+        """Return the lines to show: none while a rank has the terminal. Messages to this session are not shown."""
         self._active_at = time.monotonic()
-        words = [line for line in lines if line.startswith(_STANDS)]
-        if words:
-            self._stood = (pod, words[-1].removeprefix(_STANDS))
-        return [line for line in lines if not line.startswith(_STANDS)]
+        shown = []
+        for line in lines:
+            if line.startswith(_STANDS):  # `look` reports that all ranks have ended
+                self._stood = (pod, line.removeprefix(_STANDS))
+            elif self._has_debugger and (waits := _WAITS.search(line)):
+                self._waiting.put((pod, waits[1], waits.groups()[1:]))
+            else:
+                shown.append(line)
+        if self.is_lent:
+            self._held.extend((pod, line) for line in shown)
+            return []
+        return shown
+
+    def _lend_to_each(self, wake: Callable[[], None]) -> None:
+        """Lend the terminal to ranks that wait in `breakpoint()`, one after the other."""
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Empty):
+                pod, who, words = self._waiting.get(timeout=saves.QUIET_SECONDS)
+                self._lend_to(pod, who, words, wake)
+
+    def _lend_to(self, pod: PodOfSession, who: str, words: Sequence[str], wake: Callable[[], None]) -> None:
+        while self._held and not self._closed.wait(saves.QUIET_SECONDS):  # shown before the next loan
+            wake()
+        self.is_lent = True
+        wake()
+        failed_at: float | None = None
+        while (code := self._lend(pod, words, self._closed.is_set)) not in _ENDS:
+            self._restore_terminal()
+            failed_at = failed_at or time.monotonic()
+            if time.monotonic() - failed_at > LOAN_SECONDS:
+                self._news.append(f"{who}, and did not get the terminal; save a file to start all ranks again")
+                break
+            if self._closed.wait(RETRY_SECONDS):
+                break
+        self._restore_terminal()
+        self.is_lent = False
+        if code == lend_terminal.INTERRUPTED:
+            self._closed.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        wake()
+
+    def _restore_terminal(self) -> None:
+        if self._terminal is not None:  # a killed debugger may have switched off the echo
+            termios.tcsetattr(0, termios.TCSANOW, self._terminal)
 
     def look(self, steps: object, restart: Callable[[], None]) -> SessionNews:
         """Restart the ranks if requested, and return events to report. steps: any value that changes with progress."""
-        found = SessionNews()
+        found = SessionNews([self._news.popleft() for _ in range(len(self._news))])
         if steps != self._steps:
             self._steps, self._active_at = steps, time.monotonic()
-        if self._stood is not None:
+        if self._stood is not None and not self.is_lent:
             self._tell_end(found, *self._stood)
         if self._asked:
             whys = list(dict.fromkeys(self._asked.popleft() for _ in range(len(self._asked))))
             found.notes.append(f"↻ {', '.join(whys)}: all ranks start again")
             self._active_at = time.monotonic()
             self._adopt(stands=False)
-            if self._terminal is not None:  # a killed debugger may have switched off the echo
-                termios.tcsetattr(0, termios.TCSANOW, self._terminal)
+            self._restore_terminal()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._waiting.get_nowait()
             restart()
+        if not self.is_lent:
+            found.printed = [self._held.popleft() for _ in range(len(self._held))]
         if self.due_in() == 0.0:
             found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
         return found
@@ -122,7 +192,7 @@ class DevSession:
                 attempt=pod.attempt, node_rank=pod.place, pod=pod.name, exception=exception, time=now
             )
         enter = " or press Enter" if self._has_keyboard else ""
-        needs = "; breakpoint() needs --pdb RANK, on this machine" if "(bdb.BdbQuit)" in why else ""
+        needs = "; breakpoint() needs a terminal" if "(bdb.BdbQuit)" in why and not self._has_debugger else ""
         found.notes.append(f"{'✖' if found.failure else '✔'} {why}{needs}; save a file{enter} to start them again")
 
     def due_in(self) -> float | None:
@@ -156,10 +226,10 @@ class DevSession:
 
     def _pressed_enter(self, seconds: float) -> bool:
         """Wait; return True if Enter was pressed within `seconds`. In the background, a read would stop us."""
-        if not self._has_keyboard or os.tcgetpgrp(0) != os.getpgrp():
+        if not self._has_keyboard or self.is_lent or os.tcgetpgrp(0) != os.getpgrp():
             self._closed.wait(seconds)
             return False
-        return processes.readable(0, seconds) and bool(os.read(0, 4096))
+        return processes.readable(0, seconds) and not self.is_lent and bool(os.read(0, 4096))
 
 
 def restart_ranks(pods: Iterable[LocalPod]) -> None:
@@ -178,5 +248,16 @@ def named(paths: Collection[str]) -> str:
     return f"{text} {'changed' if any(map(os.path.exists, paths)) else 'is gone'}"
 
 
+def variables(pdb: int | None) -> list[str]:
+    """Return the variables of the ranks of a session. pdb: the rank that stops at `breakpoint()`; None: all ranks."""
+    ranks = environment.ALL_RANKS if pdb is None else pdb
+    return [f"{VARIABLE}=1", *([f"{environment.PDB}={ranks}"] if has_terminal() else [])]
+
+
 def has_keyboard() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
+
+
+def has_terminal() -> bool:
+    """True if a debugger can read and print here."""
+    return has_keyboard() and sys.stdout.isatty()

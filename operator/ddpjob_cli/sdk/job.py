@@ -24,6 +24,7 @@ from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import ClusterLogs, LogPart
 from ddpjob_cli.commands.logs import whole_lines
 from ddpjob_cli.commands.output import say
+from ddpjob_cli.commands.sources import naming
 from ddpjob_cli.describe import ending, progress
 from ddpjob_cli.local.kept import run_logs, runs
 from ddpjob_cli.local.processes import stacks as local_stacks
@@ -187,7 +188,8 @@ class LocalJob(Job):
         self._output = folder / "stderr"
         self._output.touch()
         self._told = open(self._output, errors="replace")  # noqa: SIM115 - what it has read was shown
-        self._begin()
+        with naming(str(folder / function.SCRIPT), "" if sent is None else sent.name):
+            self._begin()
         super().__init__(self._run.facts.job, sent)
 
     def _begin(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_cli.client.connection import REQUEST_SECONDS
+from ddpjob_cli.commands import sources
 from ddpjob_cli.commands import submit as command
 from ddpjob_cli.commands.cluster import Connect
 from ddpjob_cli.commands.output import say
@@ -94,7 +95,8 @@ def submit(
         if sent:
             Path(file).write_text(sent.files[function.SCRIPT], encoding="utf-8")
         words = () if sent else tuple(map(str, args))
-        document, archive = command.prepare(file, words, wishes, checked=sent is None)
+        with sources.naming(file, sent.name if sent else file):
+            document, archive = command.prepare(file, words, wishes, checked=sent is None)
         if sent is None:
             for remark in command.remarks(file, document, archive):
                 say(remark)

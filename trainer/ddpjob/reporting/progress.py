@@ -34,7 +34,8 @@ from typing import Any, Literal
 
 from ddpjob import process
 from ddpjob.errors import ConfigurationError
-from ddpjob.reporting import injected_faults, termination, watchdog
+from ddpjob.reporting import event_files, injected_faults, termination, watchdog
+from ddpjob.reporting.event_files import EventFiles
 from ddpjob.reporting.sender import ReportSender
 from ddpjob_core import heartbeat
 
@@ -232,6 +233,7 @@ class Reporter:
         self.url = url
         self.sender = ReportSender(url, environ)
         self.interval = _seconds(environ, "DDPJOB_STATUS_INTERVAL", 5.0)
+        self.events = EventFiles(environ.get(event_files.VARIABLE, ""))
         self.failures = 0
         self.complained = False
         self.advised = False
@@ -284,6 +286,8 @@ class Reporter:
             document = self._document(final=final)
             if document is None:
                 return
+            if document["rank"] == 0 and process.current.stepping:
+                self.events.write(document["step"], document["metrics"])
             problem = self.sender.send(encode(document))
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"

@@ -18,11 +18,12 @@ from ddpjob_operator.job import api, command, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
-TERMINAL = "DDPJOB_TERMINAL"  # tells ddprun the rank, and the device to connect it to
 
 
-def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
-    """Return this process's terminal for a rank of the job. groups: our process groups. Raise InputError."""
+def check(rank: int | None, job: api.DDPJob, groups: Collection[int]) -> None:
+    """Raise InputError if a rank of the job cannot get this terminal. groups: our process groups."""
+    if rank is None:
+        return
     option = f"--pdb {rank}"
     ranks = job.spec.world_size
     if not 0 <= rank < ranks:
@@ -33,11 +34,16 @@ def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process
             raise InputError(f"{option}: {name} is not a terminal, and a debugger needs one: run it without a pipe")
     if os.tcgetpgrp(0) not in groups:
         raise InputError(f"{option}: the run is in the background, so the shell has the terminal: leave & out")
-    _refuse_other_commands(option, job)
+
+
+def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
+    """Return this process's terminal for a rank of `ddpjob run`. groups: our process groups. Raise InputError."""
+    check(rank, job, groups)
+    _refuse_other_commands(rank, job)
     return pod_process.Terminal(rank, os.ttyname(0))
 
 
-def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
+def _refuse_other_commands(rank: int, job: api.DDPJob) -> None:
     words = job.spec.facts.command
     found, program = job.spec.facts.launcher, os.path.basename(words[0]) if words else ""
     if found is not None and "no_python" not in found.options:
@@ -46,8 +52,8 @@ def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
         return
     processes = wording.count(job.spec.facts.nproc_per_node, "process")
     raise InputError(
-        f"{option}: needs a command in which torchrun or ddprun starts a Python script, or python one process a node; "
-        f"this one is {shlex.join(words[:4])} with {processes} on each node"
+        f"--pdb {rank}: needs a command in which torchrun or ddprun starts a Python script, or python one process a "
+        f"node; this one is {shlex.join(words[:4])} with {processes} on each node"
     )
 
 
@@ -71,9 +77,7 @@ def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: P
         process.argv = [str(program), *argv[1:]]
         return
     process.env[PYTHON_EXEC] = str(program)
-    if "DDPJOB_DEV" in process.env:
-        process.env[TERMINAL] = f"{to.rank} {to.device}"
-    elif argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
+    if argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
         argv.insert(begin, "--no-preload")  # $PYTHON_EXEC has no effect on forked ranks
 
 

@@ -35,13 +35,13 @@ class OutputClosedError(Exception):
 
 
 class PlainScreen:
-    """Shows plain lines: the nodes' output, events, progress. types: a debugger uses the terminal, so show less.
+    """Shows plain lines: the nodes' output, events, progress; less if a debugger uses the terminal (is_quiet).
     spawns: the script starts the ranks itself."""
 
-    def __init__(self, job: api.DDPJob, *, types: bool = False, spawns: bool = False) -> None:
+    def __init__(self, job: api.DDPJob, *, is_quiet: bool = False, spawns: bool = False) -> None:
         self.job = job
         self._spawns = spawns
-        self._types = types
+        self.is_quiet = is_quiet
         self._next = 0.0
         self._drawn = api.Status()
         self._waiting: tuple[object, ...] = ()
@@ -56,7 +56,7 @@ class PlainScreen:
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Show lines that a node printed. Raise OutputClosedError if the reader of stdout has closed it."""
-        if self._types:
+        if self.is_quiet:
             return
         prefix = self._prefix(pod)
         shown = for_terminal if sys.stdout.isatty() else str
@@ -75,7 +75,7 @@ class PlainScreen:
 
     def _prefix(self, pod: LocalPod) -> str:
         """Return [node:rank] if the node has one rank, else [node], because the rank that printed is unknown."""
-        rank = None if self._spawns else topology.rank_of_place(self.job.spec, pod.place)
+        rank = None if self._spawns else self.job.spec.rank_of_place(pod.place)
         return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
 
     def event(self, event: Event) -> None:
@@ -108,7 +108,7 @@ class PlainScreen:
 
     def due_in(self, status: api.Status) -> float | None:
         """Return the seconds until draw() has something to show; None if it has nothing to show."""
-        if self._types or status.state not in ("Starting", "Running"):
+        if self.is_quiet or status.state not in ("Starting", "Running"):
             return None
         if present_progress(status) is not None and status.progress == self._drawn.progress:
             return None
@@ -117,9 +117,9 @@ class PlainScreen:
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
         """In this context the nodes' output is shown even if a debugger uses the terminal."""
-        before, self._types = self._types, False
+        before, self.is_quiet = self.is_quiet, False
         yield
-        self._types = before
+        self.is_quiet = before
 
     def pause(self) -> None:
         """Prepare for Ctrl-Z."""
@@ -246,13 +246,13 @@ def _forget_unwritten() -> None:
 
 
 def screen(
-    job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False, spawns: bool = False
+    job: api.DDPJob, plain: bool, group: int | None = None, *, is_quiet: bool = False, spawns: bool = False
 ) -> PlainScreen:
     """Return a LiveScreen if stdout and stderr are terminals that can redraw lines, else a PlainScreen. group: process
-    group in which the command was started, if this process has another. types: a debugger uses the terminal."""
+    group in which the command was started, if this process has another. is_quiet: a debugger uses the terminal."""
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    if plain or types or not terminal:
-        return PlainScreen(job, types=types, spawns=spawns)
+    if plain or is_quiet or not terminal:
+        return PlainScreen(job, is_quiet=is_quiet, spawns=spawns)
     return LiveScreen(job, frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group}), spawns=spawns)
 
 
