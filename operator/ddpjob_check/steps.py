@@ -297,7 +297,7 @@ class LocalValues:
         return (losses | made) - {""}
 
     def _runs_the_model(self, call: ast.expr) -> bool:
-        """True for a call of the wrapped model, or of a function of the file that gets it and calls no collective."""
+        """True for a call of the wrapped model, or of a function that gets the model and calls no collective."""
         if not isinstance(call, ast.Call) or self._script.is_wrapped(call.func):
             return isinstance(call, ast.Call)
         gets_model = any(self._script.is_wrapped(a) for a in call.args if isinstance(a, ast.Name | ast.Attribute))

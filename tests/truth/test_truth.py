@@ -196,7 +196,7 @@ def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS tests typical scripts by day, and tests/trainer tests each rule
+@pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS, and tests/trainer tests each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
     """Random draws alone would test a known kind of failure only once in thousands."""
@@ -204,7 +204,7 @@ def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(part
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS tests typical scripts by day
+@pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:

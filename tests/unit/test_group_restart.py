@@ -897,7 +897,7 @@ NO_GPU = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu"
 
 
 def waits_in_vain(world: World, seconds: float) -> World:
-    """Return a world where node 0 runs next to a pod without a node, and gives up as torchrun does."""
+    """Return a world where pod 1 cannot be scheduled, and pod 0 exits because its rendezvous timed out."""
     world.runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     return world.exits(0, code=1, message=f"{NOBODY_CAME}\n").settle().stops_all().settle()
 

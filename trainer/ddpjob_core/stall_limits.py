@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
 
-# Seconds; long, because little is known before the first step and in a declared pause. A script may count epochs.
+# Seconds. Long, because nobody knows how long imports, a declared pause, or a first step take: it may be an epoch.
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SIGNAL_SECONDS = 0.6  # time for an answer; then the rank gets a signal, whose handler works without the GIL
 ANSWER_SECONDS = 1.0
-QUIET_SECONDS = 1.5  # time for a quiet answer, because reading torch's flight recorder takes up to 0.5 s
+QUIET_SECONDS = 1.5  # time for an answer that is not logged; reading torch's flight recorder takes up to 0.5 s
 IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
 SIGNAL_PAUSE_SECONDS = 0.02  # between signals to two ranks, whose stacks go to one console
 

@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Check the condition first: a job may be Suspended while its pods save, but the condition waits for them.
+        # Prefer the condition: the state is Suspended while pods still save, but the condition is True only after that.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 

@@ -32,7 +32,7 @@ _EXCEPTION = re.compile(r" \((.+)\)$")
 
 @dataclass
 class SessionNews:
-    """Events of a session for the run."""
+    """What happened in the session after the last `look`: notes to print, a failure, a reason to end."""
 
     notes: list[str] = field(default_factory=list)
     stood: bool = False

@@ -123,7 +123,7 @@ def _is_of_another(line: str, rank: int | None) -> bool:
 
 
 def _without_warnings(log: Iterable[str]) -> Iterator[str]:
-    """Yield lines without libraries' summaries, code below Python's warnings, and ignored exceptions."""
+    """Yield the lines, but skip libraries' summaries, code below Python's warnings, and ignored exceptions."""
     is_summary = is_ignored = False
     for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
         if is_ignored or line.startswith("Exception ignored "):

@@ -144,7 +144,7 @@ def mask(text: str) -> str:
     for _ in range(_PASSES_MAX):
         before, text = text, _masked_once(text)
         if text == before:
-            break  # usually at once: most texts hold none
+            break  # most texts have no credential, so the first pass is the last
     return text
 
 
@@ -180,7 +180,7 @@ def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     whole = mask(" ".join(line for line in lines if line))
     text = abridged(whole, length)
-    # Text joined by the ellipsis must not look like a secret: it would be masked when it is shown again.
+    # If the shortened text looks like a secret, cut it instead: `shown` would mask it when called again.
     return text if len(whole) <= length or mask(text) == text else whole[:length].rstrip()
 
 

@@ -31,7 +31,7 @@ REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# The pod's object is kept after these failures, because only the log may show why the process did not end itself.
+# The pod's object is kept after these failures, because only the log may show why the process hung.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
@@ -316,7 +316,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # also after a SIGKILL, which would else count as the kubelet's
+        precedence = Precedence.LATE  # also for a SIGKILL, which would otherwise count as a kill by the kubelet
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,

@@ -140,7 +140,7 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: True if the exit code is the last launcher's. If log or message report a rank's failure, a retry then
+    trusted: True if the exit code is the last launcher's. If log or message then report a rank's failure, a retry
     succeeded. A traceback with nothing after it always counts, because the script printed it and ended. False if the
     shell hides the exit code, so that any traceback may be the end of a rank.
     """

@@ -273,7 +273,7 @@ def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
 
 
 class _Conditions:
-    """The conditions of a Workload, for changes."""
+    """A copy of a Workload's conditions, in which `put` sets one."""
 
     def __init__(self, raw: Raw, now: dt.datetime) -> None:
         self.listed = [dict(c) for c in (raw.get("status") or {}).get("conditions") or ()]

@@ -351,7 +351,7 @@ class _ScriptWalk:
         return ends
 
     def _condition(self, node: shell.Loop, state: ShellState, last: str) -> tuple[_States, _States]:
-        """Return the states in which the body begins, and those after the loop. last: status of the body before."""
+        """Return the states in which the body begins, and those after the loop. last: status of the previous pass."""
         if node.condition is None:
             return [state], []
         inside: _States = []

@@ -63,7 +63,7 @@ _OF_PODS = (
 
 
 class JobFacts:
-    """Facts about a job's template, computed once per parsed spec, because a plan asks for them dozens of times."""
+    """Facts about a job's template, computed once per parsed spec, because a plan reads them dozens of times."""
 
     def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
         self._template, self._min_nodes = template, min_nodes
@@ -174,13 +174,13 @@ def warnings(spec: api.Spec) -> list[str]:
 
 
 def apart(spec: api.Spec) -> list[str]:
-    """Return why the command makes each node train alone, or starts nothing: a success would be suspicious."""
+    """Return reasons why each node trains alone, or nothing starts; a success of the command is then suspicious."""
     alone = [] if facts(spec).launcher else _alone(spec)
     return [*dict.fromkeys((*alone, *_without_variables(spec), *_only_read(spec)))]
 
 
 def _without_variables(spec: api.Spec) -> Iterator[str]:
-    """Yield a warning about a launcher, or a script without one, that does not have the variables of its pod."""
+    """Yield a warning if `sudo`, `ssh` or `env -i` hides the job's variables from a launcher or a script."""
     nproc = facts(spec).gpus if spec.nproc_per_node == "auto" else spec.nproc_per_node
     for one in exit_codes.launcher_exits(facts(spec).command):
         taken, what = one.withheld, one.launcher

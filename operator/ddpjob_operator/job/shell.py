@@ -163,7 +163,7 @@ def read(script: str) -> ShellScript | str:
 
 
 def children(node: ShellNode) -> Iterator[ShellNode]:
-    """Yield the commands directly below a command, first the commands in its words."""
+    """Yield the commands directly inside a command, first the `$(…)` in its words."""
     parts = _parts_of(node)
     for part in parts:
         if isinstance(part, Word):
@@ -194,7 +194,7 @@ def walk(node: ShellNode) -> Iterator[ShellNode]:
 
 
 def _parts_of(node: ShellNode) -> list[ShellNode | Word]:
-    """Return the commands and words in the fields of a command. A shell expands its redirections last."""
+    """Return the commands and words of a command in the order of their expansion: redirections come last."""
     before = tuple(value for name, value in vars(node).items() if name != "targets")
     return [*_parts(before), *node.targets]
 

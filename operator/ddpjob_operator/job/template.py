@@ -171,7 +171,7 @@ def _mounts(template: Mapping[str, Any], typos: Typos) -> Iterator[Deviation]:
 
 
 def _mappings(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the items of a list, with {} for each that is not a mapping, so that the indexes stay."""
+    """Return the items of a list. An item that is no mapping becomes {}, so that all indexes stay correct."""
     listed = given.get(name)
     return [i if isinstance(i, Mapping) else {} for i in listed] if isinstance(listed, list) else []
 

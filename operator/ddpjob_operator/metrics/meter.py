@@ -135,7 +135,7 @@ class Meter:
         return restart
 
     def leads(self, now: dt.datetime) -> None:
-        """Count everything that jobs spend from now on, until a scrape at which this operator does not lead."""
+        """Count the time that jobs spend from now on, until a scrape at which this operator does not lead."""
         self._forget()
         self._since = now
 

@@ -87,7 +87,7 @@ class StallFinding:
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
 
     def what(self) -> str:
-        """Return the sentence without its subject."""
+        """Return the text of `sentence` without `rank N (node N)` at its beginning."""
         proven = f" for {duration(self.idle_seconds)} ({self._where()}; limit {duration(self.limit.allowed)})"
         duration_text = proven if self.kind == "stall" else self._suspected()
         last = f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else ""

@@ -208,7 +208,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # The quota is unused: a job is recorded as suspended only after pods of unanswered create requests were found.
+        # No pod uses the quota: before a suspension is recorded, pods of unanswered create requests were searched.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
@@ -248,7 +248,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # same text as before the group exists, because each change is a write
+        why = group.admission.why or ASKED  # equals the text before the group exists: a change costs a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None

@@ -118,7 +118,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """Add a node that was silent for a while to a failure for which ranks only reported lost peers."""
+    """Record the node that was silent for a while in a failure of which ranks report only lost peers."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -152,7 +152,7 @@ def _avoided(
 
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     """Return the first node that completed early, because its end explains the lost connections of others. A pod
-    created afterwards is no such other: the two were never in one group."""
+    created afterwards does not count, because the two were never in one group."""
     if view.is_elastic and view.is_enough(status.completed):
         return None  # enough nodes completed; the group may have gone on without a lost node
     pods, completed = view.known_pods, status.completed.intersection(view.members)

@@ -157,7 +157,7 @@ class View:
         return after(status.start_time, self.spec.active_deadline_seconds)
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
-        """The time by which all nodes, or enough of them, must have run; None if they already have in this attempt."""
+        """Return the time by which enough nodes must be running; None if they have run in this attempt."""
         if self.is_enough(status.started):
             return None
         return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)

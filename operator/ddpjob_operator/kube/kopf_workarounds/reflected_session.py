@@ -94,7 +94,7 @@ class Feed:
 
     @contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
-        """While a list arrives, `put` sends no events to kopf."""
+        """Keep `put` from sending events to kopf while a list arrives."""
         with self._jobs.one_observation(namespace, key) as places:
             self._lists = True
             try:

@@ -140,7 +140,7 @@ class Store(Generic[T]):
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
-        """In this context a list arrives: all of its objects get one observation number, others their own."""
+        """Store a list within this context: all objects of the list get one observation number."""
         scope = namespace if key is None else key
         # An operator lists each job after its restart. Check only one job's objects: there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
@@ -275,7 +275,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def held(self, key: Key) -> Iterator[None]:
-        """While a job is being reconciled, keep the complete job, and the memory that is reserved for it."""
+        """Keep the complete job and its reserved memory while the job is being reconciled."""
         self._held.add(key)
         try:
             yield

@@ -141,7 +141,7 @@ class Events:
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _makes_way(self, waiting: _WaitingEvent) -> bool:
-        """True if pod creates should go first, and the job has no warning waiting behind this event."""
+        """True if the event should wait, because pods are being created and no warning of the job is waiting."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])

@@ -56,7 +56,7 @@ STATUS = {"fieldManager": "ddpjob-operator"}
 # Seconds after which a reconcile starts no request for a pod; the next reconcile continues.
 # Without this limit, a job of a thousand pods behind a slow webhook would react to a suspend only after minutes.
 RECONCILE_SECONDS = 5.0
-# After this many missing pods were not found, stop searching: the other ones are usually gone, too.
+# Reading lost pods by name stops after this many answers 404, because the remaining pods are usually gone, too.
 GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
