@@ -56,7 +56,7 @@ def walk(part: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 class ConvertError(Exception):
-    """A part cannot be converted. path: of the field in the source, or, after "runtime", in the runtime's document."""
+    """A part cannot be converted. path: of the field in the source; a path in the runtime begins with "runtime"."""
 
     def __init__(self, path: Path, text: str, runtime: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)

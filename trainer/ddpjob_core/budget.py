@@ -47,7 +47,7 @@ STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
 # Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
-# This time does not reset the count of lost peers: the first is free, so the job could restart forever.
+# The count of lost peers is not reset: each would count as the first, which is free, and restarts would not end.
 RESET_AFTER_SECONDS = 600
 # A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
 # imports within a minute.

@@ -115,8 +115,8 @@ _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it
-# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Without reasons of a spec that no node admits
-# (SysctlForbidden, SMTAlignmentError, AppArmor): such a job would be retried forever.
+# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Not for a spec that no node admits
+# (SysctlForbidden, SMTAlignmentError, AppArmor), because such a job would be retried forever.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "
@@ -128,7 +128,7 @@ POD_DEADLINE = "DeadlineExceeded"
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
 _CLASS_OF: dict[Action, Class] = {"FailJob": "permanent", "Ignore": "infrastructure", "Count": "application"}
-# A pod beyond its own disk limit is evicted too, and would be on every node.
+# A pod beyond its own disk limit is evicted too; it would be evicted on every node.
 OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemeral storage limit")
 
 

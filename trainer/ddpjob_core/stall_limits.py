@@ -59,7 +59,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
         expected = max(PAUSE_SECONDS, LONGEST * seconds, LONGEST * learned.pauses.longest_seconds)
         unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
     elif phase == "start" or step == 0 or not (timeout or learned.step_seconds):
-        # No step was measured yet. That may be so at any step, because the observer may have started after the job.
+        # No step was measured yet, whatever the step number is: the observer may have started after the job.
         expected, unseen, surprised = max(START_SECONDS, seconds), UNSEEN_START_SECONDS, False
     else:
         expected, unseen, surprised = seconds, UNSEEN_TRAIN_SECONDS, learned.steps.surprised

@@ -72,7 +72,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
 
 
 def give_terminal(own: dict[str, str], environ: Mapping[str, str]) -> str:
-    """Return the terminal if this rank is debugged, else "". own: the rank's variables; others skip `breakpoint()`."""
+    """Return the terminal if this rank is debugged; else "", and `breakpoint()` is off. own: the rank's variables."""
     rank, _, device = environ.get("DDPJOB_TERMINAL", "").partition(" ")
     if rank:
         own["PYTHONBREAKPOINT"] = environ.get("PYTHONBREAKPOINT", "") if own["RANK"] == rank else "0"

@@ -404,7 +404,7 @@ class LocalRanks:
         return next((failure.traceback for failure in known if failure.rank == rank and failure.traceback), "")
 
     def _start_or_fail(self, local_rank: int) -> None:
-        """Start a rank. After an error it is not retried in this generation: it may be running without our knowing."""
+        """Start a rank. In this generation it is not started again after an error, because it may be running."""
         try:
             self._pids[local_rank] = self._start_rank(local_rank)
         except OSError as error:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
-# A broken group cannot save together; this is enough for a last line of output.
+# Seconds; enough for a last line of output, because ranks of a broken group cannot save together.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # time limit for all nodes to connect; torchrun's default for static rendezvous
 LAST_CALL_SECONDS = 30.0  # torchrun's default

@@ -31,7 +31,7 @@ class ForkServer:
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
         self.later, its_later = socket.socketpair()  # for the child that learns imports and becomes the next server
-        self.learning = ""  # "" before, then "now", then "done"
+        self.learning = ""  # "": imports are not learned yet; "now": they are being learned; "done"
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0

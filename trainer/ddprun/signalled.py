@@ -139,8 +139,8 @@ def _above(pid: int, rank: int, parent_of: Mapping[int, int]) -> list[int]:
 
 
 def _has_own_group(pid: int, parent: int, listening: set[str]) -> bool:
-    """True if a process that has announced nothing has formed a process group, such as a spawned one without the
-    library: gloo and NCCL listen on TCP. Sockets inherited by a fork do not count.
+    """True if a process without the library, for example a spawned one, has formed a process group: it then listens
+    on TCP, as gloo and NCCL do. Sockets inherited by a fork do not count.
     """
     own = listening & _sockets(pid)
     return bool(own) and bool(own - _sockets(parent)) and "libtorch" in _text(f"/proc/{pid}/maps")

@@ -205,7 +205,7 @@ class Watching:
         if self._quiet:
             assert self._reported is not None, "it was looked at just now"
             return self._agent.group.answered(self._reported, [*map(self._waiting, running), *self._ended()], now)
-        # Ranks without heartbeats cannot answer; they are not to blame if others have some.
+        # Ranks without heartbeats cannot answer; they are not to blame if other ranks have heartbeats.
         beating = [rank for rank in running if self._beats.of(rank).pid]
         positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
         report = stall_monitor.stall_report(self._paces, self.timeout, now)
@@ -262,7 +262,7 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:
-    """Read a rank's position from its answer. over: from its heartbeat. Raise TypeError or ValueError."""
+    """Read a rank's position from its answer. over: value of the heartbeat's OVER. Raise TypeError or ValueError."""
     if answer is None:
         return Position(rank, step, answers=False, apart=over)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))

@@ -93,7 +93,7 @@ class StateLines:
     """Prints changes of a job's state. running: also print its progress, at most every 10 s."""
 
     PROGRESS_SECONDS = 10.0
-    UNSEEN_SECONDS = 5.0  # seconds without a state; a running operator sets it within one
+    UNSEEN_SECONDS = 5.0  # seconds without a state; a running operator sets a state within a second
 
     def __init__(self, say: Say, *, running: bool = True) -> None:
         self._say, self._running = say, running

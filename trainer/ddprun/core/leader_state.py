@@ -108,7 +108,7 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
-# By event reason. For any other reason the budget of the failure is spent.
+# By reason for which a job fails; with any other reason, the text names the spent budget.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
@@ -190,7 +190,7 @@ class LeaderState:
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(places.leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
-        self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
+        self._uncharged: Failure | None = None  # loss of a node; its next connection shows if the pod was lost
         self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
@@ -560,7 +560,7 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
-        """Stop the ranks that were asked for positions. answered: only if all have answered or ended."""
+        """Stop waiting for positions, and stop the ranks. answered: only if all ranks have answered or ended."""
         question = self._current.question
         if not question.asked or (answered and not question.is_answered(self._stopping)):
             return

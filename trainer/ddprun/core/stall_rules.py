@@ -54,11 +54,11 @@ class Question:
 
     @property
     def asked(self) -> bool:
-        """True while answers are awaited."""
+        """True while nodes may still answer the request."""
         return self._positions is not None
 
     def ask(self) -> None:
-        """Start to wait for answers."""
+        """Begin the request: nodes may now answer with their positions."""
         self._positions = {}
 
     def take(self, node: int, positions: Sequence[Position]) -> None:

@@ -247,7 +247,7 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
-        if launcher.facts(job.spec).restarts_in_place:  # only agents read these, and a pod has neither
+        if launcher.facts(job.spec).restarts_in_place:  # variables for ddprun that pods in a cluster do not have
             process.env["DDPJOB_LOCAL"] = "1"
             process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:

@@ -121,7 +121,7 @@ class NodeProcess:
             return  # the supervisor has ended; `handle_report` will read its result
 
     def _lost(self) -> End:
-        code = self._process.wait()  # its pipe was closed, so it ends soon; its children then become ours
+        code = self._process.wait()  # the supervisor's pipe is closed, so it ends soon; we then adopt its children
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:

@@ -108,13 +108,13 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """In this context the nodes' output is shown even if a debugger uses the terminal."""
+        """Show the nodes' output within this context, even if a debugger uses the terminal."""
         before, self._types = self._types, False
         yield
         self._types = before
 
     def pause(self) -> None:
-        """Prepare for Ctrl-Z."""
+        """Tell the user how to continue, before Ctrl-Z stops this process."""
         self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
 
     def close(self) -> None:
