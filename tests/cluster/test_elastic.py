@@ -38,7 +38,7 @@ def elastic(name: str, folder: str) -> dict[str, Any]:
     return made
 
 
-# By day test_faults.py checks without torch that all ranks restart if a pod is deleted.
+# The deletion of a pod is a long test, because test_faults.py also checks, without torch, that all ranks restart.
 @pytest.mark.parametrize("deletes_a_pod", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undisturbed(
     space: Space,

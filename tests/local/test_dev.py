@@ -45,7 +45,7 @@ class Session:
         return self._printed.read_text(errors="replace")
 
     def prints(self, what: str, times: int = 1) -> None:
-        """Wait until the session has printed this text so many times."""
+        """Wait until the session has printed this text this many times."""
         eventually(lambda: self.text.count(what) >= times or self.process.poll() is not None, SECONDS_MAX)
         assert self.text.count(what) >= times, self.text
 

@@ -1,9 +1,9 @@
 """Every common way to launch works as a DDPJob and trains the same. What cannot work is refused with the reason.
 
 Each way prints a hash of exact numbers (trainer/examples/notes/common.py): equal hashes mean the same samples in the
-same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So by day all ways that
-one script can use share a run. A script without torch checks the rank numbers under the two other parsers of torch's
-launcher. At night each example in examples/notes trains."""
+same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So in
+`make test` all ways that one script can use share a run, and a script without torch checks the rank numbers under the
+two other parsers of torch's launcher. `make test-long` trains each example in examples/notes."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") -> dict[str, int]:
-    """Return how often each event happened in so many walks. Raise an error with the seed if a walk was wrong."""
+    """Return how often each event happened in these walks. Raise an error with the seed if a walk was wrong."""
     sums: dict[str, int] = {}
     for seed in range(first, first + count):
         walk, Cadence.chance = Walk(seed, nodes, mistake), random.Random(seed)

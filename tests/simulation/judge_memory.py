@@ -114,7 +114,7 @@ class MemoryJudge:
                 self._wrong.append(f"{life} begins with what was assumed, and by then more was saved: {saved.version}")
 
     def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
-        """Return the ages of the states that may be loaded: complete ones in memory, and the one in the folder."""
+        """Return attempt, generation and step of each state that may be loaded: complete in memory, or in the folder."""
         known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}

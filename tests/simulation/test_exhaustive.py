@@ -36,7 +36,7 @@ BY_DAY = (
     "a node is cut off and comes back",
     "under ddprun a rank fails, then node 0's agent",
 )
-# By day a sixth of the points is tested, with another offset in each commit; at night all points of all runs.
+# `make test` tests a sixth of the points, with another offset in each commit; `make test-long` tests all points.
 EACH_LIFE = [
     *((name, 6) for name in BY_DAY),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LIVES),

@@ -303,7 +303,7 @@ def test_a_rendezvous_file_is_wrong_if_the_nodes_do_not_share_its_folder(mounts:
     ],
 )
 def test_a_rendezvous_file_in_an_unknown_folder_may_be_on_the_shared_volume(method: str, wrong: bool) -> None:
-    """An error would refuse a correct job, because the unknown folder may be on the shared volume."""
+    """A folder with an unknown path may be on the shared volume, so an error could refuse a correct job."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -631,7 +631,7 @@ VARIABLES = [
 def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
-    """With such a variable all nodes wait for each other, and only an Event warns."""
+    """With a fixed RANK or MASTER_ADDR in env, all nodes wait for each other, and only an Event warns."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
     errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]

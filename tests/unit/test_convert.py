@@ -919,7 +919,7 @@ def test_the_job_is_named_after_the_script() -> None:
     ],
 )
 def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:
-    """With such options a job of one node waits for the others at an address of another cluster."""
+    """With options such as --node_rank 0 a converted job waits for nodes at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 

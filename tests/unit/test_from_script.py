@@ -234,7 +234,7 @@ def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_the_launcher() -
     ids=repr,
 )
 def test_a_name_that_yaml_cannot_hold_is_refused_and_shown(start: Source) -> None:
-    """Such a name must be refused: with a line break it would add YAML, with invalid UTF-8 cause a traceback."""
+    """A script's name must be refused if it adds YAML by a line break, or causes a traceback by invalid UTF-8."""
     with pytest.raises(InputError, match=r"rename it|it cannot be part of a job") as refused:
         from_script.job_yaml(start, None if start.module else "")
     assert str(refused.value).isprintable()

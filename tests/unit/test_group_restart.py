@@ -147,7 +147,7 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> None:
-    """With 0 the API server would remove the pod object before the process has ended, and two attempts would run."""
+    """With a grace of 0 s the API server removes a pod before its process has ended, and two attempts would run."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]

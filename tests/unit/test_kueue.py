@@ -803,7 +803,7 @@ def test_a_job_in_a_missing_queue_moves_to_the_right_one_when_its_label_is_fixed
 
 @pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])
 def test_a_workload_is_compared_with_the_same_values_that_are_written(version: str) -> None:
-    """If the two differ, the Workload is deleted and created again for ever, each time at the end of the queue."""
+    """If the read Workload seems to differ from the written one, the job is queued again and again, at the end."""
     pod = {"containers": [{"name": "trainer", "image": "i"}]}
     annotations = {"kueue.x-k8s.io/podset-required-topology": "block", "kueue.x-k8s.io/podset-preferred-topology": "a"}
     jobs = [

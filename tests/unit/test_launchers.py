@@ -57,7 +57,7 @@ def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
 def test_torchrun_starts_scripts_that_ddprun_cannot_and_one_line_gives_the_reason(
     cli: Cli, script: str, options: list[str], why: str
 ) -> None:
-    """Under ddprun such a script hangs or loses a setting, so torchrun starts it and a line gives the reason."""
+    """torchrun must start a script that hangs or loses a setting under ddprun, and a line must give the reason."""
     command, said = run(cli, script, *options)
     assert command[0] == "torchrun"
     assert said.startswith(f"torchrun starts the ranks: {why}")

@@ -48,7 +48,7 @@ class Counted:
                 self.observed.setdefault(name, []).append(seen.value)
 
     def runs(self, seconds: float = 5) -> Counted:
-        """Let all trainers be running after so many seconds."""
+        """Let all trainers be running after this many seconds."""
         self.settle().world.after(seconds).runs(*range(self.world.job.spec.nodes))
         return self.settle()
 
