@@ -323,7 +323,7 @@ class Leader:
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
         grant = Grant.read(message["left"]) if message.get("left") else None
         if self._lead.is_outdated(node, replacement):
-            raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
+            raise Refused(f"pod {replacement} of node {node} is outdated: a newer pod of this node has connected")
         del self._unauthenticated[link]
         if node in self._links:
             self._drop(self._links[node])

@@ -94,7 +94,7 @@ class ClusterLogs:
         if rank >= world:
             raise InputError(f"--rank {rank}: {self.name} has ranks 0 to {world - 1}")
         if not topology.ranks_follow_nodes(spec):
-            raise InputError(f"--rank {rank}: torchrun numbers the nodes as they arrive; choose by --node")
+            raise InputError(f"--rank {rank}: torchrun assigns ranks to nodes as they arrive; choose with --node")
         return rank // topology.nproc_per_node(spec)
 
     def prefix(self, node: int) -> str:

@@ -360,7 +360,7 @@ def _doubt(end: nodes.End) -> str:
     if not launchers or (end.code and end.ended_first):
         return ""
     started = " ".join((launchers[0].launcher, *launchers[0].named))
-    text = f"the shell in front of `{started}` ended on SIGTERM and did not hand it over, or wait (exec {started} …)"
+    text = f"the shell in front of `{started}` ended on SIGTERM, and did not forward it or wait (exec {started} …)"
     if end.ended_first:
         text = f"the command ended while `{started}` was running, which was killed: nothing waits for it "
         text += "(setsid --wait, wait)"
