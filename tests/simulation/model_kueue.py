@@ -99,8 +99,8 @@ class Kueue:
         for workload in sorted(workloads, key=lambda w: (-_priority(w), int(w["metadata"]["uid"][-12:]))):
             waits = not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload)
             if waits and not self.is_stopped and self._consider(workload):
-                # A Workload that preempts stays at the head of its queue (RequeueReasonPendingPreemption). Quota that
-                # is given back does not go to Workloads behind it.
+                # A Workload that preempts stays at the head of its queue (RequeueReasonPendingPreemption).
+                # Quota that is given back does not go to Workloads behind the head of the queue.
                 return
 
     def _deactivate_or_requeue(self, workload: Raw) -> None:

@@ -49,8 +49,8 @@ BACK_OFF_SECONDS_MAX = 300
 # Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
 # The count of lost peers is not reset: each would count as the first, which is free, and restarts would not end.
 RESET_AFTER_SECONDS = 600
-# A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
-# imports within a minute.
+# A job without step reports counts as trained after this time.
+# Mistakes that prevent a start show within seconds, slow imports within a minute.
 TRAINED_SECONDS = 60
 
 

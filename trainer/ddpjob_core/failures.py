@@ -11,8 +11,8 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-# EX_TEMPFAIL of sysexits.h. When some pods are asked to stop, all ranks save at one agreed step and stop. Ranks of the
-# other pods must not exit with 0, or they would count as completed.
+# EX_TEMPFAIL of sysexits.h. When some pods are asked to stop, all ranks save at one agreed step and stop.
+# Ranks of the other pods must not exit with 0, or they would count as completed.
 RESUMABLE_EXIT_CODE = 75
 CANNOT_RUN = (126, 127)
 """Exit codes of shells and torchrun for a program that is missing or not executable."""

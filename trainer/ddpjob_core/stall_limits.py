@@ -14,8 +14,8 @@ Phase = Literal["start", "train", "save", "evaluate"]
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
-# Limits in seconds for the first pause that is longer than expected. In training it is torch's default timeout of a
-# process group, because ranks that wait longer for each other end by themselves.
+# Limits in seconds for the first pause that is longer than expected.
+# In training it is torch's default timeout of a group, because ranks that wait longer for others end by themselves.
 UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
 UNSEEN_TRAIN_SECONDS = 1800.0
 STEPS_REMEMBERED = 9

@@ -39,8 +39,8 @@ _LAUNCHERS_OWN = re.compile(
     r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:|srun: error: |slurmstepd: error: )"
 )
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
-# Lines that libraries print at the end of any program: torch about groups that were not destroyed, wandb about files,
-# hydra about more output, and Python's warnings, each with a line of code below.
+# Lines that libraries print at the end of any program, for example torch if a group was not destroyed.
+# Others are wandb's about files, hydra's about more output, and Python's warnings with a line of code below.
 _SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"

@@ -580,8 +580,8 @@ class LeaderState:
             self.said = self._current.reruns
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
-        # The rank that others waited for comes last, because a rank that failed by itself is a better cause. It does
-        # not count if a rank ended with 0: that one made fewer steps, which is the cause.
+        # The rank that others waited for comes last, because a rank that failed by itself is a better cause.
+        # It does not count if another rank ended with 0, because that rank made fewer steps, which is the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):

@@ -155,8 +155,8 @@ class Standstill(Question):
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
-        # Without the library a rank cannot report that it is evaluating. Only a rank that waits in a collective, or
-        # that is idle and needs no other rank, proves a hang.
+        # Without the library a rank cannot report that it is evaluating.
+        # Only a rank that waits in a collective, or that is idle and needs no other rank, proves a hang.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
