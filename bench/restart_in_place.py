@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One round, in seconds."""
+    """Durations of one round, in seconds."""
 
     cold: float
     """Seconds from the launchers' start until every rank has made a step."""

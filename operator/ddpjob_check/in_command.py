@@ -67,7 +67,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
         return
     words, own = facts.command, {name: str(value or "") for name, value in facts.env.items()}
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
-    named = {name for name, _ in launcher.of_ranks(job.spec)}  # reported as variable-of-ranks
+    named = {name for name, _ in launcher.of_ranks(job.spec)}  # the rule variable-of-ranks reports these
     has_ranks = topology.nproc_per_node(job.spec) == 1 and facts.min_nodes is None
     for name in () if has_ranks else _OF_RANKS:
         if name in own or name in named:

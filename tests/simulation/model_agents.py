@@ -621,7 +621,7 @@ class Agents:
         first = life.ranks[0].process
         self._training.hung.add((first.job_uid, -1000 - life.number))
         limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
-        if limit and self._faults.at("watchdog") != "blind":  # if blind, only the operator detects the hang, later
+        if limit and self._faults.at("watchdog") != "blind":  # "blind": only the operator detects the hang, and later
             self._loop.call_later(float(limit), self._found_hanging, life)
 
     def _found_hanging(self, life: Life) -> None:

@@ -136,7 +136,7 @@ class OperatorProcess:
         for task in self._tasks:
             task.cancel()
         await self.operator.stop()
-        if not self.client.dead:  # otherwise it has crashed, and a successor is starting
+        if not self.client.dead:  # a dead process has a successor, which is starting
             self.client.dead = self.lease_client.dead = True
             self.simulation.start_operator_soon(self)
 

@@ -187,7 +187,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     ends = _epoch_ends(recipe)
     # At least a fifth of the kills are at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
-    if steps != ends and chance.random() < 0.3:  # other options of the script do something at every fifth step
+    if steps != ends and chance.random() < 0.3:  # other options of the script act at every fifth step
         steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:

@@ -92,7 +92,7 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
     """A file that one rank's late save left incomplete does not explain an error after a restart from memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
-    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # logged before the file is read
+    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # a message before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 
@@ -134,7 +134,7 @@ def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
         assert difference(whole, whole._replace(seen=whole.seen | {0: seen})) == {Part(0, SAMPLES)}, name
     other_loss = whole.seen | {0: {step: [[4]], its_loss: ["0x2", "0x1"]}}
     assert difference(whole, whole._replace(seen=other_loss)) == {Part(0, LOSS)}
-    made_again = whole.seen | {0: {step: [[4], [4]]}}  # made again, because the rank was killed before its loss
+    made_again = whole.seen | {0: {step: [[4], [4]]}}  # the rank was killed before it recorded the step's loss
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 

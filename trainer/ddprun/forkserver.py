@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # typing is not imported at run time, because it would be in 
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
-CRASH_DESCRIPTOR = 512  # or the next free number; `ulimit -n` is usually 1024 or more
+CRASH_DESCRIPTOR = 512  # number of the descriptor, or the next free one; `ulimit -n` is usually 1024 or more
 PIPE_BYTES = 4096  # PIPE_BUF: a write of up to this size is atomic
 CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
@@ -356,7 +356,7 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
         fork_again(agent_pid, write_end, of_rank)
         return 0
     os.close(write_end)
-    answer = os.read(read_end, PIPE_BYTES).decode()  # the process between writes it atomically before it exits
+    answer = os.read(read_end, PIPE_BYTES).decode()  # the process in between writes it atomically before it exits
     os.close(read_end)
     if not answer.isdecimal():
         raise OSError(answer or "it was killed while it forked")
@@ -373,7 +373,7 @@ def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
-        for descriptor in of_rank:  # close them before the answer: otherwise a run could be sent to a killed spare
+        for descriptor in of_rank:  # close the pipe before the answer: otherwise a run could be sent to a killed spare
             os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)

@@ -25,7 +25,7 @@ TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # limit for a console that accepts no data
 LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 gives it up after 30 s
 CHUNK = 1 << 16
-CHUNKS_MAX = 16  # chunks of a file in one turn of the loop: signals and peers wait meanwhile
+CHUNKS_MAX = 16  # chunks of a file that one turn of the loop copies, because signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
@@ -73,7 +73,7 @@ class LogFolder:
         """Create the folders of these ranks, and return their files by local rank."""
         options, attempt = self._options, self._attempt(life)
         own_files.make_folder(self.path)  # somebody may have emptied /tmp and taken the name
-        os.mkdir(attempt, 0o700)  # cannot exist: generation numbers only grow, also under a new leader
+        os.mkdir(attempt, 0o700)  # the folder cannot exist: generation numbers only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
             folder = os.path.join(attempt, str(rank))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 8192  # limit of the receiver
 REPEAT_SECONDS = 60.0  # a new operator pod does not know the counts
 BACK_OFF_SECONDS, BACK_OFF_SECONDS_MAX = 1.0, 60.0
-CHILD_SECONDS_MAX = 30.0  # limits name resolution; the request has a time-out in ddpjob/reporting/sender.py
+CHILD_SECONDS_MAX = 30.0  # limit for name resolution; the request itself has a time-out in ddpjob/reporting/sender.py
 LAST_POST_SECONDS = 2.0
 _CONFIRMED = b"ok"
 

@@ -74,7 +74,7 @@ class ForkServer:
     def learn(self, note: str) -> None:
         """Request that a child imports a rank's list of imports; `hear_later` reads the answer."""
         self.learning = "now"
-        with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
+        with contextlib.suppress(OSError):  # the server has ended, which `hear` will notice
             self._send({"learn": note})
 
     def hear_later(self) -> bool:
@@ -134,7 +134,7 @@ class ForkServer:
         if self.ready and not self._forks_spare and self._spares_left > 0:
             self._spares_left -= 1
             self._forks_spare = True
-            with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
+            with contextlib.suppress(OSError):  # the server has ended, which `hear` will notice
                 self._send({"spare": True})
 
     def _add_spare(self, message: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ddprun import processes
 LOOK_SECONDS = 0.1
 REMARK_SECONDS = 2.0  # most helpers end within milliseconds of their rank
 WAITED_SECONDS = (
-    2.0  # from the end of the processes below a rank to its own signal: it may still wait for them or read their output
+    2.0  # seconds from the end of the processes below a rank to the rank's own signal: it may still read their output
 )
 NAMES_MAX = 4
 _DATA_LOADER = "pt_data_worker"  # process name of a worker in torch 2.6 and later
@@ -35,7 +35,7 @@ class Signalled:
         """Descendants that are still running after the ranks have ended."""
         self._trainers: set[int] = set()  # descendants that train and have got the signals as well
         self._held: dict[int, int] = {}  # ranks that get their signal after the training processes below them
-        self._trainers_until: float | None = None  # when held ranks and helpers get their signal
+        self._trainers_until: float | None = None  # when waiting ranks and helpers get their signal
         self._helpers_since: float | None = None  # when helpers got their signal
         self._has_remarked = False
 

@@ -28,7 +28,7 @@ SIGNAL_SECONDS = 0.6  # time for an answer; then the rank gets a signal, whose h
 ANSWER_SECONDS = 1.0
 QUIET_SECONDS = 1.5  # time for an answer that is not logged; reading torch's flight recorder takes up to 0.5 s
 IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
-SIGNAL_PAUSE_SECONDS = 0.02  # between signals to two ranks, whose stacks go to one console
+SIGNAL_PAUSE_SECONDS = 0.02  # seconds between signals to two ranks, because their stacks go to one console
 
 
 class Watching:
@@ -41,7 +41,7 @@ class Watching:
         self._paces: dict[int, HeartbeatTracker] = {}
         self._reported: StallReport | None = None
         self._over = False  # True if all ranks of another node have ended with 0
-        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: start of its stall, and its CPU seconds then
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: when its stall began, and its CPU seconds by then
         self._still: dict[
             int, tuple[str, float]
         ] = {}  # by rank: context switch counts, and the time of their last change

@@ -61,7 +61,7 @@ class ClusterLogs:
         self.name = stored.job.metadata.name
         self.stored = stored  # the job at the last check
         self.cluster, self._say, self._part = cluster, say, part
-        self.on_look = on_look  # gets the job at each check of follow()
+        self.on_look = on_look  # called with the job at each check of follow()
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:

@@ -17,7 +17,7 @@ ANSWER = "ddpjob-answer-"
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
 # Exit codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program.
-# Other codes were chosen by the program, and the last line does not explain them.
+# Other exit codes were chosen by the program, and the last line of its log does not explain them.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
@@ -40,7 +40,7 @@ _LAUNCHERS_OWN = re.compile(
 )
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 # Lines that libraries print at the end of any program, for example torch if a group was not destroyed.
-# Others are wandb's about files, hydra's about more output, and Python's warnings with a line of code below.
+# wandb prints lines about files, hydra about more output, and Python warnings with a line of code below.
 _SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"

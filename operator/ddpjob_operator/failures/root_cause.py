@@ -47,7 +47,7 @@ DISRUPTIONS = {
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
 # Disruptions by the kubelet, or by the node controller for it.
-# Such disruptions are reported only afterwards, so they may have begun before the operator stopped the pod.
+# Disruptions by the kubelet are reported only afterwards, so they may have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),

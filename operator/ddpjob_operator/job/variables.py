@@ -18,7 +18,7 @@ BREAKS_RENDEZVOUS = frozenset(
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE".split()
 )
 # Variables that number machines and ranks.
-# They are from Slurm, Volcano (VK_ is its old name), Open MPI, PMI, MVAPICH, LSF, PBS and Flux.
+# Slurm, Volcano (VK_ is its old name), Open MPI, PMI, MVAPICH, LSF, PBS and Flux set these variables.
 OF_OTHER_LAUNCHERS = re.compile(r"(?:SLURM|VC|VK|OMPI_COMM|PMI|PMIX|MV2_COMM|LSB|PBS|FLUX)_\w+")
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|\[?::1\]?")
 _RANKS = ("RANK", "NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")

@@ -86,7 +86,7 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
     when = f" in {wording.duration(wait)}" if wait else ""
     others = view.spec.nodes - len(lost)
     kept = f"the other {others} nodes wait" if others > 1 else "the other node waits"
-    if view.is_enough(set(view.members).difference(lost)):  # an elastic job does not wait
+    if view.is_enough(set(view.members).difference(lost)):  # nodes of an elastic job do not wait for the new pod
         kept = "the others go on"
     cost = group_restart.charge(view, settled.verdict)
     where = group_restart.from_step(status, kept=view.members.leader not in lost or group_restart.files_stay(view))

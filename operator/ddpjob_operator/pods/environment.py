@@ -106,7 +106,7 @@ def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str,
         # The timeouts are those of the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A joining node makes torchrun restart all ranks in their pods.
-        # With gloo in torch 2.13, these would read former ranks' addresses from the shared store (docs/dev/upstream.md).
+        # With gloo in torch 2.13, ranks would then read old addresses from the shared store (docs/dev/upstream.md).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # When a node joins, ranks end. A torchrun that has not noticed the join yet spends a restart on their end.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),

@@ -126,7 +126,7 @@ class Generation:
     """Events of the generation that is running or ran last. Each start replaces it."""
 
     checking: bool = False  # True for a pre-flight
-    reruns: str = ""  # why its ranks are restarted at once without a failure; "": they are not
+    reruns: str = ""  # why the ranks are restarted at once without a failure; "" if they are not
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
@@ -581,7 +581,7 @@ class LeaderState:
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
         # The rank that others waited for comes last, because a rank that failed by itself is a better cause.
-        # It does not count if another rank ended with 0, because that rank made fewer steps, which is the cause.
+        # A rank that others waited for does not count if another rank ended with 0, whose missing steps are the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):

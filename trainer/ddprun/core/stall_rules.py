@@ -50,7 +50,7 @@ class Question:
     """A request to all nodes for the positions of their ranks, with the answers."""
 
     def __init__(self) -> None:
-        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
+        self._positions: dict[int, Sequence[Position]] | None = None  # by node; only nodes that have answered
 
     @property
     def asked(self) -> bool:

@@ -37,7 +37,7 @@ from ddpjob_operator.metrics.meter import Meter, QueueWaits
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 # Limit of concurrent reconciles per namespace. With a higher limit, a new event would wait behind them.
-# It is twice the limit of pod creates (api/in_flight.py), because some reconciles only write a status.
+# The limit is twice that of pod creates (api/in_flight.py), because some reconciles only write a status.
 OF_NAMESPACE_MAX = 32
 # Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
