@@ -26,5 +26,5 @@ def parse(text: str) -> ast.Module:
     if sum(len(one) * one.count("{") for one in formatted) > _SEARCHED_MAX:
         raise TooLongError
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as "\d" in a text, which is no DDP mistake
+        warnings.simplefilter("ignore")  # Python warns of "\d" in a text, which is no DDP mistake
         return ast.parse(text)

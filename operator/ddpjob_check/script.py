@@ -49,7 +49,7 @@ def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
 
 
 class Kind(enum.Enum):
-    """The kind of rank that a number is."""
+    """What a number in a script is, for example a global rank."""
 
     GLOBAL = "global rank"
     LOCAL = "local rank"

@@ -43,7 +43,7 @@ def running(least: int, most: int, *here: int, **more: Any) -> LeaderState:
 
 
 def stops(found: LeaderState, at: float, *, patient: bool) -> None:
-    """Let all ranks end that were ordered to stop."""
+    """End all ranks that node 0 has ordered to stop."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     assert order.patient is patient

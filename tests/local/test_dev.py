@@ -304,7 +304,7 @@ def test_a_file_of_200_mb_is_not_read_and_a_data_folder_is_not_searched(folder: 
 
 
 def test_changes_are_handled_when_they_have_settled_and_at_the_latest_after_a_second(folder: Path) -> None:
-    """An editor truncates a file before it writes the text, or replaces the file."""
+    """One save must be reported once, although an editor truncates or replaces the file before it writes the text."""
     files, script = SavedFiles([str(folder)]), folder / "train.py"
     now = 100.0
     for text in ("", "2", "22"):

@@ -158,7 +158,7 @@ class Agent:
 
 
 class Agents:
-    """All agents of a simulation."""
+    """All agents of a simulation, their messages and timers."""
 
     def __init__(self, training: Training, connected: Callable[[Process, Process], bool], memories: Memories) -> None:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
@@ -682,7 +682,7 @@ class Agents:
             self._loop.call_later(leading.SILENT_SECONDS, self._lost, link, other)
 
     def _drop(self, link: Link, leader: Agent) -> None:
-        """Let the leader give up a connection."""
+        """Close a connection on the leader's side, and let the leader treat its node as lost."""
         self._hang_up(link, leader)
         assert leader.lead is not None, "only node 0 leads"
         leader.lead.lost(link.follower.node, self._loop.time())

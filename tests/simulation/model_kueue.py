@@ -55,7 +55,7 @@ class Kueue:
         self._api.webhooks_down.add("workloads")
 
     def comes_back(self) -> None:
-        """Start Kueue again, without loss of knowledge."""
+        """Start Kueue again. It still knows all Workloads."""
         self.is_down = False
         self._api.webhooks_down.clear()
         self._look_soon()

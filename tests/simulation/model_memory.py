@@ -27,7 +27,7 @@ SUMMED = 0.3
 
 @dataclass(frozen=True)
 class Script:
-    """How a script uses its Snapshot."""
+    """How a script uses its Snapshot, for example which ranks save."""
 
     memory: bool = True
     folder: bool = True

@@ -80,7 +80,7 @@ def copy_believed() -> contextlib.AbstractContextManager[Any]:
     """Bug: the operator trusts its cache and never asks the API server what exists, not even after its start."""
 
     async def not_asked(*_: Any) -> None:
-        """Trust the cache."""
+        """Return without a read, as if the cache were always up to date."""
 
     return mock.patch.object(lookup.Lookup, "list_pods", not_asked)
 

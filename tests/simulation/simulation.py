@@ -81,7 +81,7 @@ class ErrorsAreWrong(logging.Handler):
         self._judge = judge
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging for each record."""
+        """Add a logged error to the errors of the run. Python's logging calls this."""
         self._judge.wrong.append(f"the operator logs: {self.format(record)}")
 
 

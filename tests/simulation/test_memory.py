@@ -122,7 +122,7 @@ def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a state that a rank only assumes counts as much as a state that another rank has saved."""
+    """Bug: objects that were only passed to `load` count as much as a state that another rank has saved."""
     newest = memory.newest
 
     def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:

@@ -93,7 +93,7 @@ class Walk:
     # ---- what happens ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Let something happen."""
+        """Let one random event happen: a node comes, fails, leaves or answers."""
         here = [place for place, node in enumerate(self.nodes) if node.is_here and place]
         training = [p for p, node in enumerate(self.nodes) if node.has_ranks and not (node.stopping or node.finished)]
         answering = self._stopping()

@@ -24,7 +24,7 @@ FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WOR
 
 
 class Outcome(NamedTuple):
-    """The end of a run."""
+    """The result of a run: exit codes, final objects, samples and losses of each step, and the log."""
 
     codes: tuple[int, ...]
     results: Mapping[int, Any]

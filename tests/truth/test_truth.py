@@ -92,7 +92,7 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
     """A file that one rank's late save left incomplete does not explain an error after a restart from memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
-    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # a message before the file is read
+    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # LATE is logged before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 

@@ -1,4 +1,4 @@
-"""docs/dev/architecture.md describes the code as it is."""
+"""docs/dev/architecture.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -1174,7 +1174,7 @@ def test_an_input_that_is_not_python_exits_with_2_and_its_line(tmp_path: Path) -
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# coding: rot13\n", b"# coding: hex\n", b"# coding: no-such\n"])
 def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> None:
-    """Users must see one sentence, not a traceback."""
+    """For a file that cannot be checked, users must see one sentence, not a traceback."""
     (tmp_path / "train.py").write_bytes(content)
     assert ran(tmp_path / "train.py").return_value == 2
 
@@ -1705,7 +1705,7 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
 def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """Without the check users learn it only after the first steps, when the job has waited a night for its GPUs."""
+    """A too small memory limit would show only after the first steps, when the job has waited a night for its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said

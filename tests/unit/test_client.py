@@ -175,7 +175,7 @@ def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpj
 def test_a_plugin_that_gives_no_credentials_is_reported(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
 ) -> None:
-    """The request must not be sent without credentials."""
+    """If a plugin gives no credentials, the request must not be sent without any."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
     config["users"][0]["user"] = {"exec": plugin}

@@ -740,7 +740,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
     ],
 )
 def test_the_rendezvous_in_a_shell_script_becomes_that_of_the_job(script: str, made: str, named: str) -> None:
-    """Unchanged, a rendezvous in a shell script starts a job whose nodes wait for each other until the timeout."""
+    """If a shell script keeps its rendezvous options, the nodes of the job wait for each other until the timeout."""
     result = command.convert(["bash", "-c", script])
     assert trainer(result)["command"] == ["bash", "-c", made]
     assert result.spec["nodes"] == 3

@@ -369,7 +369,7 @@ def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long()
 
 
 def test_the_ten_minutes_without_a_config_map_survive_a_change_of_the_leader() -> None:
-    """The ten minutes must continue under a new leader. Otherwise frequent leader changes would prevent the failure."""
+    """A missing ConfigMap fails a job after ten minutes. Changes of the leader must not start these minutes again."""
     world = digits().started().waits(0, *LACKS).settle()
     for _ in range(4):
         new = digits()

@@ -28,7 +28,7 @@ STARTS_MAX = 10
 PEERS_LOST_FREE = 1
 
 # Errors of a rank whose peer is gone; never a root cause. NCCL's network errors are from its documentation.
-# The others were seen with torch 2.13 on gloo, and with torch 2.11 and NCCL 2.28.9 on an H100 (docs/measured.md).
+# All other errors were seen with torch 2.13 on gloo, or with torch 2.11 and NCCL 2.28.9 on an H100.
 # A node that dies closes no connection, and gloo reports the kernel's error (seen with a link taken down).
 # "wait timeout" is "Socket Timeout" from torch 2.6 on.
 SYMPTOMS = re.compile(

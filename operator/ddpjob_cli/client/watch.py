@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 class TooLateError(ClusterError):
-    """The goal was not reached in time."""
+    """The awaited state of a job was not reached in time."""
 
 
 def ended(stored: jobs.Stored) -> bool:

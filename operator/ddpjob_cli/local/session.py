@@ -55,7 +55,7 @@ class PodOfSession(Protocol):
 
 
 class DevSession:
-    """A run whose ranks restart at each save."""
+    """The part of `ddpjob dev` that restarts the ranks of a run at each save."""
 
     def __init__(self, files: saves.SavedFiles, idle_seconds: float, *, has_keyboard: bool) -> None:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""

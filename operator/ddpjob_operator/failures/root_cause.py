@@ -80,7 +80,7 @@ _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.
 
 @dataclass(frozen=True)
 class Context:
-    """Facts about an attempt in addition to its pods."""
+    """Facts about an attempt that its pods do not show."""
 
     attempt: int
     members: Members

@@ -278,7 +278,7 @@ class _Stream:
             self._unindented(line.rstrip(), chains)
 
     def _of_nccl(self, line: str) -> None:
-        """Add another line of NCCL's error."""
+        """Add another line to the text of NCCL's error."""
         before, found = self.chain[-1], self.found
         self.found = line.strip() == LAST_ERROR
         if not self.found:

@@ -73,7 +73,7 @@ class ShellState:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A hashable value, equal for equal states."""
+        """A hashable value that is equal for equal states, to find repeated states."""
         return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in vars(self).values())
 
     @property

@@ -245,7 +245,7 @@ def _is_left_alone(raw: Raw) -> bool:
 
 
 def _kept(given: Raw, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named fields that are short. Long fields are left out, because any user may have written them."""
+    """Return those of the named fields that are short. A user may have written fields of any length."""
     return {name: given[name] for name in names if name in given and _is_short(given[name])}
 
 

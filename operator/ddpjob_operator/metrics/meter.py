@@ -74,7 +74,7 @@ class Moment(NamedTuple):
 
 
 class Meter:
-    """Counts from its creation; one per process."""
+    """Counts the operator's metrics from its creation on; one per process."""
 
     def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
         """lock: needed if scrapes are written in another thread than the one that reports changes."""
@@ -99,13 +99,13 @@ class Meter:
     # ---------------------------------------------------------------- what happens
 
     def count(self, metric: names.Metric, *labels: str, by: float = 1.0) -> None:
-        """Add to a counter."""
+        """Add an amount to a counter."""
         child = self._child(metric, labels)
         assert isinstance(child, prometheus_client.Counter)
         child.inc(by)
 
     def observe(self, metric: names.Metric, seconds: float, *labels: str) -> None:
-        """Add to a histogram."""
+        """Add an observation to a histogram."""
         child = self._child(metric, labels)
         assert isinstance(child, prometheus_client.Histogram)
         child.observe(seconds)

@@ -64,7 +64,7 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        """The name in queries."""
+        """The metric's name in queries, with the suffix of its kind."""
         return self.name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 

@@ -37,7 +37,7 @@ class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """All restarts in place that this agent led."""
+        """Number of all restarts in place that this agent led."""
         return self.application + self.infrastructure + self.stall
 
 

@@ -67,7 +67,7 @@ class LocalPod:
 
     @property
     def pid(self) -> int | None:
-        """Pid of the trainer's first process, once started."""
+        """Pid of the trainer's first process, once it is started."""
         return self.node.trainer_pid
 
 

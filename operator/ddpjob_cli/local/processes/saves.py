@@ -46,7 +46,7 @@ class SavedFiles:
         self._configurations = {path for path in self._seen if not path.endswith(PYTHON)}
 
     def adopt(self) -> None:
-        """Accept files that have appeared, without reporting them."""
+        """Record new files as known, so that `poll` reports only their later changes."""
         for path in self._found():
             if path not in self._seen:
                 self._seen[path] = _state(path, _GONE)

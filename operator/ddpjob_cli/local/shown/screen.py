@@ -141,7 +141,7 @@ class LiveScreen(PlainScreen):
         self._in_table = api.Status()
 
     def note(self, text: str) -> None:
-        """Show a sentence above the table."""
+        """Print a sentence above the table."""
         with _whoever_reads(), self._console:
             self._flush()
             self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)

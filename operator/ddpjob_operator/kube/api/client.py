@@ -263,7 +263,7 @@ class Client:
             raise no_answer("GET", path, error) from None
 
     def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
-        """Count an answer; code NO_ANSWER if there was none."""
+        """Count a request by the code of its answer; NO_ANSWER if there was none."""
         (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
         self._told(method, path, code, time.monotonic() - began, watch=watch)
 

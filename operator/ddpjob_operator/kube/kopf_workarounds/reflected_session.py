@@ -127,7 +127,7 @@ class _Session:
         self._opened = opened
 
     async def request(self, *, method: str, url: str, **_: Any) -> _Answer:
-        """Answer the discovery of kinds, and watches."""
+        """Answer kopf's requests: discovery of kinds, and watches."""
         path = urlsplit(url).path
         if method.upper() == "GET" and (feed := self._feeds.get(path)) is not None:
             self._opened(path)

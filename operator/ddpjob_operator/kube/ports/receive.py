@@ -40,7 +40,7 @@ class Sender(NamedTuple):
 
 @dataclass
 class Account:
-    """State kept about a pod between its reports."""
+    """What the receiver remembers of a pod between its reports: rate limit and total steps."""
 
     allowance: float
     updated: float

@@ -103,7 +103,7 @@ class Events:
         return self._level == "All" or not event.is_routine or job.uid in self._told
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send queued Events until cancelled."""
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:

@@ -406,7 +406,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects at `paths`. If one is missing, return None and count `of`, which needs it, as refused."""
+        """Return the objects at `paths`; None if one is missing. Then record that `of`, which needs it, was refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:

@@ -167,7 +167,7 @@ class JobState:
 
 
 class JobStates:
-    """The JobState and the parsed spec of each job."""
+    """Keeps a JobState and the parsed spec for each job."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -193,7 +193,7 @@ class JobStates:
         self._parsed.pop(key, None)
 
     def pod_deleted(self, key: Key, pod: Pod) -> None:
-        """Keep what was last seen of a deleted pod."""
+        """Keep the last observation of a deleted pod, which may show how the pod ended."""
         state = self._states.get(key)
         if state is not None and state.uid == pod.owner_uid:
             state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}

@@ -22,7 +22,7 @@ from ddpjob_operator.pods import naming
 
 @dataclass
 class Caches:
-    """Our copy of the cluster."""
+    """The stores that hold our copy of the cluster's objects."""
 
     jobs: Jobs
     pods: Store[Pod]

@@ -66,7 +66,7 @@ AnotherRound: TypeAlias = Literal["another round"]
 
 @dataclass(eq=False)
 class Reconciler:
-    """Reconciles jobs for the queue."""
+    """Reconciles one job per call; the queue calls `reconcile`."""
 
     caches: Caches
     states: JobStates
