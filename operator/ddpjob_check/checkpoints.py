@@ -280,7 +280,7 @@ _PARTS_MAX = 200
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
-    """Return "wrapped" or "plain" after the last assignment. before: earlier ones. here: all in the function."""
+    """Return "wrapped" or "plain" for a model after its assignments `before`. here: all assignments in the function."""
     last = max(before, key=lambda n: n.lineno, default=None)
     if last is None:
         return ""

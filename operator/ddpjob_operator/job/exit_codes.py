@@ -553,7 +553,7 @@ def _trap(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """Return the states after `wait`. Without a process it returns 0; an unknown process may be any background job."""
+    """Return the states after `wait`. `wait` alone returns 0; an unknown process may be any background job."""
     named = [word for word in words[1:] if word != "-f"]
     if not named:
         state = state.losing("wait", "wait", again=True) if FAILED in state.jobs else state

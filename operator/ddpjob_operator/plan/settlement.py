@@ -170,8 +170,8 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """True if a pod was created after another had ended, by the order in which the operator saw them. Otherwise compare
-    durations on one clock each, because clocks of nodes may differ by more than the length of a short run."""
+    """True if a pod was created after another had ended, by the order in which the operator saw them. If that is
+    unknown, compare durations on one clock each: clocks of nodes may differ by more than the length of a short run."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at

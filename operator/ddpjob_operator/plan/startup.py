@@ -46,7 +46,7 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
     """Restart an elastic job whose spec.nodes changed, with full grace: a running torchrun accepts no more nodes than
-    its maximum, and may hang without peers. Once some nodes have completed, training is about to end."""
+    its maximum, and may hang without peers. Not once some nodes have completed: training is about to end."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes:

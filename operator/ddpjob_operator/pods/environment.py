@@ -83,7 +83,7 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
 
 
 def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return torchrun's options. node_rank: None if torchrun numbers the nodes itself, because it warns of a number."""
+    """Return torchrun's options. node_rank: None if torchrun numbers the nodes itself; it would warn of a number."""
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),

@@ -87,7 +87,7 @@ class NodeProcess:
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace. Later calls shorten it."""
+        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace; later calls shorten it."""
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:

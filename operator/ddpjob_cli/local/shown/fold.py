@@ -55,7 +55,7 @@ class Trace:
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:
-        """Add the line if it belongs to this traceback, and return True."""
+        """Add the line and return True if it belongs to this traceback; else return False."""
         if self.exception:
             goes_on = line.startswith(_BEGINS) and self._is_chained
             more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on

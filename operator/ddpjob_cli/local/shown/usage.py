@@ -39,7 +39,7 @@ class Usages:
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
-        """Measure if it is time. nodes: the GPUs of each node, by the pid of its supervisor."""
+        """Measure if the last values are old enough. nodes: the GPUs of each node, by the pid of its supervisor."""
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)

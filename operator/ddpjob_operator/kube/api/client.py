@@ -53,7 +53,7 @@ def login() -> kopf.ConnectionInfo:
     """Read the credentials: from KUBECONFIG if it is set, else the pod's service account, else ~/.kube/config. Raise
     LoginError.
 
-    They are read at each call, because the kubelet rotates bound tokens in their file.
+    Each call reads the credentials again, because the kubelet rotates bound tokens in their file.
     """
     settings = kopf.OperatorSettings()
     named = bool(os.environ.get("KUBECONFIG"))
@@ -183,7 +183,7 @@ class Client:
         return await self._request(_Request("PUT", path, body, params))
 
     async def patch(self, path: str, body: Raw) -> Raw:
-        """Apply a JSON merge patch and return the object. A uid or resourceVersion in the body guards it. Raise
+        """Apply a JSON merge patch and return the object. A uid or resourceVersion in the body is a precondition. Raise
         ApiError.
         """
         return await self._request(_Request("PATCH", path, body))
@@ -381,7 +381,7 @@ def _headers(method: str, path: str) -> Headers:
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """Return the parts of the connection that need a new session if they change. The others go into headers."""
+    """Return the parts of the connection that need a new session if they change. All other parts are headers."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 

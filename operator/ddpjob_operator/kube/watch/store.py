@@ -336,8 +336,8 @@ class Jobs(Store[Raw]):
     def take(self, raw: Raw) -> bool:
         """Store the job of a watch event if its UID is known; return False if it is not.
 
-        The event of our own status write may arrive before the answer. It is ignored: otherwise each status write would
-        cost one reconcile more.
+        The event of our own status write may arrive before the answer. The event is ignored: otherwise each status
+        write would cost one reconcile more.
         """
         entry = self._entries.get(_place_of(raw))
         if entry is None or entry.uid != raw["metadata"]["uid"]:
@@ -360,7 +360,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:
-        """While this status is being written, `take` ignores its watch event."""
+        """Let `take` ignore the watch event of this status, within a `with` block that writes the status."""
         self._written[key] = status
         try:
             yield

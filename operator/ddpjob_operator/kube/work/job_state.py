@@ -27,7 +27,7 @@ UNDELETABLE_SECONDS = 60
 
 @dataclass
 class Conflict:
-    """An object with a name that the job needs. No watch shows it, so it is read again until it is deleted."""
+    """Somebody else's object with a name that the job needs. No watch shows it, so it is read until it is deleted."""
 
     object: ConflictingObject
     check_at: dt.datetime
