@@ -521,7 +521,7 @@ NOT_PASSED = {
 def test_ranks_that_each_train_as_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
-    """Without this finding each rank trains its own model, and the job is Succeeded."""
+    """Each of these ranks would train its own model, and the job would be Succeeded."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
@@ -842,7 +842,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
 def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(
     right: str, wrong: str, words: str, found: bool
 ) -> None:
-    """Without the option each rank trains its own model, and the job is Succeeded."""
+    """Without the script's option (such as `--ddp`), each rank trains its own model, and the job is Succeeded."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found

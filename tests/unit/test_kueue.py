@@ -320,7 +320,7 @@ def test_a_workload_is_read_with_its_admission_and_its_recorded_conditions() -> 
 
 
 def test_a_pod_consumes_what_its_provisioning_request_has_provisioned() -> None:
-    """A pod must have these annotations. Otherwise the autoscaler provisions machines for it a second time."""
+    """A pod names its ProvisioningRequest in annotations. Otherwise the autoscaler provisions machines twice."""
     consume = {
         "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
         "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",

@@ -137,7 +137,7 @@ def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLim
             answer = pipe.read()
         found = json.loads(answer) if answer else {wanted[-1] if wanted else "": "ends the process"}
         if not found:
-            os._exit(0)  # the child is adopted by the agent
+            os._exit(0)  # the agent adopts the child
         os.waitpid(pid, 0)
         for name, why in found.items():
             left[name if number < COARSE_AFTER else name.partition(".")[0]] = why

@@ -242,7 +242,7 @@ class _Tail:
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
                 written = os.write(self.console, self._waiting[:end])
-            except OSError:  # the reader has closed it; the file is complete
+            except OSError:  # the reader has closed the console; the log file is complete
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]
             self.taken += written

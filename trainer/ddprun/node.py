@@ -231,7 +231,7 @@ class LocalRanks:
             self._asked_at, self._then = now, (number, grace_seconds)
 
     def _writes_state(self, now: float, furthest: int) -> bool:
-        """Ask the ranks to write their state into this node's memory. True if they do."""
+        """Ask the ranks to write their state into this node's memory. True while they are writing."""
         is_preflight = self._life is not None and self._life.preflight
         if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
             return False
@@ -511,9 +511,7 @@ class LocalRanks:
         return 0 if self.beats is None else self.beats.of(local_rank).step
 
     def _blame_for_ports(self) -> None:
-        """Correct failures by "port in use": rank 0's port was taken by another process, or another rank acts as rank
-        0.
-        """
+        """Correct "port in use" failures: another process has taken rank 0's port, or another rank acts as rank 0."""
         from ddpjob_core import rules
 
         port = 0 if self._life is None else self._life.port

@@ -74,7 +74,7 @@ class Options(NamedTuple):
 
     @property
     def places(self) -> Members:
-        """Places of all nodes that may take part."""
+        """Numbers of all nodes that may take part."""
         return Members(range(self.nodes))
 
 

@@ -62,7 +62,7 @@ class Watching:
         return min((at for at in times if at is not None), default=None)
 
     def begin(self, beats: Heartbeats) -> None:
-        """Start with a new generation."""
+        """Forget the last generation, and watch the heartbeats of a new one."""
         self._beats = beats
         self._paces, self._reported, self._over, self._cpu, self._still = {}, None, False, {}, {}
         self._idle = idle.IdleClock()

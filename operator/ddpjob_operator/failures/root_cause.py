@@ -341,7 +341,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++, where no SIGTERM arrives.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
-    # If its store is lost while it waits, torchrun logs that and exits with 0 (logging swallows a SIGTERM), or 143.
+    # If torchrun loses its store while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or 143.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,

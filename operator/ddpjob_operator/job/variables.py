@@ -24,7 +24,7 @@ _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|\[?::1\]?")
 _RANKS = ("RANK", "NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
 _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
 _COMPARED = (*_RANKS, *_ADDRESSES, "PET_NNODES", "WORLD_SIZE")
-# Options that override these variables.
+# Variables, and the torchrun option that overrides each.
 _OPTION_OF = {"PET_NNODES": "nnodes", "PET_NODE_RANK": "node_rank", "PET_MASTER_ADDR": "master_addr"}
 
 

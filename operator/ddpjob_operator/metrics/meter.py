@@ -169,7 +169,7 @@ class Meter:
         """
         # Do not pass the client's Accept header: prometheus-client would copy a part of it into the content type.
         encode, content_type = exposition.choose_encoder(_OPENMETRICS if openmetrics else "")
-        families: Any = SimpleNamespace(collect=partial(self._at, moment))  # all that the encoders use of a registry
+        families: Any = SimpleNamespace(collect=partial(self._at, moment))  # encoders use only collect() of a registry
         head, end, of_each = encode(families), b"# EOF\n" if openmetrics else b"", b""
         spent = self._shown
         if moment.jobs is not None and moment.of_jobs:

@@ -19,7 +19,7 @@ from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
-    """Return the newest counts of node 0's agent, from its last report or its termination message."""
+    """Return the newest counts of restarts by node 0's agent, from its last report or its termination message."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]

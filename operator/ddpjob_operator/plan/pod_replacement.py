@@ -29,7 +29,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
         return None
     settled = settle(view, status, first)
     if not settled.verdict.restart:
-        return group_restart.restart_all(view, status, first, settled)  # stops the others too, then the job fails
+        return group_restart.restart_all(view, status, first, settled)  # stop all pods; then the job fails
     ending = [p for place in lost if (p := view.pods.get(place)) and p.live and p.uid not in view.lost]
     if ending:
         message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"

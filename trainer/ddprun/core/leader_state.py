@@ -175,7 +175,7 @@ class LeaderState:
         self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
         self._current = Generation()
         self.places, self._budget, self._policy = places, budget, policy
-        self.members = places  # places of the last generation
+        self.members = places  # node numbers of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
         self._last_call_seconds = last_call_seconds
@@ -203,13 +203,13 @@ class LeaderState:
 
     @property
     def _grows_at(self) -> float | None:
-        """Time at which running ranks are stopped for nodes that have connected meanwhile; None if there are none."""
+        """Time at which running ranks are stopped for nodes that have connected meanwhile; None without such nodes."""
         if self.state != "running" or self._current.checking or self._current.finished:
             return None
         return self._newcomers.due_at(self._here.difference(self.members))
 
     def joins_in(self, node: int, now: float) -> float | None:
-        """Return the seconds until a connected node joins the running generation; None if it need not wait for that."""
+        """Return the seconds until a waiting node joins the running generation; None for a node that is not waiting."""
         waits = self.state == "running" and node not in self.members
         return self._newcomers.joins_in(node, now) if waits else None
 
@@ -287,7 +287,7 @@ class LeaderState:
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # one of these failures is the cause; the node reports it again in `stopped`
+            self._ask_no_more()  # the cause is known; the node reports it again in `stopped`
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -739,7 +739,7 @@ class LeaderState:
 
 
 class Terminations:
-    """Nodes whose termination was requested from outside. Failures that follow from it are not charged."""
+    """Nodes whose termination was requested from outside. Failures caused by a termination are not charged."""
 
     def __init__(self, leader: int, others_go_on: bool) -> None:
         """others_go_on: False if all nodes end when one leaves."""

@@ -24,7 +24,7 @@ GAP_SECONDS = 3.0
 STILL_SECONDS = 5.0  # without CPU time for this long, a rank counts as blocked in a collective
 # Levels, by what shows the progress of a rank: steps, or only collectives if the script does not use the library.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
-# Number of reads with progress after which a script without the library counts as training: it does not report that.
+# A script without the library does not report its start. It counts as training after this many reads with progress.
 # With fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.
 LOOKS_UNTIL_TRAINING = 5
 

@@ -82,7 +82,7 @@ class NodeCache:
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
         # A new node is not ready at first.
-        # If it replaces a deleted node of this name, keep the old time, because the pods are silent since then.
+        # If a deleted node had this name, keep its time, because the pods are silent since then.
         since = self._not_ready[name].since if self._gone.pop(name, None) is not None else self._now()
         return self._set(name, Node(ready=False, since=since))
 

@@ -18,7 +18,7 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
-# Events waiting per job, so that a job that restarts all the time leaves room for other jobs.
+# Each job may have this many waiting Events: a job that restarts all the time leaves room for other jobs.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
@@ -26,7 +26,7 @@ MESSAGE_MAX = 1_024  # the API server refuses longer messages
 # PASSING states that end within these seconds get no Event.
 PASSING_SECONDS = 3.0
 # While creates of pods wait in a namespace, its Events wait too, except warnings: LATER_SECONDS longer at most.
-# The check is repeated every AGAIN_SECONDS.
+# Every AGAIN_SECONDS, check whether such creates still wait.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
 # PASSING states wait this many seconds longer, because they usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
