@@ -292,7 +292,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
         while len(held) < 100:
             try:
                 held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-            except OSError:  # not listening yet, or already closed
+            except OSError:  # node 0 is not listening yet, or has already ended
                 break
             held[-1].setblocking(False)
     for old in held:

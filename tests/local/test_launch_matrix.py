@@ -98,7 +98,7 @@ def test_each_recipe_trains_in_one_world_to_the_same_parameters(cli: Cli, alone:
 
 
 # Tested elsewhere: torchrun by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py.
-# Also ranks without a launcher by env:// in test_uneven_ranks.py, and ddprun in test_in_place.py.
+# test_uneven_ranks.py has ranks without a launcher by env://, and test_in_place.py has ddprun.
 def test_ranks_spawned_by_the_script_meet_by_env_tcp_and_file(cli: Cli, alone: str) -> None:
     command = ["python", "train.py", str(cli.folder), str(free_port()), str(free_port())]
     job = cli.file(EVERY_METHOD, container={"command": command}, nodes=1, nprocPerNode=2)

@@ -39,7 +39,7 @@ containers = st.one_of(
                 "ValueError: x",
                 "RuntimeError: Connection closed by peer",
                 '{"ddpjob": 1, "ended": true}',
-                # These rank numbers come from a log, so they may be invalid.
+                # Rank numbers in a log may be invalid.
                 "Root Cause (first observed failure):\n[0]:\n  rank      : -1 (local_rank: 0)\n  exitcode  : 1",
                 "[rank999999999]: ValueError: x\n[rank-2]: ValueError: y",
             ]

@@ -469,9 +469,8 @@ class _Writer:
             "find_unused": ["find_unused_parameters=True"],
         }.get(self.r["ddp"], [])
         options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
-        if self.has(
-            "parameters", "thawed", "thawed_group"
-        ):  # because DDP registers only parameters that require gradients when it is constructed
+        # At its construction DDP registers only parameters that require gradients.
+        if self.has("parameters", "thawed", "thawed_group"):
             lines.append("net.late.requires_grad_(True)")
         lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
         lines += self._hook()

@@ -593,7 +593,7 @@ def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again
 
 
 def test_an_eviction_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
-    """Under ddprun these nodes wait for a replacement that an evicted job never gets, and use quota of other jobs."""
+    """Under ddprun nodes wait for a replacement, which an evicted job never gets. They must not use others' quota."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())

@@ -75,7 +75,7 @@ def test_a_module_is_analyzed_like_a_script(cli: Cli) -> None:
     [
         "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # applied when the script imports torch
         "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # torch reads it later
-        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # no effect under torchrun either
+        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # has no effect under torchrun, so none is lost
         STORE + "TCPStore(host, port, 2, os.environ['RANK'] == '0')\n",
         STORE + "TCPStore(host, port, is_master=True)\nTCPStore(host, port)\n",
         "print(1)\n",

@@ -55,7 +55,7 @@ TRAINED_SECONDS = 60
 
 
 class Limits(NamedTuple):
-    """The user's limits."""
+    """The user's limits for restarts."""
 
     backoff_limit: int = BACKOFF_LIMIT
     window_seconds: int | None = None

@@ -251,7 +251,7 @@ class Prepared:
             self.hidden.touch()
 
     def of_torch(self) -> set[str]:
-        """Names of torch's hidden modules."""
+        """Names of torch's modules that the server hides until the script imports torch."""
         return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:

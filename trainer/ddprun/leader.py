@@ -258,7 +258,7 @@ class Leader:
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked
-        before, self._held = self._held, ports.hold()  # hold both, or the kernel may return the same port
+        before, self._held = self._held, ports.hold()  # while the old port is held, the kernel returns another one
         if before is not None:
             before.close()
         return ports.number(self._held)

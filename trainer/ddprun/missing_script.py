@@ -79,7 +79,7 @@ def _is_there(module: str) -> bool:
     sys.path.insert(0, os.getcwd())
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # another finder than Python's own may know it
+    except (ImportError, ValueError):  # a finder that is not Python's own may find the module
         return True
     finally:
         sys.path[:] = before

@@ -59,7 +59,7 @@ def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | N
     """Create the fork server, if there is something to import and the script can run in it."""
     if not options.preload or options.kind == "program":
         return None
-    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip file, a mistake
+    if options.kind == "script" and not os.path.isfile(options.script):  # it may be a folder, a zip file, or mistyped
         return None
     try:
         return ForkServer(options, environ)

@@ -367,7 +367,7 @@ class Runner:
         if is_new_attempt or status.in_place != self.job.status.in_place:
             self._settings = dataclasses.replace(self._settings, failed_before=status.last_failure)
         if is_new_attempt:
-            self.cluster.agent = None  # its restarts belong to the old attempt, whose status has counted them already
+            self.cluster.agent = None  # the agent's restarts were counted in the old attempt
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:

@@ -47,7 +47,7 @@ def _here(source: str, job: api.DDPJob, names: list[str]) -> Path | None:
 
 
 def with_shell_script(source: str, job: api.DDPJob) -> tuple[api.DDPJob, str]:
-    """Return the job as if the file of a shell's script were in its command, and its name: train.sh of `bash train.sh`.
+    """Return the job with `bash train.sh` replaced by `bash -c` and the file's text; and the file's name, train.sh.
 
     Return the same job and "" if there is no such file here, or if it does not start exactly one training.
     """

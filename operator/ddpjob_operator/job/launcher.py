@@ -159,7 +159,7 @@ def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
 def warnings(spec: api.Spec) -> list[str]:
     """Return a warning for each launcher or option that is allowed but has a drawback."""
     launcher, notes = facts(spec).launcher, apart(spec)
-    if launcher is not None and launcher.launcher == "ddprun":  # ddprun supports all of these options
+    if launcher is not None and launcher.launcher == "ddprun":  # ddprun has none of these drawbacks
         return notes
     options = launcher.options if launcher else {}
     if spec.preflight == "Always":

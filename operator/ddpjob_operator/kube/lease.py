@@ -194,7 +194,7 @@ class Election:
             return None
 
     async def _write(self, seen: Raw | None, body: Raw) -> Raw:
-        """Create the Lease, or replace the one that was seen. Raise ApiError."""
+        """Create the Lease if `seen` is None, else replace it. Raise ApiError."""
         if seen is None:
             return await self.client.create(self._collection, body)
         return await self.client.replace(f"{self._collection}/{self._name}", body)

@@ -164,8 +164,8 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Return the groups of finished attempts, and of a job that has ended, is suspended or cannot start, by the
-    recorded status. Only groups whose pods have ended and whose API is available."""
+    """Return groups to delete: of finished attempts, and of a job that has ended, is suspended or cannot start by the
+    recorded status. Their pods have ended, and their API is available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
     # A spec with problems cannot start. Its group would hold quota that nobody can use until the spec is fixed.

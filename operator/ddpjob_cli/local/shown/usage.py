@@ -29,7 +29,7 @@ class SeenUsage:
 
 
 class Usages:
-    """Measures the nodes from time to time. `seen` has the last results by the pid of the node's supervisor."""
+    """Measures CPU, memory and GPUs of each node. `seen` has the last results by the pid of the node's supervisor."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds

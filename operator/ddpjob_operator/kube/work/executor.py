@@ -228,7 +228,7 @@ class Executor:
         # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the version that was known before the node was read.
+            # Require the pod's version that was known before the node was read.
             # If the kubelet comes back before the deletion, it updates the pod, and the delete fails.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
