@@ -67,7 +67,7 @@ class Link:
     """Messages in flight to each agent, in order."""
 
     def other(self, agent: Agent) -> Agent:
-        """Return the agent at the other end."""
+        """Return the agent at the other end of the connection."""
         return self.follower if agent is self.leader else self.leader
 
 

@@ -182,7 +182,7 @@ class Memories:
         return True
 
     def _names(self, agent: Agent, kept: Kept, step: int) -> None:
-        """Note that the script has passed all its objects to `save`."""
+        """Record that the script has passed all its objects to `save`."""
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):

@@ -131,7 +131,7 @@ class OperatorProcess:
         self.simulation.start_operator_soon(self)
 
     async def stop(self) -> None:
-        """Act like SIGTERM."""
+        """Stop the operator as a SIGTERM does."""
         self.simulation.tell(self.name, "stops")
         for task in self._tasks:
             task.cancel()

@@ -220,7 +220,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _end(workers: Sequence[Any]) -> None:
-    """Kill the workers, the agents of their runs, and remove their files."""
+    """Kill the workers and the agents of their runs, and remove their files."""
     for worker in (worker for worker in workers if worker.is_alive()):
         with contextlib.suppress(ProcessLookupError):  # the worker has not started yet
             os.killpg(worker.pid, signal.SIGKILL)

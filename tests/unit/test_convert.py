@@ -436,7 +436,7 @@ def test_jobs_that_cannot_be_converted_are_refused_at_the_field(spec: dict[str, 
 
 @pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
 def test_the_port_of_the_master_service_is_named_and_not_compared(groups: tuple[str, ...]) -> None:
-    """The port must be named, not dropped silently. If only the Master has the port, this is no difference."""
+    """A remark must name the dropped port. A port that only the Master has must not count as a difference."""
     other = {"name": "metrics", "containerPort": 8000}
     given = copy.deepcopy(replicas(ports=[other]))
     given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])

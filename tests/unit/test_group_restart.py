@@ -501,7 +501,8 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
 
 
 def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node. A second such loss must not count against backoffLimit."""
+    """The cluster notices a lost node only after a minute. Until then only its peers complain, which counts the second
+    time against backoffLimit; a lost node must not count."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()

@@ -709,7 +709,7 @@ def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> Non
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
 def test_a_finished_job_has_a_completion_time_however_it_ended(end: str) -> None:
-    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end, as no condition does."""
+    """`kubectl wait --for=jsonpath='{.status.completionTime}'` ends after success and failure, as no condition does."""
     world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
     assert world.status.completion_time is None
     if end == "succeeds":

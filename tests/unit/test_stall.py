@@ -64,7 +64,7 @@ class Trainers:
 
     @property
     def found(self) -> str:
-        """Return "stall", "warning" or ""."""
+        """Return what the stall rules find: "stall", "warning" or ""."""
         finding = stall.find(self.trackers, self.setting, self.now)
         return "" if finding is None else finding.kind
 

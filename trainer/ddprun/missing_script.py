@@ -26,7 +26,7 @@ def missing(options: Options, environ: Mapping[str, str]) -> str:
 
 
 def told(sentence: str) -> str:
-    """Return the sentence as the exception of a failure, which operator and agents recognize (NO_PROGRAM in
+    """Return the sentence with a prefix by which operator and agents recognize it (NO_PROGRAM in
     ddpjob_core/failures.py).
     """
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]

@@ -583,7 +583,7 @@ class _ShellParser:
         return self.text.startswith(operators, self._skip())
 
     def _operator(self, *operators: str) -> str:
-        """Skip the first of these operators that comes next and return it; "" if none does."""
+        """If one of these operators comes next, skip it and return it; else return ""."""
         self._skip()
         found = next((operator for operator in operators if self.text.startswith(operator, self.at)), "")
         self.at += len(found)

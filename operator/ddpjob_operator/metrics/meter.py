@@ -74,7 +74,7 @@ class Moment(NamedTuple):
 
 
 class Meter:
-    """Counts the operator's metrics from its creation on; one per process."""
+    """Holds the metrics of the operator. A process creates one Meter."""
 
     def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
         """lock: needed if scrapes are written in another thread than the one that reports changes."""

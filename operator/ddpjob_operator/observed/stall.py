@@ -196,7 +196,7 @@ def limit(tracker: StepTracker, timeout: float | None) -> Limit:
 
 @dataclass(frozen=True)
 class Silence:
-    """Most jobs went silent at about the same time: their reports are probably lost."""
+    """Counts of jobs, if most of them went silent at about the same time: their reports are probably lost."""
 
     silent: int
     jobs: int
