@@ -29,7 +29,7 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# The other points are covered elsewhere: one attempt, two attempts, a deletion (below, with slow requests).
+# `make test` runs these. The other lives resemble tests elsewhere or below: one attempt, two attempts, a deletion.
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",

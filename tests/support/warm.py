@@ -134,7 +134,7 @@ def _forget_pytest() -> None:
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
-        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove folders of pytest
+        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove pytest's folders
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     logging.getLogger().handlers.clear()

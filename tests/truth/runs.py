@@ -18,7 +18,7 @@ import warm
 from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
-SECONDS_MAX = 150  # enough for a busy machine
+SECONDS_MAX = 150  # limit of a run, enough on a busy machine
 RESUMABLE = 75
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 

@@ -944,7 +944,7 @@ def test_options_of_click_typer_absl_and_fire_count_like_those_of_argparse(text:
 def test_the_local_rank_option_is_found_in_all_documented_spellings(
     job_file, options: str, default: str, said: str
 ) -> None:
-    """torchrun's own documentation has such a script; set_device(None) raises on every rank."""
+    """torchrun's documentation has a script with --local-rank and no default: set_device(None) raises on every rank."""
     text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
     container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     stdout = ran(job_file(text, "torchrun", "train.py", nodes=2, nprocPerNode=2, container=container)).stdout

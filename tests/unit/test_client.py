@@ -667,7 +667,7 @@ def test_logs_of_a_missing_pod_are_the_log_tail_in_the_status(cluster: FakeClust
 
 
 def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Without this remark the one remaining log looks like the log of the whole job."""
+    """A remark must name the missing log: the remaining log looks like that of the whole job."""
     cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
     cluster.add("pods", pod("digits", 1, 1))
     cluster.logs["digits-1-1"] = ["ValueError: no such shard"]

@@ -363,7 +363,7 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_gets_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer does the same (pkg/runtime/framework/plugins/torch). With fewer processes ranks are missing."""
+    """Kubeflow Trainer starts a process per CPU, too (pkg/runtime/framework/plugins/torch). Fewer would lack ranks."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 

@@ -190,7 +190,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
 
 
 def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all() -> None:
-    """Some pods may have got the request although its answer was lost. If only they stopped, the others would wait."""
+    """If a delete's answer was lost, its pod stops anyway. If only this pod stopped, the others would wait for it."""
     world = digits().running().change(suspend=True)
     world.step()
     assert world.status.state == "Suspended"

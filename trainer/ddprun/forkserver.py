@@ -437,7 +437,7 @@ def write_whole_lines() -> None:
     time, as after a collective, would mix their lines: `rank 0rank 1`.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced it
+        if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced the stream
             stream.reconfigure(line_buffering=True, write_through=False)
 
 

@@ -31,7 +31,7 @@ COARSE_AFTER = 3  # from this round on leave out whole packages, not single modu
 MODULES_MAX = 20_000
 MIB = 1 << 20
 BYTES_MAX = 512 * MIB  # memory that learned imports may add to the fork server
-BYTES_EXPECTED = 128 * MIB  # free memory required at the beginning
+BYTES_EXPECTED = 128 * MIB  # free memory required before learning begins
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Modules whose random numbers or variables at import do no harm in a fork.
 # numpy's generators are seeded again in each rank; tempfile's names differ by process; scipy's generators are defaults.

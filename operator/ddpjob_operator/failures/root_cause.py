@@ -118,7 +118,7 @@ class PodEnd:
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if this pod's deletion was requested after the other ended: by observation, or else by clocks."""
+        """True if this pod's deletion was requested after the other pod ended: by observation, or else by clocks."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:

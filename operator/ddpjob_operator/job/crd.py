@@ -95,7 +95,7 @@ def _differs(field: str) -> str:
 
 
 # No write changes both spec and status, so a write of the status need not compare the templates.
-# Comparing templates costs more than all other rules together (bench/results). Most status writes change these fields.
+# Comparing templates costs more than all other rules together (bench/results). Most writes change message or progress.
 WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('message')} || {_differs('progress')})"
 
 # Fields that must not change while the job is running, as CEL for "unchanged".
@@ -186,7 +186,7 @@ def _root() -> Schema:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            # Declared so that a rule may use it as its fieldPath.
+            # Declare metadata.name, so that a rule may use it as its fieldPath.
             "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": _struct(_info(api.Spec), checked=True)
             | {"x-kubernetes-validations": [_rule(r.cel, r.message, r.field) for r in validation.RULES]},

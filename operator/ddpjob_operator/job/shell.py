@@ -56,7 +56,7 @@ class ShellNode:
 
 @dataclass(frozen=True, eq=False)
 class Simple(ShellNode):
-    """NAME=value program word … <<END"""
+    """A simple command: NAME=value program word … <<END"""
 
     assigned: tuple[tuple[str, Word], ...] = ()
     words: tuple[Word, ...] = ()
@@ -68,7 +68,7 @@ class Simple(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Pipeline(ShellNode):
-    """! one | other"""
+    """A pipeline, perhaps negated: ! one | other"""
 
     parts: tuple[ShellNode, ...]
     negated: bool = False
@@ -76,7 +76,7 @@ class Pipeline(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class AndOr(ShellNode):
-    """first && other || other"""
+    """Commands joined by && and ||."""
 
     first: ShellNode
     rest: tuple[tuple[str, ShellNode], ...]
@@ -84,21 +84,21 @@ class AndOr(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Background(ShellNode):
-    """command &"""
+    """A background job: command &"""
 
     body: ShellNode
 
 
 @dataclass(frozen=True, eq=False)
 class ShellScript(ShellNode):
-    """one; other"""
+    """Commands one after the other: one; other"""
 
     parts: tuple[ShellNode, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class GroupNode(ShellNode):
-    """{ list; }, or the subshell ( list )."""
+    """A group of commands: { list; }, or the subshell ( list )."""
 
     body: ShellNode
     subshell: bool = False
@@ -106,7 +106,7 @@ class GroupNode(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class If(ShellNode):
-    """if list; then list; … else list; fi"""
+    """A condition: if list; then list; … else list; fi"""
 
     branches: tuple[tuple[ShellNode, ShellNode], ...]
     otherwise: ShellNode | None
@@ -114,7 +114,7 @@ class If(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Loop(ShellNode):
-    """while, until or for; a for loop has no condition."""
+    """A loop by while, until or for; a for loop has no condition."""
 
     kind: str
     condition: ShellNode | None
@@ -125,7 +125,7 @@ class Loop(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Case(ShellNode):
-    """case word in pattern) list;; esac"""
+    """A choice: case word in pattern) list;; esac"""
 
     word: Word
     branches: tuple[tuple[tuple[str, ...], ShellNode], ...]
@@ -133,7 +133,7 @@ class Case(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Function(ShellNode):
-    """name() command"""
+    """A function: name() command"""
 
     name: str
     body: ShellNode

@@ -12,7 +12,7 @@ PREFLIGHT_FAILURES = 2  # infrastructure failures in a row before a preflight; a
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
-    """Return the variables; {} for other launchers."""
+    """Return the variables that only ddprun gets; {} for other launchers."""
     if not launcher.facts(job.spec).restarts_in_place:
         return {}
     spec = job.spec

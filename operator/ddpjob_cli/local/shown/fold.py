@@ -88,7 +88,7 @@ class Fold:
         return [shown for line in lines for shown in self._take(line, now)]
 
     def due_in(self, now: float) -> float | None:
-        """Return the seconds until a traceback is due; None if none is held."""
+        """Return the seconds until a held-back traceback is due; None without one."""
         return max(0.0, min(trace.due for trace in self.held) - now) if self.held else None
 
     def overdue(self, now: float) -> list[str]:
