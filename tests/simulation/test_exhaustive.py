@@ -169,8 +169,8 @@ def test_replacing_all_pods_of_a_job_in_one_attempt_is_detected() -> None:
 
 
 def networks_that_fail_again_and_again() -> Iterator[Scenario]:
-    """Cut a node off when training would end, several times. Each time it is long enough to be called not ready, and
-    returns before the operator gives it up."""
+    """Cut a node off several times when training would end: each time until it is called not ready, but not until the
+    operator gives it up."""
     spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
     deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
     for seed, clusterwide in itertools.product(range(6), (True, False)):

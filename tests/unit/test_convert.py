@@ -805,7 +805,7 @@ def test_a_shell_script_without_a_launcher_becomes_one_node() -> None:
 def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(
     words: list[str], named: str, started: str
 ) -> None:
-    """The message must say that a DDPJob runs one command per node: `mpirun: No such file or directory` does not."""
+    """The message must say that a DDPJob runs one command per node, not `mpirun: No such file or directory`."""
     said = str(run("--", *words).exception)
     assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
     assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")

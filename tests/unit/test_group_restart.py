@@ -428,7 +428,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
 
 
 def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
-    """A switch that restarts each night must not end a training of weeks, so backoffLimit must not count this."""
+    """A network switch that restarts daily must not end a training of weeks, so backoffLimit must not count this."""
     world = digits(backoffLimit=0)
     for attempt in range(1, 6):
         world.running()

@@ -531,7 +531,7 @@ def test_a_finished_job_releases_its_quota_when_the_last_pod_has_ended(end: str)
 
 
 def test_a_preemption_stops_all_pods_with_full_grace_and_releases_the_quota_afterwards() -> None:
-    """Pods need their full grace period to save. Quota that is released earlier gives their nodes to two jobs."""
+    """Pods need their full grace period to save. If their quota were released earlier, two jobs would get one node."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")

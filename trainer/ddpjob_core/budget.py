@@ -276,7 +276,7 @@ def with_newly_spent(
 def with_application_spent(
     history: RestartHistory, limits: Limits, now: dt.datetime, given: int | None = None
 ) -> RestartHistory:
-    """Add all restarts that the application had left, because a launcher was given them and used them.
+    """Count all restarts left for application failures as used, because a launcher was given them and used them.
 
     given: how many the launcher was given, if fewer.
     """

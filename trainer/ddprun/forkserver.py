@@ -153,7 +153,7 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def not_collected() -> Iterator[None]:
-    """Exempt all objects created in this context from garbage collection, permanently.
+    """Exempt all objects created in this `with` block from garbage collection, permanently.
 
     Otherwise the collector would traverse all imports repeatedly, which takes a quarter of the import time. It would do
     so in each rank too, where its writes copy memory pages. The cost is 6 MB of torch's garbage, shared by all ranks.
@@ -291,7 +291,7 @@ class Spares:
         return pid, None
 
     def take(self, run: dict[str, Any]) -> int:
-        """Give the run to a spare and return its pid; 0 if none is left."""
+        """Let a spare run the script with these settings. Return its pid; 0 if no spare is left."""
         while self._waiting:
             pid, pipe = self._waiting.pop(0)
             with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # the spare was killed

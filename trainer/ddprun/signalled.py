@@ -40,7 +40,7 @@ class Signalled:
         self._has_remarked = False
 
     def send(self, ranks: Collection[int], number: int, announced: Collection[int]) -> None:
-        """Signal the ranks and the processes below that train. announced: processes that reported that they train."""
+        """Signal the ranks, and those processes below them that train. announced: processes that reported training."""
         self.numbers.add(number)
         if not ranks:
             return

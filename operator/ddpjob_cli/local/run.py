@@ -376,7 +376,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """Show an OSError in this context and continue: the job continues without the file."""
+        """Within this `with` block, only show an OSError: the job continues without the file."""
         try:
             yield
         except OSError as error:

@@ -121,7 +121,7 @@ def rests(raw: Raw) -> bool:
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """True if a job that is kept only in part waits for room by its status, and its spec has not changed since."""
+    """True if the job's status says that it waits for room in memory, and its spec has not changed since."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True

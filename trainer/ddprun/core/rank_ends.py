@@ -195,7 +195,7 @@ def _hidden(written: Any) -> tuple[int, str, str] | None:
 
 
 def _modules(written: Any, ranks: tuple[int, ...] | None) -> list[ModuleEnd]:
-    """Read the well-formed modules. ranks: those of the file; None: as in each module."""
+    """Return the well-formed modules of a file or message. ranks: of all modules; None: each module names its own."""
     read = [_module(one, ranks) for one in written] if isinstance(written, list) else []
     return [module for module in read if module is not None]
 

@@ -108,7 +108,7 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """Show the nodes' output within this context, even if a debugger uses the terminal."""
+        """Within this `with` block, show the nodes' output even if a debugger uses the terminal."""
         before, self._types = self._types, False
         yield
         self._types = before

@@ -140,7 +140,7 @@ class Store(Generic[T]):
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
-        """Store a list within this context: all objects of the list get one observation number."""
+        """Within this `with` block, store one list: all its objects get the same observation number."""
         scope = namespace if key is None else key
         # An operator lists each job after its restart. Check only one job's objects: there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
