@@ -289,7 +289,7 @@ def test_modules_of_another_interpreter_are_not_judged_before_it_is_started(laun
 
 
 def test_a_module_found_missing_only_by_python_is_not_retried(launcher: Launcher) -> None:
-    """ddprun itself looks only for the package: that the module json.nowhere is missing, only Python's import shows."""
+    """ddprun looks only for the package `json`: only Python's import shows that the module json.nowhere is missing."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
     assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr

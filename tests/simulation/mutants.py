@@ -52,10 +52,10 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
             return getattr(self._store, name)
 
         def put(self, raw: Any) -> None:
-            """Ignore the object."""
+            """Do nothing, as a bug: the object is not stored."""
 
         def remove(self, *_: Any) -> None:
-            """Ignore the object."""
+            """Do nothing, as a bug: the object stays stored."""
 
     def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any, **named: Any) -> Any:
         pods, services = Deaf(caches.pods), Deaf(caches.services)

@@ -342,7 +342,7 @@ def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: D
 def test_describe_shows_why_a_kubelet_has_ended_a_pod(
     cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
 ) -> None:
-    """137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
+    """Exit code 137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
     cluster.add("ddpjobs", stored(state="Failed"))
     ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
     cluster.add("pods", pod("digits") | {"status": {"phase": "Failed", "containerStatuses": ended, **status}})

@@ -84,7 +84,7 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 
 @pytest.mark.parametrize("nodes", ["", ":", "1:", ":3", "1:2:3"])
 def test_a_range_with_a_missing_number_is_refused(nodes: str) -> None:
-    """Without the refusal `--nodes 1:` runs one node, the default of spec.nodes."""
+    """`--nodes 1:` must be refused: it would run one node, the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         sources.load(Source(str(DIGITS), nodes=nodes))
 

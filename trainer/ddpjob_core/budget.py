@@ -168,7 +168,7 @@ class Grant(NamedTuple):
 
     @staticmethod
     def read(text: str) -> Grant:
-        """Parse the value. Raise ValueError."""
+        """Parse the value of DDPJOB_RESTARTS_LEFT. Raise ValueError."""
         try:
             values = json.loads(text)
             known = values.get("known")

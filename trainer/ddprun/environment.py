@@ -14,7 +14,7 @@ PREFLIGHT = "ddpjob.preflight"
 
 
 class Life(NamedTuple):
-    """One generation of all ranks."""
+    """Facts about one generation: the ranks that run from one start to the next."""
 
     generation: int
     """Number of restarts before this generation."""

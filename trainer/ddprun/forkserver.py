@@ -308,7 +308,7 @@ class Spares:
 
 
 def awaited(pipe: int) -> dict[str, Any]:
-    """Wait for the run of a spare. Exit if none will come."""
+    """Wait in a spare for a script to run, and return its settings. Exit if none will come."""
     with open(pipe, encoding="utf-8") as file:
         line = file.readline()
     if not line.endswith("\n"):

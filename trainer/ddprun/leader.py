@@ -246,7 +246,7 @@ class Leader:
         }
 
     def _post(self) -> dict[str, Any] | None:
-        """Return the account for the status receiver, with the failures; None if nothing was charged."""
+        """Return the counts of charged restarts for the status receiver, with the failures; None without any."""
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)

@@ -19,7 +19,7 @@ ENDED_SECONDS = 600.0
 
 
 def state(status: api.Status) -> str:
-    """Return the state, or NO_STATE."""
+    """Return the job's state; NO_STATE for an unset or unknown one."""
     return status.state if status.state in names.STATES else names.NO_STATE
 
 

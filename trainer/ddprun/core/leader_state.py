@@ -467,7 +467,7 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def _go_on_if_enough_are_here(self, now: float) -> None:
-        """Start if all nodes are connected, or if enough are and we wait for no more."""
+        """Start if all nodes are connected, or if enough nodes are and no more are expected."""
         if self.state != "gathering":
             return None
         lost = self._uncharged

@@ -153,7 +153,7 @@ def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
 
 
 def _first_parameter(one: ModuleEnd, other: ModuleEnd) -> int:
-    """Return the index of the first parameter that differs."""
+    """Return the index of the first parameter that differs between two ranks."""
     length = len(one.sums) // SUM_CHARACTERS
     for index in range(length):
         at = slice(index * SUM_CHARACTERS, (index + 1) * SUM_CHARACTERS)

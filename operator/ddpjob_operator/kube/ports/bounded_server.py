@@ -39,7 +39,7 @@ _NO_LOG.disabled = True
 
 
 class BoundedServer(abc.ABC):
-    """Listens from `start` to `stop`.
+    """An HTTP server with limits. It listens from `start` to `stop`.
 
     If there is no room for a new connection, the server closes one without a token: the oldest from the address that
     has the most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A

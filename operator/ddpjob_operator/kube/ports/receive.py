@@ -49,7 +49,7 @@ class Account:
 
 
 class Receiver(BoundedServer):
-    """Takes reports.
+    """The HTTP server that takes reports of trainers.
 
     - verify: returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     - locate: returns the job and node of a pod; None for other pods.
