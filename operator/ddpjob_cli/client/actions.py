@@ -96,7 +96,7 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
             return
         if time.monotonic() > end:
             name = stored.job.metadata.name
-            raise watch.TooLateError(f"{name} is being deleted, and still there after {wording.duration(seconds)}")
+            raise watch.TooLateError(f"{name} is being deleted, and still exists after {wording.duration(seconds)}")
         time.sleep(0.2)
 
 

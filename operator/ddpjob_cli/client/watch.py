@@ -37,7 +37,7 @@ def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateEr
     status = stored.job.status
     return TooLateError(
         f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
-        f"{status.state or 'not seen by an operator'}{f': {status.message}' if status.message else ''}"
+        f"{status.state or 'not handled by an operator yet'}{f': {status.message}' if status.message else ''}"
     )
 
 

@@ -163,7 +163,7 @@ class Reflector:
         self.tried_at = self._runtime.clock()
         if not 0 < version < seen:
             return
-        text = f"the list is of version {version}, and {seen} was seen before"
+        text = f"the list has version {version}, older than the known version {seen}"
         if self._stale_lists < STALE_LISTS_MAX:
             self._stale_lists, self._version = self._stale_lists + 1, ""
             raise ApiError(0, "StaleList", text)
