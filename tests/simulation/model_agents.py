@@ -84,17 +84,17 @@ class Agent:
     """By node of the other end."""
     life: Life | None = None
     runs: bool = False
-    """True if its rank is running."""
+    """True if the agent's rank is running."""
     stopped: bool = False
-    """True if it was told to end its rank."""
+    """True if the agent was told to end its rank."""
     code: int | None = None
-    """The exit code of its rank."""
+    """The exit code of the agent's rank."""
     failures: list[RankFailure] = field(default_factory=list)
     told: bool = False
     told_how: int = 143
-    """The exit code of its rank after SIGTERM."""
+    """The exit code of the agent's rank after SIGTERM."""
     deaf: bool = False
-    """True if its rank ignores SIGTERM."""
+    """True if the agent's rank ignores SIGTERM."""
     done: bool = False
     alone_since: float = 0.0
     over: bool = False
@@ -104,15 +104,15 @@ class Agent:
     posts: int = 0
     posting: bool = False
     due: float | None = None
-    """When its leader state must be checked next."""
+    """When the agent's leader state must be checked next."""
     area: Area = field(default_factory=Area)
-    """Its memory."""
+    """The agent's memory."""
     kepts: list[Kept] = field(default_factory=list)
-    """What each of its ranks keeps there."""
+    """What each rank of the agent keeps in memory."""
     then: Callable[[], None] | None = None
     """What the agent does when its ranks have written the state or their time is over."""
     asked_at: float = 0.0
-    """When it requested that."""
+    """When the agent requested the state."""
 
     @staticmethod
     def of(process: Process) -> Agent:
@@ -164,7 +164,7 @@ class Agents:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
         """Receives a post of node 0's agent; returns True if a receiver confirmed it."""
         self.has_name: Callable[[Process], bool] = lambda _: True
-        """Returns True if the DNS name of its rank resolves to it."""
+        """Returns True if the DNS name of a process's rank resolves to the process."""
         self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
         """By job uid, attempt and replacement: the real charges of each agent of node 0."""
         self._training, self._connected, self._memories = training, connected, memories

@@ -38,16 +38,16 @@ class Node:
         self.neighbours = 0
         """How many neighbours have taken a whole node here."""
         self.reachable = True
-        """True if the API server hears its kubelet."""
+        """True if the API server hears the node's kubelet."""
         self.side = ""
-        """Name of the group of nodes with which it was cut off; these reach each other."""
+        """Name of the group of nodes that were cut off together, and reach each other."""
         self.powered = True
         self.silent_since: float | None = None
         self.losses = 0
         self.accepted: dict[str, str] = {}
         self.processes: dict[str, Process] = {}
         self.skew = dt.timedelta()
-        """The offset of its clock."""
+        """The offset of the node's clock."""
 
 
 class Cluster:

@@ -35,7 +35,7 @@ class Kueue:
         self.quota, self.version = quota, version
         self.is_down = self.is_stopped = False
         self.partly = 0
-        """How often it has admitted fewer pods than a Workload requests."""
+        """How often Kueue has admitted fewer pods than a Workload requests."""
         self.evicted: Callable[[Raw], None] = lambda workload: None
         self._loop, self._api = loop, api
         self._random = random.Random(f"{seed} kueue")

@@ -55,9 +55,9 @@ class Loaded(NamedTuple):
 
     state: State
     origin: str
-    """Where it comes from; "" if there is none."""
+    """Where the state comes from; "" without a state."""
     ranks: tuple[int, ...] = ()
-    """If from memory, the ranks on whose nodes it was."""
+    """If the state is from memory, the ranks on whose nodes it was."""
     assumed: bool = False
     why: str = ""
     """Why no state in memory counts although there are some."""

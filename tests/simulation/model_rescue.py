@@ -40,7 +40,7 @@ class Kept:
     first: int
     """The first boundary that the rank records."""
     local: int = 0
-    """Its local rank."""
+    """Local rank of the rank."""
     is_on: bool = True
     assumed: bool = False
     loads: int = 0

@@ -100,17 +100,17 @@ class PodEnd:
 
     failure: api.JobFailure
     deleted_at: dt.datetime | None = None
-    """When its deletion was requested; None for a lost node or an eviction."""
+    """When the pod's deletion was requested; None for a lost node or an eviction."""
     everywhere: bool = False
     """True if the agents agree that the failure would happen on every node."""
     raised: frozenset[str] = frozenset()
-    """All exceptions in its log, also those of a rank that was stopped later, and argparse's message."""
+    """All exceptions in the pod's log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if its ranks had all ended with 0 before it was stopped. Exit code 0 proves it only if the store is gone."""
+    """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only without the store."""
     seen: int = 0
-    """The observation in which its end was first seen; 0: the first of the pod."""
+    """The observation in which the pod's end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0
-    """The same for the request of its deletion."""
+    """The observation in which the pod's deletion was first seen requested; 0: the first of the pod."""
 
     @property
     def precedence(self) -> Precedence:

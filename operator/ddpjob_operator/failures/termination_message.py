@@ -90,7 +90,7 @@ class ContainerReport(NamedTuple):
     log: str = ""
     """The container's output."""
     done: bool = False
-    """True if all its ranks had ended with 0, and only the launcher was stopped."""
+    """True if all ranks of the container had ended with 0, and only the launcher was stopped."""
     permanent: bool = False
     """True if the agents agree that a retry cannot help on any node."""
     agreed: bool = False

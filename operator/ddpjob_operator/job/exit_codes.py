@@ -44,12 +44,12 @@ class LauncherExit:
     launcher: str
     """torchrun, ddprun, …; python if the script starts no launcher."""
     lost: str = ""
-    """How its exit code is lost: pipe, or, next, background, wait, if, not, words, exit, trap, …; "" if it is not."""
+    """How the launcher's exit code is lost: pipe, or, next, wait, if, not, words, exit, trap, …; "" if it is not."""
     at: str = ""
-    """The text that loses it: `| tee log`."""
+    """The text that loses the exit code: `| tee log`."""
     shell: str = ""
     replaced: bool = False
-    """True if, after its failure, another launcher may run that leaves no proof of its success (ddprun leaves one)."""
+    """True if another launcher may run after this one's failure, without a proof of success (ddprun leaves one)."""
     certain: bool = False
     """True if the script fails on every path on which no other launcher replaces this one."""
     started: command.Command = field(default_factory=command.Command)

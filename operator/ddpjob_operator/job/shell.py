@@ -61,7 +61,7 @@ class Simple(ShellNode):
     assigned: tuple[tuple[str, Word], ...] = ()
     words: tuple[Word, ...] = ()
     document: list[str] = field(default_factory=list)
-    """Its here-documents and <<< words. The last one is its standard input."""
+    """The command's here-documents and <<< words. The last one is the command's standard input."""
     expanded: list[str] = field(default_factory=list)
     """The here-documents and <<< words in which the shell expands variables."""
 
@@ -233,7 +233,7 @@ class _ShellParser:
         self.text, self.at = text, at
         self._work: Iterator[int] = outer._work if outer else iter(range(WORK_MAX))
         self._documents: list[tuple[Word, bool, _Redirections]] = []
-        """Here-documents that begin after this line: delimiter, whether tabs are removed, command."""
+        """Here-documents that begin after the current line: delimiter, whether tabs are removed, command."""
         self._compounds: dict[str, Callable[[], ShellNode]] = {
             "if": self._if, "while": self._while, "until": self._while, "for": self._for, "case": self._case,
             "{": lambda: GroupNode(self._block("{", "}")), "(": self._subshell,

@@ -84,7 +84,7 @@ class Meter:
         self._spent: dict[str, dict[str, int]] = {}
         """Seconds counted so far, by uid."""
         self._shown: dict[str, dict[str, int]] = {}
-        """The same, at the last scrape."""
+        """Seconds counted until the last scrape, by uid."""
         self._newly: Newest[str, None] = Newest(CHANGED_MAX)
         self._ended: Newest[str, None] = Newest(CHANGED_MAX)
         """Jobs (uid) first or last counted after the snapshot of the last scrape."""

@@ -45,9 +45,9 @@ class StepTracker:
     step: int
     phase: Phase
     advanced_at: dt.datetime
-    """Since when all of its reports have had the same step and phase, without a gap."""
+    """Since when all reports of the rank have had the same step and phase, without a gap."""
     heard_at: dt.datetime
-    """Time of its last report."""
+    """Time of the rank's last report."""
     measured: bool = False
     """False if receiving began at `advanced_at`, in the middle of a step."""
     learned: Learned = field(default_factory=Learned)

@@ -33,9 +33,9 @@ class Unreachable:
     pod: Pod
     since: dt.datetime
     lost_at: dt.datetime | None
-    """When it will be given up; None while most nodes are not ready."""
+    """When the pod will be given up; None while most nodes are not ready."""
     gone: bool
-    """True if its node's object was deleted."""
+    """True if the object of the pod's node was deleted."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class View:
     """The job and what is observed, sorted once for all rules."""
 
     job: api.DDPJob
-    """Its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
+    """The job; its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
     wanted_nodes: int
     stored: api.Status
     """The status exactly as the API server has it."""

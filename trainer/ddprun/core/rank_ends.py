@@ -30,7 +30,7 @@ class ModuleEnd(NamedTuple):
     group: str
     """Ranks of the module's process group, as text."""
     number: int
-    """Number of the module in that group, from 0, in order of construction."""
+    """Number of the module in its group, from 0, in order of construction."""
     digest: str
     """Digest of parameter names and shapes; only modules with equal digests are compared."""
     sums: str
@@ -41,7 +41,7 @@ class ModuleEnd(NamedTuple):
     """(backward passes made, collectives begun in its group) -> checksum of the parameters then."""
     hardware: str
     names: tuple[str, ...] = ()
-    """Names of its parameters; empty if another module with this digest has them."""
+    """Names of the module's parameters; empty if another module with this digest has them."""
 
 
 class NodeEnd(NamedTuple):

@@ -40,7 +40,7 @@ class Heartbeat(NamedTuple):
     over: bool = False
     """True if the rank needs no other rank: it left its group, or its script or the others' have ended."""
     completed: bool = False
-    """True if a collective of its default group has completed."""
+    """True if a collective of the default group has completed."""
 
 
 class HeartbeatTracker(NamedTuple):

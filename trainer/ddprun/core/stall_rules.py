@@ -35,13 +35,13 @@ class Position(NamedTuple):
     idle: bool = False
     """True if the rank needs no other rank any more, and has used no CPU during the stall."""
     apart: bool = False
-    """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
-    does not show what it waits for.
+    """True if the rank waits in another group, or is exiting and does not answer: its last collective in the default
+    group does not show what it waits for.
     """
     shape: str = ""
-    """Shape of its contribution to its last collective: [4, 3] float32."""
+    """Shape of the rank's contribution to its last collective: [4, 3] float32."""
     waits: deadlock.Waits | None = None
-    """The collectives that it waits in; None if unknown or not certain."""
+    """The collectives that the rank waits in; None if unknown or not certain."""
     ended_after: int = -1
     """Operations begun in the default group by a process that ended with 0; -1: see deadlock.Standing."""
 

@@ -49,7 +49,7 @@ class LocalPod:
     node: nodes.NodeProcess
     log: Log
     gpus: tuple[str, ...]
-    """Devices that its processes see, as in CUDA_VISIBLE_DEVICES."""
+    """Devices that the node's processes see, as in CUDA_VISIBLE_DEVICES."""
     termination_log: Path
     trainer: Container = CREATING
     step: int | None = None

@@ -47,15 +47,15 @@ class BoundedServer(abc.ABC):
     """
 
     connections_max = 256
-    """Each takes about 20 kB of memory, and up to 80 kB while a request arrives."""
+    """Each connection takes about 20 kB of memory, and up to 80 kB while a request arrives."""
 
     def __init__(self) -> None:
         self._manager: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self.connections: dict[Connection, None] = {}
-        """Oldest first."""
+        """Open connections, oldest first."""
         self._addresses: dict[str, dict[Connection, None]] = {}
-        """The same connections, by address of the peer."""
+        """Open connections by address of the peer."""
 
     @abc.abstractmethod
     async def answer(self, request: web.BaseRequest) -> web.Response:

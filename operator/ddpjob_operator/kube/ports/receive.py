@@ -45,7 +45,7 @@ class Account:
     allowance: float
     updated: float
     total_steps: int | None = None
-    """From an earlier report in Kubeflow's protocol."""
+    """Number of steps, from an earlier report in Kubeflow's protocol."""
 
 
 class Receiver(BoundedServer):

@@ -41,9 +41,9 @@ class NodeCache:
         self._names: dict[str, tuple[int, str]] = {}
         """Version seen last, and uid, of all nodes."""
         self._not_ready: dict[str, Node] = {}
-        """Deleted nodes included."""
+        """Nodes that are not ready, deleted nodes included."""
         self._gone: dict[str, bool] = {}
-        """Deleted nodes; True if the API server confirmed it, because a watch or list may be late."""
+        """Deleted nodes; True if the API server confirmed the deletion, because a watch or list may be late."""
         self._turned: dict[str, float] = {}
         """When nodes became not ready; by the cluster's clock if that was before the first list."""
         self._listed = False

@@ -55,8 +55,8 @@ class Reflector:
         self.namespace = namespace
         self.synced = asyncio.Event()
         self.tried_at = runtime.clock()
-        """When it last sent or received something, or began a back-off. The liveness probe finds a hung watch by it; an
-        API server that is away causes no restart.
+        """When the reflector last sent or received something, or began a back-off. The liveness probe finds a hung
+        watch by this time; an API server that is away causes no restart.
         """
         self.waits = True
         """True during a back-off."""

@@ -60,7 +60,7 @@ class Events:
         self._client, self._runtime, self._clock = client, runtime, runtime.clock
         self._instance, self._level, self._busy = instance, level, busy
         self._waiting: dict[str, collections.deque[_WaitingEvent]] = {}
-        """By uid of the job, oldest first."""
+        """Events by uid of the job, oldest first."""
         self._count = 0
         self.queue: Queue[Key] = Queue(runtime, name=names.QUEUES[1], meter=meter, at_a_time=8, of_namespace=4)
         """Jobs by namespace and uid. Events of one job are sent one at a time, so that their order is kept."""

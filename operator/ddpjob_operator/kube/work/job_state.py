@@ -41,7 +41,7 @@ class PutOff(NamedTuple):
     version: str
     """resourceVersion of the job that failed; any other is tried at once. "" if the job is not the cause."""
     until: float
-    """By the monotonic clock."""
+    """Time of the next try, by the monotonic clock."""
     times: int
     """Failures in a row for this reason."""
 
@@ -58,7 +58,7 @@ class JobState:
     progress_at: float | None = None
     """When (monotonic clock) a write of progress alone is allowed; None: none is waiting."""
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
-    """By kind and name."""
+    """Conflicting objects by kind and name."""
     agent: Report | None = None
     """Last report of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class JobState:
     last_report_at: dt.datetime | None = None
     """Time of the last report of any rank; None before the first report and after a final one."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """Last state by name, because a pod may start and end between two reconciles."""
+    """Last state of deleted pods by name, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class Caches:
     services: Store[observe.Service]
     nodes: NodeCache
     gangs: Mapping[str, GangWatch] = field(default_factory=dict)
-    """By adapter."""
+    """Watches of gangs by adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
         """Return the store for a kind: Pod, Service, or the kind of an adapter's objects."""

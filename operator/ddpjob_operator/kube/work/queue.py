@@ -280,7 +280,7 @@ class Queue(Generic[K]):
         self._free = at_a_time
         self._wake = asyncio.Event()
         self._sleeps_until = float("inf")
-        """A later request does not wake the loop."""
+        """Time at which the loop wakes. A later request does not wake it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 
