@@ -249,7 +249,8 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(template)
     yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
-    refused = (text for _, text in launcher.contradictions(job.spec))  # those in script files; others refuse the job
+    # Contradictions in script files; the operator refuses a job with any other contradiction.
+    refused = (text for _, text in launcher.contradictions(job.spec))
     yield from ((command_path(template), "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
 
 

@@ -315,7 +315,7 @@ def changed(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
 def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
     source = inspect.getsource(module)
     assert old in source
-    sys.modules["mutant"] = made = types.ModuleType("mutant")  # dataclasses look for their module there
+    sys.modules["mutant"] = made = types.ModuleType("mutant")  # dataclasses look for their module in sys.modules
     exec(compile(source.replace(old, new) if old else source, "mutant", "exec"), made.__dict__)
     return made
 

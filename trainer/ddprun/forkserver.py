@@ -356,7 +356,7 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
         fork_again(agent_pid, write_end, of_rank)
         return 0
     os.close(write_end)
-    answer = os.read(read_end, PIPE_BYTES).decode()  # the process in between writes it atomically before it exits
+    answer = os.read(read_end, PIPE_BYTES).decode()  # the rank's pid, or an error: one atomic write
     os.close(read_end)
     if not answer.isdecimal():
         raise OSError(answer or "it was killed while it forked")

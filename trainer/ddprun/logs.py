@@ -83,7 +83,7 @@ class LogFolder:
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
-        # `extend` adds them one by one, so if one cannot be opened, `copy_last` still closes the earlier ones.
+        # `extend` adds open files one by one, so if one cannot be opened, `copy_last` still closes the earlier ones.
         self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 

@@ -334,7 +334,7 @@ class LocalRanks:
         return begins + (f"; left out: {left}" if left else "")
 
     def _fork_spares(self, now: float) -> None:
-        from ddprun import spares  # imported late: ranks must not wait for it
+        from ddprun import spares  # imported late, so that ranks do not wait for the import
 
         if self._server is not None and self._server.learning == "now":  # the next fork server will fork the spares
             self._spares_at = now + NOTE_SECONDS
@@ -504,7 +504,7 @@ class LocalRanks:
             return False
         files = self._files[local_rank]
         consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
-        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "": the failure may be a child's
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "": a child process may have failed
         return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:

@@ -341,7 +341,7 @@ def _gpus(environ: Mapping[str, str]) -> int:
     if visible is None:
         return present
     named = [part.strip() for part in visible.split(",")]
-    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA stops reading there
+    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA stops at such an entry
     return min(present, end)
 
 

@@ -34,8 +34,8 @@ class Posting:
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "")
         self._child, self._pipe = 0, -1  # the post in flight
         self._until = 0.0  # deadline of that post
-        self._posted: Any = None  # the account in the last post
-        self._confirmed: Any = None  # the account that the receiver last confirmed
+        self._posted: Any = None  # the counts in the last post
+        self._confirmed: Any = None  # the counts that the receiver last confirmed
         self._at, self._back_off = 0.0, 0.0  # time of the next post; 0: nothing was sent yet
         self._has_warned = False
 

@@ -94,7 +94,7 @@ def read(words: list[str]) -> Command:
     Other commands install packages or prepare data."""
     try:
         commands = [c for command in _commands(words) if _names_few(command) and (c := _read(command)).launcher]
-    except RecursionError:  # hundreds of launchers that start each other
+    except RecursionError:  # the command has hundreds of launchers that start each other
         return Command()
     by_launcher = [c for c in commands if c.launcher != "python"]
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])

@@ -149,7 +149,7 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
     except _CANNOT_FOLLOW:
         return ()
     by_launcher = tuple(one for one in found.values() if one.launcher != "python")
-    programs_alone = tuple(found.values())  # which program trains is unknown, so warn only if all are lost
+    programs_alone = tuple(found.values())  # the program that trains is unknown, so warn only if all codes are lost
     return by_launcher or (programs_alone if len(found) == 1 or all(one.lost for one in found.values()) else ())
 
 

@@ -20,7 +20,7 @@ PORT_MAX = 65_535
 
 _ROOT = "PodTemplateSpec"
 _RESEMBLES = 0.7  # "valeu" is 0.8 like "value", "comand" 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
-_OLDER = {"PodSpec": ("workloadRef",)}  # fields of an older API only
+_OLDER = {"PodSpec": ("workloadRef",)}  # fields that only an older API has
 _PORTS = ("containerPort", "hostPort", "port")
 _WORDS = {
     ("Container", "imagePullPolicy"): ("Always", "IfNotPresent", "Never"),

@@ -139,7 +139,7 @@ class Supervisor:
 
 def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]:
     """Start the trainer. Return its pid, and None or a report of why exec failed."""
-    failure_read, failure_write = os.pipe()  # a successful exec closes it without data
+    failure_read, failure_write = os.pipe()  # a successful exec closes this pipe without data
 
     def become() -> None:
         # `fork` has made a new session, so `trap "kill 0" EXIT` in a launch script does not reach the supervisor.
