@@ -156,7 +156,7 @@ def begin_here(_file: str, argv: list[str], environ: dict[str, str]) -> NoReturn
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
             sys.excepthook(*sys.exc_info())
-    ctypes.pythonapi.Py_Exit(code)  # runs the complete exit of the interpreter, because this benchmark tests it
+    ctypes.pythonapi.Py_Exit(code)  # the interpreter's complete exit, which this benchmark tests
     raise AssertionError("it has ended")
 
 

@@ -69,7 +69,7 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
 
 
 def run(launcher: str, given: argparse.Namespace, folder: Path) -> str:
-    """Train with this launcher for the given time."""
+    """Train with this launcher for the given time, and print the goodput."""
     (folder / "train.py").write_text(NOTES_STEPS)
     words = [BIN / "ddpjob", "run", "--launcher", launcher, "--nodes", "2", "--cpu", "--plain", "--no-check"]
     words += ["--max-restarts", "1000", "--fail", f"every={given.every}s", "train.py", "--", *given.script]

@@ -78,7 +78,7 @@ async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
     assert not problems, problems
     bodies = [build.pod(parsed, 1, rank) for rank in range(pods)]
     for body in bodies:
-        del body["metadata"]["ownerReferences"]  # the garbage collector would delete them at once
+        del body["metadata"]["ownerReferences"]  # otherwise the garbage collector deletes these pods at once
     async with client() as api:
         began, cpu = time.perf_counter(), time.process_time()
         watching = asyncio.ensure_future(all_pods_there(namespace, pods))

@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One round, in seconds."""
+    """Durations of one round, in seconds."""
 
     cold: float
     """Seconds from the launchers' start until every rank has made a step."""
@@ -140,7 +140,7 @@ def meet(variant: Variant, nodes: int, node: int, port: int) -> list[str]:
 
 
 def restart(variant: Variant, nodes: int, victim: int) -> Result | None:
-    """Run one round; None if it hung."""
+    """Run one round and return its durations; None if it hung."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
         job = Job(variant, nodes, Path(folder))
         ends.callback(job.kill)

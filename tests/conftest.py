@@ -24,8 +24,8 @@ real_gpus.hide()
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
-# There is no deadline, because a busy machine or a first run without caches is not a fault of the code. A property test
-# has 30 examples, or 1,000 with --hypothesis-profile=night.
+# There is no deadline, because a busy machine or a first run without caches is not a fault of the code.
+# A property test has 30 examples, or 1,000 with --hypothesis-profile=night.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)
 settings.load_profile("unhurried")
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = this_tree.number()
 
 
-# Tests that share an expensive fixture run in one process, because each process would create it again. The mark
+# Tests that share an expensive fixture run in one process, because each process would create it again.
 # xdist_group cannot do this: pytest 9.2 does not see the group that xdist 3.8 appends to a test's identifier.
 TOGETHER = (
     "api/test_crd.py",  # a namespace, and a running job

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = ("2.4", "newest")  # the oldest one that pyproject.toml allows, and the newest
+TORCHES = ("2.4", "newest")  # the oldest version that pyproject.toml allows, and the newest
 NEEDED = "numpy pytest pytest-timeout pytest-xdist hypothesis psutil pexpect pyte scikit-learn".split()
 TESTS = ("tests/trainer", "tests/agent")
 

@@ -67,7 +67,7 @@ def text(of_architectures: Iterable[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the requirements files to pins/."""
     for name, requirements in wanted().items():
         (ROOT / "pins" / f"{name}.txt").write_text(text(chosen(requirements, each) for each in ARCHITECTURES))
 

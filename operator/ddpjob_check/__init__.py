@@ -44,7 +44,7 @@ __all__ = ["RULES", "CheckedJob", "Finding", "Found", "Rule", "check", "kept", "
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = CheckedJob()
-LEFT_OUT_MAX = 5  # rules that took too long, as named in the finding
+LEFT_OUT_MAX = 5  # number of stopped rules that a finding names
 _MODULES = (
     ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
     local_rank, alone, schedulers, elastic, hidden,

@@ -280,7 +280,7 @@ _PARTS_MAX = 200
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
-    """Return "wrapped" or "plain" after the last assignment. before: earlier ones. here: all in the function."""
+    """Return "wrapped" or "plain" for a model after its assignments `before`. here: all assignments in the function."""
     last = max(before, key=lambda n: n.lineno, default=None)
     if last is None:
         return ""
@@ -309,8 +309,8 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """Return "wrapped" or "plain" for a model that another function, or the module, assigns. The level counts at its
-    call of this function, else at its end."""
+    """Return "wrapped" or "plain" for a model that another function, or the module, assigns: as it is when that code
+    calls this function, else at the end of that code."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""

@@ -115,7 +115,7 @@ def _is_changed(script: Script, function: Function) -> bool:
 
 
 def _may_be_left_out(script: Script, call: ast.Call) -> bool:
-    """True if a condition in its function may skip a call. The condition that a group exists does not count."""
+    """True if a condition in the function around a call may skip the call. "If a group exists" does not count."""
     for child, parent in script.above(call):
         if isinstance(parent, ast.If) and child is not parent.test:
             if not _means_alone(script, parent.test, holds=child not in parent.body):

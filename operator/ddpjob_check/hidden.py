@@ -243,7 +243,7 @@ def _started(script: Script) -> list[tuple[ast.Call, command.Command]]:
 
 
 def _words(script: Script, node: object) -> list[str]:
-    """Return the words of a command as far as they are written out: of a list, or of a line for a shell."""
+    """Return the literal words of a command, from a list or from a line for a shell."""
     if isinstance(node, ast.List | ast.Tuple):
         return [_word(script, one) for one in node.elts]
     return ["sh", "-c", _word(script, node)]

@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class YamlRule:
-    """A rule about the YAML alone."""
+    """A rule of the check that needs only a job's YAML, and no script."""
 
     name: str
     severity: Severity

@@ -32,7 +32,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Return the longest name, for messages."""
+        """Return the option's longest name, for messages."""
         return max(self.names, key=len)
 
     def given(self, words: Sequence[str]) -> Any:

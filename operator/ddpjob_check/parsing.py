@@ -21,7 +21,7 @@ _COMMENT_OR_TEXT = re.compile(
 
 
 class TooLongError(Exception):
-    """The work took too long and was stopped."""
+    """Parsing a script, or a rule for it, takes too long and is stopped."""
 
 
 def parse(text: str) -> ast.Module:

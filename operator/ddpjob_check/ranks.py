@@ -217,7 +217,7 @@ def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
 
 
 def _by_decorator(script: Script, parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
-    """Yield the guard in a decorator of this file, if the decorator calls the function only under this guard."""
+    """Yield the condition (such as `rank == 0`) under which a decorator of the script calls the decorated function."""
     for decorator in parent.decorator_list if isinstance(parent, Function) and child in parent.body else ():
         wrapper = script.definition(decorator.func if isinstance(decorator, ast.Call) else decorator)
         if isinstance(decorator, ast.Call) and isinstance(wrapper, Function):

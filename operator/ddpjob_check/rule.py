@@ -24,7 +24,7 @@ Limited: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 
 def unlimited(work: Callable[[], T]) -> T:
-    """Return the result of the work, without a time limit."""
+    """Call `work` without a time limit, and return its result."""
     return work()
 
 

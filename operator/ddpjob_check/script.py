@@ -49,7 +49,7 @@ def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
 
 
 class Kind(enum.Enum):
-    """The kind of rank that a number is."""
+    """What a number in a script is, for example a global rank."""
 
     GLOBAL = "global rank"
     LOCAL = "local rank"
@@ -188,7 +188,7 @@ class Script(Values):
         if expression is None or depth > _DEPTH_MAX:
             return {Kind.UNKNOWN}
         if expression not in self._kinds:
-            self._kinds[expression] = {Kind.UNKNOWN}  # in a cycle, the value itself adds no kind
+            self._kinds[expression] = {Kind.UNKNOWN}  # if names refer to each other in a cycle, this value adds no kind
             self._kinds[expression] = set().union(*(self._kinds_of(o, depth + 1) for o in self.origins(expression)))
         return self._kinds[expression]
 

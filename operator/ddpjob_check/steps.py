@@ -206,7 +206,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
-    """True if the branch itself contains some of these steps (a different mistake), or if there are no steps."""
+    """True if the branch itself contains some of these steps, which is a different mistake."""
     inside = {id(n) for n in ast.walk(statement)}
     return any(id(s) in inside for s in steps)
 
@@ -297,7 +297,7 @@ class LocalValues:
         return (losses | made) - {""}
 
     def _runs_the_model(self, call: ast.expr) -> bool:
-        """True for a call of the wrapped model, or of a function of the file that gets it and calls no collective."""
+        """True for a call of the wrapped model, or of a function that gets the model and calls no collective."""
         if not isinstance(call, ast.Call) or self._script.is_wrapped(call.func):
             return isinstance(call, ast.Call)
         gets_model = any(self._script.is_wrapped(a) for a in call.args if isinstance(a, ast.Name | ast.Attribute))

@@ -443,8 +443,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # Each loop resolves parameters for the next one. The first finds `demo` in def start(demo): mp.spawn(demo, …).
-        # The second finds `fn` in def init_process(rank, size, fn): fn(rank, size).
+        # The order matters: the callers found so far resolve `demo` in def start(demo): mp.spawn(demo, …).
+        # The next loop then resolves `fn` in def init_process(rank, size, fn): fn(rank, size).
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)

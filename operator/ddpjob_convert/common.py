@@ -109,7 +109,7 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
-    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: for auto without GPUs; None: the node's CPUs."""
+    """Set nprocPerNode from auto, cpu, gpu or a number. on_cpus: for auto without GPUs; None: all CPUs."""
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):

@@ -14,7 +14,7 @@ GANG = (
     "server have PodGroups, and startDeadlineSeconds to delete the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
-# Why a field has no counterpart in a DDPJob. Field names are unambiguous in these documents.
+# Why a field has no counterpart in a DDPJob. In jobs of the converted kinds, a name means only one field.
 _REASONS = {
     # metadata
     **dict.fromkeys(
@@ -56,7 +56,7 @@ def walk(part: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 class ConvertError(Exception):
-    """A part cannot be converted. path: of the field in the source, or, after "runtime", in the runtime's document."""
+    """A part cannot be converted. path: of the field in the source; a path in the runtime begins with "runtime"."""
 
     def __init__(self, path: Path, text: str, runtime: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)

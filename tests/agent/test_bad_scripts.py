@@ -292,7 +292,7 @@ def hold_all_places(port: int, full: threading.Event, enough: threading.Event) -
         while len(held) < 100:
             try:
                 held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-            except OSError:  # not listening yet, or already closed
+            except OSError:  # node 0 is not listening yet, or has already ended
                 break
             held[-1].setblocking(False)
     for old in held:
@@ -373,6 +373,6 @@ def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(
     joins = "atexit.register(multiprocessing.util._exit_function)"
     script = launcher.script(f"{imports}\n{joins}\n{held}.start()\n{end}\n")
     agent = launcher.warm("--max-restarts", 0, script)
-    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # the stack shows what holds it
+    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # the stack shows the reason
     assert agent.returncode == 1
     assert "RuntimeError: boom" in json.loads((launcher.folder / "termination.json").read_text())["exception"]

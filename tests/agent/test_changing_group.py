@@ -43,7 +43,7 @@ def running(least: int, most: int, *here: int, **more: Any) -> LeaderState:
 
 
 def stops(found: LeaderState, at: float, *, patient: bool) -> None:
-    """Let all ranks end that were ordered to stop."""
+    """End all ranks that node 0 has ordered to stop."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     assert order.patient is patient
@@ -271,7 +271,7 @@ def test_whatever_happens_the_rules_hold() -> None:
     assert sum(walk.growths for walk in walks) > WALKS / 2
 
 
-@pytest.mark.long  # slow; the random walks by day find each bug below too
+@pytest.mark.long  # slow; the test above, with fewer random walks, also finds each bug below
 def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
     for seed in range(20_000):
         walk(seed)
@@ -334,7 +334,7 @@ def changed(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
 def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
     source = inspect.getsource(module)
     assert old in source
-    sys.modules["mutant"] = made = types.ModuleType("mutant")  # dataclasses look for their module there
+    sys.modules["mutant"] = made = types.ModuleType("mutant")  # dataclasses look for their module in sys.modules
     exec(compile(source.replace(old, new) if old else source, "mutant", "exec"), made.__dict__)
     return made
 

@@ -1,6 +1,6 @@
 """Jobs that end well always end cleanly: bench/finishes.py with few jobs. Under ddprun the agents are forked from a
-process that has imported torch: 1.2 to 2 s of CPU each. By day four jobs run, at night over a hundred. A few of them
-run as in a pod and under torchrun. tests/trainer/test_gloo_teardown.py tests each known fault separately."""
+process that has imported torch: 1.2 to 2 s of CPU each. `make test` runs four jobs, `make test-long` over a hundred.
+Some run as in a pod and under torchrun. tests/trainer/test_gloo_teardown.py tests each known fault separately."""
 
 from __future__ import annotations
 

@@ -246,8 +246,8 @@ def test_no_process_between_the_fork_server_and_the_ranks_remains(launcher: Laun
 
 
 def test_a_rank_that_is_killed_right_after_its_fork_counts_as_ended(launcher: Launcher) -> None:
-    """The rank's parent ignores its children and may still be alive on a busy machine. The agent must not wait for a
-    rank that nobody can reap, and then give the node up after a minute."""
+    """On a busy machine the rank's parent may still be alive, and it does not reap the rank. The agent must not wait a
+    minute for that rank and then give the node up."""
     launcher.script(
         """
         import os, signal, time

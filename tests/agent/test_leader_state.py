@@ -826,7 +826,7 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     found, at = running(1, restarts=9), T0
     for code in range(1, 8):
         fail(found, [failure(code=code)], at)
-        at += 700  # seconds; a failure so much later does not count as in a row
+        at += 700  # seconds; a failure after so long a time does not count as one in a row
         found.tick(at)
         taken(found)
     assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]

@@ -145,7 +145,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(
 def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
-    """A worker of the old generation must not train on into the same checkpoint."""
+    """A process of the old generation must not go on training and overwrite the checkpoint."""
     daemon = (
         "import subprocess, sys\n        subprocess.run(['sh', '-c', "
         "'(env -i setsid setsid sleep 1000 & echo $! > daemon.txt)'], check=True)"

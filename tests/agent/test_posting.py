@@ -75,7 +75,7 @@ def application(body: dict[str, Any]) -> int:
 def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
     launcher: Launcher, receiver: Receiver
 ) -> None:
-    """If the agent forgot these steps after its final report, the fourth failure in a week would end the job."""
+    """If steps of ended ranks did not count as progress, the fourth failure in a week would end the job."""
     script = launcher.script(
         """
         import os, ddpjob

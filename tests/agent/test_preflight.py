@@ -1,4 +1,4 @@
-"""If requested, nodes measure each other before the first ranks start: tests of what follows from the result."""
+"""In a pre-flight nodes measure each other before the first ranks start: what follows from the result."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from shell import eventually, lives
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow": 0, "chargedInARow": 0})
 
-# Every rank records its start and runs until it may end. After SIGTERM to one rank all ranks save: each checks for a
-# common file, which stands for the step on which the library's ranks agree.
+# Every rank records its start and runs until it may end. After SIGTERM to one rank all ranks save.
+# Each rank checks for a common file, which stands for the step on which the library's ranks agree.
 TRAIN = """
 import os, signal, sys, time
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]

@@ -191,7 +191,7 @@ def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object
 def test_an_agent_mentions_its_idle_ranks_in_one_line(
     capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
 ) -> None:
-    """Without the line, a script that does not use the library hangs silently for hours."""
+    """Without a line about idle ranks, a script that does not use the library hangs silently for hours."""
     agent: Any = types.SimpleNamespace(
         options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),
         node=types.SimpleNamespace(running_ranks={0}, pid=lambda _: -1),

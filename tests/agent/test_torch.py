@@ -91,7 +91,7 @@ dist.destroy_process_group()
 
 
 def test_the_default_preload_contains_all_imports_of_the_first_ddp_step(launcher: Launcher) -> None:
-    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier import of torch._inductor here sets it
+    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier import of torch._inductor in this process sets it
     assert finish(launcher.ddprun("--nproc", 2, "--no-preload", launcher.script(PRINT_ENVIRON))).returncode == 0
     new, _ = environs(launcher, 2)
     script = launcher.script(PRINT_ENVIRON + FIRST_STEP)

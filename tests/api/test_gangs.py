@@ -199,7 +199,7 @@ def test_a_missing_topology_binds_no_pod_and_is_reported(gangs: Gangs) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))])
 def test_a_mix_of_gang_jobs_never_blocks_itself(gangs: Gangs, all_nodes: int, seed: int) -> None:
-    """Each job takes some of the nodes for a short time, and all jobs end. By day one mix runs, at night twenty."""
+    """Each job takes some of the nodes for a short time, and all jobs end. `make test-long` runs twenty mixes."""
     sizes = random.Random(seed)
     names = [f"job-{number}" for number in range(sizes.randrange(3, 7))]
     for name in names:

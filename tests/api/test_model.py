@@ -19,8 +19,8 @@ from ddpjob_operator.job import api as types
 
 Answer = tuple[int, dict[str, Any]]
 Ask = Callable[..., Answer]
-# No scheduler handles these pods, as in the model. The default scheduler would write that they fit on no node. If this
-# write came right before a DELETE, the API server would answer with 409.
+# No scheduler handles these pods, as in the model. The default scheduler would write that they fit on no node.
+# If the scheduler wrote right before a DELETE, the API server would answer with 409.
 POD = {"containers": [{"name": "trainer", "image": "busybox"}], "schedulerName": "nobody"}
 
 

@@ -32,7 +32,7 @@ def _no_hot_loop(api: FaultyApi) -> Iterator[None]:
 
 
 def passes(seconds: float) -> None:
-    """Wait this many seconds, in which nothing may happen."""
+    """Wait this many seconds. The caller then checks that nothing has happened."""
     end = time.monotonic() + seconds
     until(lambda: time.monotonic() > end, "time passes", seconds + 5)
 

@@ -157,8 +157,8 @@ def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_ne
     released = leader.renewals()[-1]
     waited = standby.renewals()[0] - released
     print(f"the other leads {waited:.2f} s after the release, which came {released - told:.2f} s after the signal")
-    # Two retries take 1 s here, plus the delay of a busy machine. If the leader did not release the Lease, the standby
-    # would wait until the Lease expires.
+    # Two retries take 1 s here, plus the delay of a busy machine.
+    # If the leader did not release the Lease, the standby would wait until the Lease expires.
     assert waited < LEASE_SECONDS - 1.2 * RETRY_SECONDS
     ends_well(namespace, uids)
     assert standby.lists() == lists

@@ -31,8 +31,8 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
-# The operator has these rights only in its own namespace, and get and update only for one Lease. The start does not
-# check these rights, because the task that renews the Lease logs a missing right.
+# The operator has these rights only in its own namespace, and get and update only for one Lease.
+# The operator's start does not check these rights, because the task that renews the Lease logs a missing right.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")

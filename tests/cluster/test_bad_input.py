@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pods import Space, job, trainer
 
-# The library writes the exception to the termination message, so other output cannot hide it. Without the message only
-# the end of the log is known, and a container runtime may put stdout after the traceback.
+# The library writes the exception to the termination message, so other output cannot hide it.
+# Without the message only the end of the log is known, and a container runtime may put stdout after the traceback.
 NOISE = rb"""
 import os, sys
 import ddpjob

@@ -319,7 +319,7 @@ def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(
 def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """The processes continue to run, have a network, and resolve the same DNS names as the new attempt."""
+    """Without a kubelet, old processes continue to run, and resolve the same DNS names as the new attempt."""
     halted = other(nodes[:2], leader(operator)[1])
     jobs.apply(spread(job("halting", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "halting")[halted]

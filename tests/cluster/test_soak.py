@@ -17,7 +17,7 @@ from pods import MEET, Space, job, trainer
 
 SECONDS = float(os.environ.get("DDPJOB_TEST_SOAK_SECONDS", "1800"))
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(2 * SECONDS + 1200)]
-# By day test_faults.py tests the same faults one by one. Here they come in random order.
+# test_faults.py tests the same faults one by one. Here they come in random order.
 AT_ONCE = 6
 FAULT_EVERY_SECONDS = 20, 45
 ENDS_WITHIN_SECONDS = 400.0  # after the last fault

@@ -45,7 +45,7 @@ class Session:
         return self._printed.read_text(errors="replace")
 
     def prints(self, what: str, times: int = 1) -> None:
-        """Wait until the session has printed this text so many times."""
+        """Wait until the session has printed this text this many times."""
         eventually(lambda: self.text.count(what) >= times or self.process.poll() is not None, SECONDS_MAX)
         assert self.text.count(what) >= times, self.text
 
@@ -329,7 +329,7 @@ def test_a_file_of_200_mb_is_not_read_and_a_data_folder_is_not_searched(folder: 
 
 
 def test_changes_are_handled_when_they_have_settled_and_at_the_latest_after_a_second(folder: Path) -> None:
-    """An editor truncates a file before it writes the text, or replaces the file."""
+    """One save must be reported once, although an editor truncates or replaces the file before it writes the text."""
     files, script = SavedFiles([str(folder)]), folder / "train.py"
     now = 100.0
     for text in ("", "2", "22"):

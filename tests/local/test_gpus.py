@@ -32,7 +32,7 @@ def no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Machine:
-    """A PATH whose only folder contains a fake nvidia-smi."""
+    """A machine whose GPUs a fake nvidia-smi lists, which is alone on PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

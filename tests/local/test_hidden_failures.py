@@ -47,7 +47,7 @@ def test_a_launcher_that_nobody_waited_for_gives_a_success_with_a_warning(cli: C
     assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
 
 
-@pytest.mark.long  # slow: ranks are observed every 5 s; by day tests/unit/test_hidden_failures.py tests this
+@pytest.mark.long  # slow: ranks are observed every 5 s; tests/unit/test_hidden_failures.py has a fast test
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(cli: Cli, size: int) -> None:
     """A wrapper around torchrun may change the environment, so that each node forms a group of its own."""
@@ -57,7 +57,7 @@ def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(c
     assert (done.returncode, "rank 0 was in a group of 1 rank, but the job has 2" in done.stderr) == (0, size == 1)
 
 
-@pytest.mark.long  # slow: launchers are checked every 5 s; by day tests/unit/test_launching.py tests this
+@pytest.mark.long  # slow: launchers are checked every 5 s; tests/unit/test_launching.py has a fast test
 def test_a_launcher_of_a_script_that_waits_in_vain_is_named_while_it_waits(cli: Cli) -> None:
     (cli.folder / "torchrun").write_text("import time\ntime.sleep(9)\n")
     job = cli.file("", container={"command": ["sh", "-c", "exec python $0 --nnodes=3 train.py", "torchrun"]}, nodes=2)

@@ -1,9 +1,9 @@
 """Every common way to launch works as a DDPJob and trains the same. What cannot work is refused with the reason.
 
 Each way prints a hash of exact numbers (trainer/examples/notes/common.py): equal hashes mean the same samples in the
-same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So by day all ways that
-one script can use share a run. A script without torch checks the rank numbers under the two other parsers of torch's
-launcher. At night each example in examples/notes trains."""
+same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for its first DDP. So in
+`make test` all ways that one script can use share a run, and a script without torch checks the rank numbers under the
+two other parsers of torch's launcher. `make test-long` trains each example in examples/notes."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_each_recipe_trains_in_one_world_to_the_same_parameters(cli: Cli, alone:
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 
-# Other tests: torchrun by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py, ranks without a
-# launcher by env:// in test_uneven_ranks.py, ddprun in test_in_place.py.
+# Tested elsewhere: torchrun by env:// in test_torchrun.py and by tcp:// in tests/trainer/test_init.py.
+# test_uneven_ranks.py has ranks without a launcher by env://, and test_in_place.py has ddprun.
 def test_ranks_spawned_by_the_script_meet_by_env_tcp_and_file(cli: Cli, alone: str) -> None:
     command = ["python", "train.py", str(cli.folder), str(free_port()), str(free_port())]
     job = cli.file(EVERY_METHOD, container={"command": command}, nodes=1, nprocPerNode=2)

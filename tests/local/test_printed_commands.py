@@ -16,7 +16,7 @@ import pytest
 from documents import ROOT
 
 pytestmark = [
-    pytest.mark.long,  # up to four trainings of two nodes per page; by day commands are only parsed
+    pytest.mark.long,  # up to four trainings of two nodes per page; `make test` only parses the commands
     pytest.mark.timeout(900),
 ]
 HERE = tuple(f"ddpjob {name} " for name in ("run", "init", "check", "list", "logs", "report"))

@@ -1,4 +1,4 @@
-"""Only their user can read the files of a local run, and a run does not write through planted files."""
+"""Only the user of a local run can read its files, and a run does not write through planted files."""
 
 from __future__ import annotations
 

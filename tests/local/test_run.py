@@ -472,7 +472,7 @@ def saved(cli: Cli) -> list[str]:
 
 
 def test_a_closed_terminal_leaves_the_nodes_their_grace_to_save(cli: Cli) -> None:
-    """If a connection is lost at night, the ranks must still get their time to save."""
+    """If the terminal is closed or its connection is lost, the ranks must still get their time to save."""
     ours, theirs = os.openpty()
     cli.env |= {"TERM": "xterm-256color"}
     process = cli.start(

@@ -197,7 +197,7 @@ def test_the_link_latest_points_to_the_newest_run_and_a_users_file_of_that_name_
 
 @pytest.mark.parametrize("kind", ["file", "dangling", "link to a file"])
 def test_a_file_in_place_of_the_folder_is_refused_and_kept(cli: Cli, kind: str) -> None:
-    """Users must neither see a traceback nor lose the file."""
+    """If a file has the name of the run's folder, users must neither see a traceback nor lose the file."""
     (cli.folder / "data").write_text("precious")
     if kind == "file":
         (cli.folder / "job").write_text("precious")

@@ -52,7 +52,7 @@ def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> No
 
 
 def test_without_runs_list_and_logs_report_that_there_are_none(cli: Cli) -> None:
-    """A new user must see neither an empty line nor a traceback."""
+    """Without any run, a new user must see neither an empty line nor a traceback."""
     done = cli.run("list")
     assert (done.returncode, done.stdout) == (0, "")
     assert "no run is kept" in done.stderr

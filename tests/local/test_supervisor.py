@@ -24,8 +24,8 @@ OPERATOR = str(Path(node_module.__file__).parents[2])
 TAG = "DDPJOB_TEST_TREE"
 BOUND_SECONDS = 15.0  # on an idle machine each test takes less than a second
 
-# A launcher worse than torchrun: two workers in sessions of their own, orphaned by a second fork, ignore SIGTERM. The
-# launcher exits with 1 when one of them has ended.
+# A launcher worse than torchrun: two workers in sessions of their own, orphaned by a second fork, ignore SIGTERM.
+# This launcher exits with 1 when one of its workers has ended.
 LAUNCHER = """
 import os, select, signal
 def worker(number):

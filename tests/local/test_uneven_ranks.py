@@ -49,7 +49,7 @@ SECONDS_MAX = 240  # two attempts of four processes that import torch, possibly 
 @pytest.mark.parametrize(
     ("command", "script"),
     [
-        (["python", "train.py"], UNEVEN),  # checks that gloo's present message is equal to the message in COMPLAINS
+        (["python", "train.py"], UNEVEN),  # shows that gloo's present message equals the one in COMPLAINS
         (["ddprun", "--preload=json", "train.py"], COMPLAINS),
     ],
     ids=["python, torch", "ddprun"],

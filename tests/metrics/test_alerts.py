@@ -151,7 +151,7 @@ class Watched:
         return self.settle()
 
     def fails(self, minutes_down: float = 0.5, code: int = 3, reason: str = "") -> Watched:
-        """Let rank 1 fail, and start the group again after so many minutes."""
+        """Let rank 1 fail, and start the group again after this many minutes."""
         if reason:
             self.world.evicted(1, reason)
         else:

@@ -87,6 +87,6 @@ def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None
 
 @given(st.integers(0, 5), st.integers(0, 400), st.integers(1, 9))
 def test_ranks_may_be_far_beyond_a_copy_but_not_beyond_the_next_two(power: int, ahead: int, gap: int) -> None:
-    """All ranks may be lost at any step between two copies. A rank further ahead counts micro-batches as steps."""
+    """Ranks may be lost at any step up to the second next copy. A rank further ahead counts micro-batches as steps."""
     held, mark = Held(Version(1, 0, 500), 0, 1, 1, every=1 << power), Mark(0, 500 + ahead, 500 + ahead - gap)
     assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), FoundState) is (ahead <= gap + 2 * (1 << power))

@@ -80,7 +80,7 @@ class World:
         brought = [self._brings(other, call) for other in others]
         if call.op.op == "reduce" or (call.op.op in ROOTED and rank == call.op.root):
             return any(brought) or not others
-        if call.op.op in ROOTED:  # for a broadcast or scatter only the root must be there
+        if call.op.op in ROOTED:  # a broadcast or scatter needs only the root's call
             return self._brings(call.op.root, call)
         return all(brought)
 

@@ -68,7 +68,7 @@ class Store:
 
 
 class Node:
-    """An agent's memory, which many walks reuse."""
+    """The memory of an agent, which one walk after another uses."""
 
     def __init__(self) -> None:
         self._memory = Memory(PER_NODE)
@@ -76,7 +76,7 @@ class Node:
         self.shared = [Shared(self._memory.where(rank), 1, 0) for rank in range(PER_NODE)]
 
     def empty(self) -> None:
-        """Reset all cells."""
+        """Set all cells of the memory to 0."""
         for cells in (self.shared[0].node, *(shared.cells for shared in self.shared)):
             for cell in range(len(cells)):
                 cells[cell] = 0
@@ -206,7 +206,7 @@ class Walk:
         return all(other.summed >= step for other in self.ranks)
 
     def advance(self) -> None:
-        """Execute one action of a random host or stream."""
+        """Execute the next action of a random host or stream."""
         rank = self.chance.choice(self.ranks)
         assert rank.host is not None, "it runs"
         if rank.alive and rank.device.ready and self.chance.random() < self.speed:
@@ -317,7 +317,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") -> dict[str, int]:
-    """Return how often each event happened in so many walks. Raise an error with the seed if a walk was wrong."""
+    """Return how often each event happened in these walks. Raise an error with the seed if a walk was wrong."""
     sums: dict[str, int] = {}
     for seed in range(first, first + count):
         walk, Cadence.chance = Walk(seed, nodes, mistake), random.Random(seed)

@@ -41,7 +41,7 @@ def test_the_count_of_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
     world = running(**spec)
     for counts in said:
         world.agent = AgentReport(restarts=counts)
-        world.settle()  # so that the counts are reported only once
+        world.settle()  # the operator learns these counts only once
         restarts = world.job.status.restarts or api.Restarts()
         limit = world.job.spec.backoff_limit
         assert restarts.application <= limit + 1

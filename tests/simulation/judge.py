@@ -54,7 +54,7 @@ class Judge:
         cluster.started = self.started
 
     def started(self, process: Process) -> None:
-        """Check the start of a trainer."""
+        """Check that a trainer may start now: no process of its rank or of another attempt is alive."""
         others = [p for p in self._cluster.processes() if p is not process and p.job == process.job]
         for other in others:
             if (other.job_uid, other.attempt) == (process.job_uid, process.attempt):
@@ -90,7 +90,7 @@ class Judge:
             )
 
     def changed(self, kind: Kind, change: Change) -> None:
-        """Check a changed object."""
+        """Check the rules that a change of this object may break."""
         by_operator = change.actor.startswith("operator")
         if kind.plural == "pods" and change.new is not None and change.new["spec"].get("nodeName"):
             self.placed.add((owner_uid(change.new), _attempt(change.new), _rank(change.new)))

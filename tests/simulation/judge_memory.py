@@ -114,7 +114,7 @@ class MemoryJudge:
                 self._wrong.append(f"{life} begins with what was assumed, and by then more was saved: {saved.version}")
 
     def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
-        """Return the ages of the states that may be loaded: complete ones in memory, and the one in the folder."""
+        """Return attempt, generation and step of each state that may be loaded: whole in memory, or in the folder."""
         known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
@@ -130,8 +130,8 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # If the newest state is useless, states one step earlier are useless too. The folder may be loaded,
-        # although its state may be the cause of the failure too (docs/memory.md).
+        # If the newest state is useless, states one step earlier are useless too.
+        # The folder may be loaded, although its state may be the cause of the failure too (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 

@@ -103,7 +103,7 @@ class Doomed(Simulation):
 
 @contextlib.contextmanager
 def kubelets(start: Start) -> Iterator[None]:
-    """Let the kubelets start containers with this function."""
+    """Replace the function with which kubelets start containers."""
     with mock.patch.object(Cluster, "_start", start):
         yield
 

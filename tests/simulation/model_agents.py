@@ -79,7 +79,7 @@ class Link:
     """Messages in flight to each agent, in order."""
 
     def other(self, agent: Agent) -> Agent:
-        """Return the agent at the other end."""
+        """Return the agent at the other end of the connection."""
         return self.follower if agent is self.leader else self.leader
 
 
@@ -96,17 +96,17 @@ class Agent:
     """By node of the other end."""
     life: Life | None = None
     runs: bool = False
-    """True if its rank is running."""
+    """True if the agent's rank is running."""
     stopped: bool = False
-    """True if it was told to end its rank."""
+    """True if the agent was told to end its rank."""
     code: int | None = None
-    """The exit code of its rank."""
+    """The exit code of the agent's rank."""
     failures: list[RankFailure] = field(default_factory=list)
     told: bool = False
     told_how: int = 143
-    """The exit code of its rank after SIGTERM."""
+    """The exit code of the agent's rank after SIGTERM."""
     deaf: bool = False
-    """True if its rank ignores SIGTERM."""
+    """True if the agent's rank ignores SIGTERM."""
     done: bool = False
     alone_since: float = 0.0
     over: bool = False
@@ -116,15 +116,15 @@ class Agent:
     posts: int = 0
     posting: bool = False
     due: float | None = None
-    """When its leader state must be checked next."""
+    """When the agent's leader state must be checked next."""
     area: Area = field(default_factory=Area)
-    """Its memory."""
+    """The agent's memory."""
     kepts: list[Kept] = field(default_factory=list)
-    """What each of its ranks keeps there."""
+    """What each rank of the agent keeps in memory."""
     then: Callable[[], None] | None = None
     """What the agent does when its ranks have written the state or their time is over."""
     asked_at: float = 0.0
-    """When it requested that."""
+    """When the agent requested the state."""
 
     @staticmethod
     def of(process: Process) -> Agent:
@@ -170,7 +170,7 @@ class Agent:
 
 
 class Agents:
-    """All agents of a simulation."""
+    """All agents of a simulation, their messages and timers."""
 
     def __init__(self, training: Training, connected: Callable[[Process, Process], bool], memories: Memories) -> None:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
@@ -664,7 +664,7 @@ class Agents:
         first = life.ranks[0].process
         self._training.hung.add((first.job_uid, -1000 - life.number))
         limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
-        if limit and self._faults.at("watchdog") != "blind":  # if blind, only the operator detects the hang, later
+        if limit and self._faults.at("watchdog") != "blind":  # "blind": only the operator detects the hang, and later
             self._loop.call_later(float(limit), self._found_hanging, life)
 
     def _found_hanging(self, life: Life) -> None:
@@ -725,7 +725,7 @@ class Agents:
             self._loop.call_later(leading.SILENT_SECONDS, self._lost, link, other)
 
     def _drop(self, link: Link, leader: Agent) -> None:
-        """Let the leader give up a connection."""
+        """Close a connection on the leader's side, and let the leader treat its node as lost."""
         self._hang_up(link, leader)
         assert leader.lead is not None, "only node 0 leads"
         leader.lead.lost(link.follower.node, self._loop.time())

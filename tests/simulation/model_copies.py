@@ -140,7 +140,7 @@ class Copying:
         return None
 
     def begins_a_step(self) -> None:
-        """Begin the next step. By now all ranks have completed the last one, so copies made after it count."""
+        """Begin the next step. All ranks have completed the last step by now, so copies made after that step count."""
         self.work()
         if self._is_written:
             self.count()
@@ -169,7 +169,7 @@ class Copying:
         self.todo, self._is_written = [], False
 
     def forget(self, starts: int) -> None:
-        """Forget copies, because the script has passed other objects."""
+        """Forget all copies, because the script has passed other objects to `save` or `keep`."""
         self.drop()
         self.starts = starts
 

@@ -117,7 +117,7 @@ class Elastic:
             self._later(group, 0.2, lambda: self._report(group))
 
     def _later(self, group: Rendezvous, seconds: float, work: Callable[[], None]) -> None:
-        """Do the work after this time, if the generation is still alive and connected."""
+        """Call `work` after `seconds`, if the generation is still alive and connected."""
         generation = group.generation
 
         def if_it_still_trains() -> None:

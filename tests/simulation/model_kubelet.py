@@ -21,8 +21,8 @@ ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
 # Possible exit codes of a trainer after SIGTERM. Many scripts save and end with 0.
 ENDED_BY_KUBELET = (0, 137, 143)
-# torchrun prints its line about SIGTERM immediately, however long its ranks then take (torch 2.13,
-# elastic/agent/server/api.py).
+# torchrun prints its line about SIGTERM immediately, however long its ranks then take.
+# Seen in elastic/agent/server/api.py of torch 2.13.
 DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
 # Kinds that are deleted together with the job that owns them.
 OWNED = ("pods", "services", "podgroups", "workloads")
@@ -38,16 +38,16 @@ class Node:
         self.neighbours = 0
         """How many neighbours have taken a whole node here."""
         self.reachable = True
-        """True if the API server hears its kubelet."""
+        """True if the API server hears the node's kubelet."""
         self.side = ""
-        """Name of the group of nodes with which it was cut off; these reach each other."""
+        """Name of the group of nodes that were cut off together, and reach each other."""
         self.powered = True
         self.silent_since: float | None = None
         self.losses = 0
         self.accepted: dict[str, str] = {}
         self.processes: dict[str, Process] = {}
         self.skew = dt.timedelta()
-        """The offset of its clock."""
+        """The offset of the node's clock."""
 
 
 class Cluster:

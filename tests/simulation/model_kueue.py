@@ -35,7 +35,7 @@ class Kueue:
         self.quota, self.version = quota, version
         self.is_down = self.is_stopped = False
         self.partly = 0
-        """How often it has admitted fewer pods than a Workload requests."""
+        """How often Kueue has admitted fewer pods than a Workload requests."""
         self.evicted: Callable[[Raw], None] = lambda workload: None
         self._loop, self._api = loop, api
         self._random = random.Random(f"{seed} kueue")
@@ -55,7 +55,7 @@ class Kueue:
         self._api.webhooks_down.add("workloads")
 
     def comes_back(self) -> None:
-        """Start Kueue again, without loss of knowledge."""
+        """Start Kueue again. It still knows all Workloads."""
         self.is_down = False
         self._api.webhooks_down.clear()
         self._look_soon()
@@ -99,8 +99,8 @@ class Kueue:
         for workload in sorted(workloads, key=lambda w: (-_priority(w), int(w["metadata"]["uid"][-12:]))):
             waits = not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload)
             if waits and not self.is_stopped and self._consider(workload):
-                # A Workload that preempts stays at the head of its queue (RequeueReasonPendingPreemption). Quota that
-                # is given back does not go to Workloads behind it.
+                # A Workload that preempts stays at the head of its queue (RequeueReasonPendingPreemption).
+                # Quota that is given back does not go to Workloads behind the head of the queue.
                 return
 
     def _deactivate_or_requeue(self, workload: Raw) -> None:

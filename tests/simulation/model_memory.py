@@ -27,7 +27,7 @@ SUMMED = 0.3
 
 @dataclass(frozen=True)
 class Script:
-    """How a script uses its Snapshot."""
+    """How a script uses its Snapshot, for example which ranks save."""
 
     memory: bool = True
     folder: bool = True
@@ -55,9 +55,9 @@ class Loaded(NamedTuple):
 
     state: State
     origin: str
-    """Where it comes from; "" if there is none."""
+    """Where the state comes from; "" without a state."""
     ranks: tuple[int, ...] = ()
-    """If from memory, the ranks on whose nodes it was."""
+    """If the state is from memory, the ranks on whose nodes it was."""
     assumed: bool = False
     why: str = ""
     """Why no state in memory counts although there are some."""
@@ -183,7 +183,7 @@ class Memories:
         return True
 
     def _names(self, agent: Agent, kept: Kept, step: int) -> None:
-        """Note that the script has passed all its objects to `save`."""
+        """Record that the script has passed all its objects to `save`."""
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):

@@ -40,13 +40,13 @@ class Kept:
     first: int
     """The first boundary that the rank records."""
     local: int = 0
-    """Its local rank."""
+    """Local rank of the rank."""
     is_on: bool = True
     assumed: bool = False
     loads: int = 0
     """How often the state with which the rank began was loaded from memory."""
     alive: bool = True
-    clock: int = 0  # set when the group has stopped
+    clock: int = 0  # the rank's position (memory.is_clean), set when the group has stopped
     written: int = -1
     """Number of written parts; -1 before it begins."""
     answer: int = memory.NONE

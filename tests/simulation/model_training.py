@@ -54,18 +54,18 @@ class Process:
     rank: int
     nodes: int
     run: tuple[str, str]
-    """Where it meets the other ranks: run id and port."""
+    """Where the trainer meets the other ranks: run id and port."""
     node: str
     environ: dict[str, str]
     started: str = ""
     """Start time, by the clock of its node."""
     alive: bool = True
     told: bool = False
-    """True if it was told to stop before it ended."""
+    """True if the trainer was told to stop before its end."""
     excused: str = ""
-    """Why it may run next to a newer attempt: the cluster lost its node, or the user forced it."""
+    """Why the trainer may run next to a newer attempt: the cluster lost its node, or the user forced it."""
     told_after: int = 0
-    """How often its node had been lost when the kubelet last reported this process."""
+    """How often the trainer's node had been lost when the kubelet last reported this process."""
     terminated: Raw = field(default_factory=dict)
     phase_reason: str = ""
     """The pod's own reason, if the kubelet gives one: Evicted."""

@@ -51,10 +51,10 @@ def writes_unread() -> contextlib.AbstractContextManager[Any]:
             return getattr(self._store, name)
 
         def put(self, raw: Any) -> None:
-            """Ignore the object."""
+            """Do nothing, as a bug: the object is not stored."""
 
         def remove(self, *_: Any) -> None:
-            """Ignore the object."""
+            """Do nothing, as a bug: the object stays stored."""
 
     def executor(client: Any, caches: Any, _: Any, events: Any, runtime: Any, *others: Any, **named: Any) -> Any:
         pods, services = Deaf(caches.pods), Deaf(caches.services)
@@ -79,7 +79,7 @@ def copy_believed() -> contextlib.AbstractContextManager[Any]:
     """Bug: the operator trusts its cache and never asks the API server what exists, not even after its start."""
 
     async def not_asked(*_: Any) -> None:
-        """Trust the cache."""
+        """Return without a read, as if the cache were always up to date."""
 
     return mock.patch.object(lookup.Lookup, "list_pods", not_asked)
 

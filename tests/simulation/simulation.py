@@ -81,7 +81,7 @@ class ErrorsAreWrong(logging.Handler):
         self._judge = judge
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging for each record."""
+        """Add a logged error to the errors of the run. Python's logging calls this."""
         self._judge.wrong.append(f"the operator logs: {self.format(record)}")
 
 
@@ -131,12 +131,12 @@ class OperatorProcess:
         self.simulation.start_operator_soon(self)
 
     async def stop(self) -> None:
-        """Act like SIGTERM."""
+        """Stop the operator as a SIGTERM does."""
         self.simulation.tell(self.name, "stops")
         for task in self._tasks:
             task.cancel()
         await self.operator.stop()
-        if not self.client.dead:  # otherwise it has crashed, and a successor is starting
+        if not self.client.dead:  # a dead process has a successor, which is starting
             self.client.dead = self.lease_client.dead = True
             self.simulation.start_operator_soon(self)
 

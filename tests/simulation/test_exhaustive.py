@@ -29,14 +29,14 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# The other points are covered elsewhere: one attempt, two attempts, a deletion (below, with slow requests).
+# `make test` runs these. The other lives resemble tests elsewhere or below: one attempt, two attempts, a deletion.
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",
     "a node is cut off and comes back",
     "under ddprun a rank fails, then node 0's agent",
 )
-# By day a sixth of the points is tested, with another offset in each commit; at night all points of all runs.
+# `make test` tests a sixth of the points, with another offset in each commit; `make test-long` tests all points.
 EACH_LIFE = [
     *((name, 6) for name in BY_DAY),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LIVES),
@@ -169,8 +169,8 @@ def test_replacing_all_pods_of_a_job_in_one_attempt_is_detected() -> None:
 
 
 def networks_that_fail_again_and_again() -> Iterator[Scenario]:
-    """Cut a node off when training would end, several times. Each time it is long enough to be called not ready, and
-    returns before the operator gives it up."""
+    """Cut a node off several times when training would end: each time until it is called not ready, but not until the
+    operator gives it up."""
     spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
     deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
     for seed, clusterwide in itertools.product(range(6), (True, False)):

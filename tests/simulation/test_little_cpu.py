@@ -19,8 +19,8 @@ SHARE, PERIOD_SECONDS = 0.2, 0.1
 
 @contextlib.contextmanager
 def throttled(pid: int) -> Iterator[None]:
-    """Throttle a process like the kernel does with `cpu: 200m`: after 20 ms of CPU time it stops until the 100 ms
-    period is over. CPU time is used because a limit by wall clock would leave it too little on a busy machine."""
+    """Throttle a process like the kernel does with `cpu: 200m`: after 20 ms of CPU time, stop it until the 100 ms
+    period is over. A limit by wall clock would leave the process too little CPU time on a busy machine."""
     over, cpu = threading.Event(), (~pid << 3) | 2  # clock id of another process, as clock_getcpuclockid() returns it
 
     def run() -> None:

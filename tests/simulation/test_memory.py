@@ -122,7 +122,7 @@ def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a state that a rank only assumes counts as much as a state that another rank has saved."""
+    """Bug: objects that were only passed to `load` count as much as a state that another rank has saved."""
     newest = memory.newest
 
     def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:
@@ -159,7 +159,7 @@ def a_copy_over_the_newer_area() -> contextlib.AbstractContextManager[Any]:
 
 
 def the_folder_beats_a_newer_copy() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a save always counts more than memory."""
+    """Bug: ranks load a checkpoint from the folder although a copy in memory is newer."""
     return mock.patch.object(memory, "is_newer", lambda folder, held: folder is not None)
 
 
@@ -174,7 +174,7 @@ def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """Bug: the limit for regular copies applies to copies by `save`, which ranks may have passed by many steps."""
+    """Bug: copies by `save` get the limit of regular copies, although ranks may be many steps beyond such a copy."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 

@@ -111,7 +111,7 @@ def test_a_gang_adds_only_the_write_of_its_group_and_a_queue_one_status_and_one_
     """A scheduler or queue often updates a group, but not every update may cause a write of the job's status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
-    of_group = {"create podgroups": 1, "change podgroups": 1}  # created, and changed to be deleted at the end
+    of_group = {"create podgroups": 1, "change podgroups": 1}  # "change" is here the delete at the end
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}

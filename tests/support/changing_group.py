@@ -29,13 +29,13 @@ class Wrong(AssertionError):  # noqa: N818 - what a walk has found
 class Node:
     linked_at: float | None = None
     pod: int = 0
-    """Number of its pod."""
+    """Number of the node's pod."""
     generation: int = -1
-    """The last one of which it had ranks."""
+    """The last generation of which the node had ranks."""
     has_ranks: bool = False
     finished: bool = False
     stopping: bool = False
-    """True if it was ordered to stop its ranks, and has not answered."""
+    """True if the node was ordered to stop its ranks, and has not answered."""
     told: bool = False
     failed: bool = False
     departures: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Walk:
         self.now = 1000.0
         self.over = False
         self.members: dict[int, Members] = {}
-        """By generation."""
+        """Members by generation."""
         self.shrinks = self.growths = 0
         self._step = self._failures = 0
         self._stop_has_reason = False
@@ -93,7 +93,7 @@ class Walk:
     # ---- what happens ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Let something happen."""
+        """Let one random event happen: a node comes, fails, leaves or answers."""
         here = [place for place, node in enumerate(self.nodes) if node.is_here and place]
         training = [p for p, node in enumerate(self.nodes) if node.has_ranks and not (node.stopping or node.finished)]
         answering = self._stopping()

@@ -30,7 +30,7 @@ class Ticket(Mark):
         self._pairs = pairs
 
     def hold(self) -> None:
-        """Copy now, because the optimizer step waits for this event."""
+        """Copy now, because the optimizer's next step waits for this copy."""
         for target, source in self._pairs:
             target.copy_(source)
         self._pairs = []

@@ -35,7 +35,7 @@ def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> 
 
 @contextlib.contextmanager
 def one_at_a_time(what: str) -> Iterator[None]:
-    """Wait until no other process of this run is in this block."""
+    """Let only one process of this run at a time into the `with` block. what: a name for the block."""
     with _locked(what):
         yield
 

@@ -54,7 +54,7 @@ def _run_with_orders(main: Coroutine[Any, Any, int]) -> int:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make operators listen that start in this block with the variable SOCKET."""
+    """Within this `with` block, operators that start with the variable SOCKET listen on that socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvloop, "run", _run_with_orders)
         yield

@@ -107,7 +107,7 @@ def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set
         with contextlib.suppress(OSError):  # the descriptor that listed the folder is already closed
             if int(name) > 2 and int(name) not in kept and not os.get_inheritable(int(name)):
                 os.close(int(name))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # a new Python ignores them, but Popen may have restored them
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both; Popen may have reset them
         signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environ)
@@ -134,7 +134,7 @@ def _forget_pytest() -> None:
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
-        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove folders of pytest
+        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove pytest's folders
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     logging.getLogger().handlers.clear()

@@ -13,7 +13,7 @@ from ddpjob_operator.kube.api.client import ApiError
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to one request."""
+    """The fate of one request: its delays, and if the answer is lost."""
 
     there: float = 0.01
     """Seconds until the request is carried out."""

@@ -188,7 +188,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     ends = _epoch_ends(recipe)
     # At least a fifth of the kills are at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
-    if steps != ends and chance.random() < 0.3:  # other options of the script do something at every fifth step
+    if steps != ends and chance.random() < 0.3:  # other options of the script act at every fifth step
         steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
@@ -480,9 +480,8 @@ class _Writer:
             "find_unused": ["find_unused_parameters=True"],
         }.get(self.r["ddp"], [])
         options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
-        if self.has(
-            "parameters", "thawed", "thawed_group"
-        ):  # because DDP registers only parameters that require gradients when it is constructed
+        # At its construction DDP registers only parameters that require gradients.
+        if self.has("parameters", "thawed", "thawed_group"):
             lines.append("net.late.requires_grad_(True)")
         lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
         lines += self._hook()

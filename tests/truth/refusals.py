@@ -31,7 +31,7 @@ class _Sentence(NamedTuple):
     of_folder: bool = False
     """True if the refusal is about the folder only."""
     at_restart: bool = False
-    """True if it is logged at the restart, because it was unknown before which rank would be late for a save."""
+    """True if the refusal is logged at the restart, because only then is it known which rank was late for a save."""
 
 
 def _gradients(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:

@@ -24,7 +24,7 @@ FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WOR
 
 
 class Outcome(NamedTuple):
-    """The end of a run."""
+    """The result of a run: exit codes, final objects, samples and losses of each step, and the log."""
 
     codes: tuple[int, ...]
     results: Mapping[int, Any]
@@ -108,8 +108,8 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
 
 
 def _as_json(kill: Kill, kills: tuple[Kill, ...]) -> list[Any]:
-    """Return the kill with the label of its generation. A SIGTERM ends the agent, so later kills belong to generations
-    of the next agent."""
+    """Return the kill, with `agent.generation` for its generation: a SIGTERM ends the agent, so later kills belong to
+    generations of the next agent."""
     stops = sum(1 for other in kills if other.how == "TERM" and other.generation < kill.generation)
     generation = kill.generation - stops
     return [kill.place, kill.step, kill.rank, kill.how, f"{stops}.{generation}"]

@@ -81,7 +81,7 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
 
 
 def searched(seeds: Iterable[int], runs: int) -> Iterator[tuple[int, Draw, Verdict]]:
-    """Yield the verdicts on the draws of these seeds, each with so many runs."""
+    """Yield the verdicts on the draws of these seeds; `runs` is the number of runs for each draw."""
     for seed in seeds:
         whole = undisturbed(drawn(seed))
         for number in range(runs if whole.has_ended_well else 1):
@@ -220,7 +220,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _end(workers: Sequence[Any]) -> None:
-    """Kill the workers, the agents of their runs, and remove their files."""
+    """Kill the workers and the agents of their runs, and remove their files."""
     for worker in (worker for worker in workers if worker.is_alive()):
         with contextlib.suppress(ProcessLookupError):  # the worker has not started yet
             os.killpg(worker.pid, signal.SIGKILL)

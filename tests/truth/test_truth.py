@@ -92,7 +92,7 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
     """A file that one rank's late save left incomplete does not explain an error after a restart from memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
-    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # logged before the file is read
+    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # LATE is logged before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 
@@ -136,7 +136,7 @@ def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
         assert difference(whole, whole._replace(seen=whole.seen | {0: seen})) == {Part(0, SAMPLES)}, name
     other_loss = whole.seen | {0: {step: [[4]], its_loss: ["0x2", "0x1"]}}
     assert difference(whole, whole._replace(seen=other_loss)) == {Part(0, LOSS)}
-    made_again = whole.seen | {0: {step: [[4], [4]]}}  # made again, because the rank was killed before its loss
+    made_again = whole.seen | {0: {step: [[4], [4]]}}  # the rank was killed before it recorded the step's loss
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 
@@ -198,7 +198,7 @@ def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS tests typical scripts by day, and tests/trainer tests each rule
+@pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS, and tests/trainer tests each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
     """Random draws alone would test a known kind of failure only once in thousands."""
@@ -206,7 +206,7 @@ def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(part
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; SCRIPTS tests typical scripts by day
+@pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""docs/dev/architecture.md describes the code as it is."""
+"""docs/dev/architecture.md agrees with the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_file_named_on_the_page_exists(named: str) -> None:
 
 
 def test_each_kopf_workaround_is_listed_with_the_affected_version_and_the_condition_for_its_removal() -> None:
-    """Without this list nobody dares to remove a workaround after an upgrade of kopf."""
+    """The page must list all workarounds for kopf, so that each can be removed after an upgrade of kopf."""
     (folder,) = kopf_workarounds.__path__
     texts = {path.stem: path.read_text().split('"""')[1] for path in Path(folder).glob("[!_]*.py")}
     assert set(re.findall(r"^(\w+)   ", kopf_workarounds.__doc__ or "", re.MULTILINE)) == set(texts)

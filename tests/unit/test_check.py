@@ -303,7 +303,7 @@ def test_a_rendezvous_file_is_wrong_if_the_nodes_do_not_share_its_folder(mounts:
     ],
 )
 def test_a_rendezvous_file_in_an_unknown_folder_may_be_on_the_shared_volume(method: str, wrong: bool) -> None:
-    """An error would refuse a correct job, because the unknown folder may be on the shared volume."""
+    """A folder with an unknown path may be on the shared volume, so an error could refuse a correct job."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -521,7 +521,7 @@ NOT_PASSED = {
 def test_ranks_that_each_train_as_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
-    """Without this finding each rank trains its own model, and the job is Succeeded."""
+    """Each of these ranks would train its own model, and the job would be Succeeded."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
@@ -631,7 +631,7 @@ VARIABLES = [
 def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
-    """With such a variable all nodes wait for each other, and only an Event warns."""
+    """With a fixed RANK or MASTER_ADDR in env, all nodes wait for each other, and only an Event warns."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
     errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
@@ -842,7 +842,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
 def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(
     right: str, wrong: str, words: str, found: bool
 ) -> None:
-    """Without the option each rank trains its own model, and the job is Succeeded."""
+    """Without the script's option (such as `--ddp`), each rank trains its own model, and the job is Succeeded."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
@@ -944,7 +944,7 @@ def test_options_of_click_typer_absl_and_fire_count_like_those_of_argparse(text:
 def test_the_local_rank_option_is_found_in_all_documented_spellings(
     job_file, options: str, default: str, said: str
 ) -> None:
-    """torchrun's own documentation has such a script; set_device(None) raises on every rank."""
+    """torchrun's documentation has a script with --local-rank and no default: set_device(None) raises on every rank."""
     text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
     container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     stdout = ran(job_file(text, "torchrun", "train.py", nodes=2, nprocPerNode=2, container=container)).stdout
@@ -1174,7 +1174,7 @@ def test_an_input_that_is_not_python_exits_with_2_and_its_line(tmp_path: Path) -
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# coding: rot13\n", b"# coding: hex\n", b"# coding: no-such\n"])
 def test_bytes_that_are_not_text_exit_with_2(tmp_path: Path, content: bytes) -> None:
-    """Users must see one sentence, not a traceback."""
+    """For a file that cannot be checked, users must see one sentence, not a traceback."""
     (tmp_path / "train.py").write_bytes(content)
     assert ran(tmp_path / "train.py").return_value == 2
 
@@ -1720,7 +1720,7 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
 def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """Without the check users learn it only after the first steps, when the job has waited a night for its GPUs."""
+    """A too small memory limit would show only after the first steps, when the job has waited a night for its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said

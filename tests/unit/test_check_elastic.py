@@ -81,7 +81,7 @@ CHANGES = [
 def test_one_change_to_a_sound_elastic_script_is_found_if_it_is_certain(
     text: str, right: str, wrong: str, found: set[str]
 ) -> None:
-    """With such a mistake a job trains differently with three nodes than with four."""
+    """If a script assumes a number of ranks, it trains differently with three nodes than with four."""
     assert rules(text) == set()
     assert right in text
     assert rules(text.replace(right, wrong)) == found

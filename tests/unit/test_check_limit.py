@@ -126,7 +126,7 @@ LARGE = {
 
 
 def large(name: str, size: int) -> str:
-    """Return a script of so many bytes."""
+    """Return a script of about this size in bytes."""
     line, before, after = LARGE[name]
     count = size // len(line.format(10_000, 10_001))
     return HEAD + before + "".join(line.format(i, i + 1) for i in range(count)) + after

@@ -175,7 +175,7 @@ def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpj
 def test_a_plugin_that_gives_no_credentials_is_reported(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
 ) -> None:
-    """The request must not be sent without credentials."""
+    """If a plugin gives no credentials, the request must not be sent without any."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
     config["users"][0]["user"] = {"exec": plugin}
@@ -342,7 +342,7 @@ def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: D
 def test_describe_shows_why_a_kubelet_has_ended_a_pod(
     cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
 ) -> None:
-    """137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
+    """Exit code 137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
     cluster.add("ddpjobs", stored(state="Failed"))
     ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
     cluster.add("pods", pod("digits") | {"status": {"phase": "Failed", "containerStatuses": ended, **status}})
@@ -410,7 +410,7 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
 def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they_have_ended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """Users who look for the new pods at once must not think that the command did nothing."""
+    """If no pod starts at once, users must not think that `ddpjob resume` did nothing."""
     job = cluster.add("ddpjobs", stored(state="Suspended", startTime="2026-01-01T00:00:00Z"))
     job["spec"]["suspend"] = True
     said = "digits is resumed; it starts again when the last of its pods has ended\n"
@@ -421,7 +421,7 @@ def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they
 
 
 def test_suspending_a_finished_job_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The command must refuse, because the API server accepts the change but the change has no effect."""
+    """suspend, restart and scale must refuse an ended job: the API server would accept a change without effect."""
     cluster.add("ddpjobs", stored(state="Succeeded"))
     for words in (["suspend", "digits"], ["restart", "digits"], ["scale", "digits", "--nodes", 3]):
         ddpjob(*words, code=2, says="has Succeeded")
@@ -436,7 +436,7 @@ def _stops(job: dict[str, Any]) -> None:
 def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """The command must suspend a running job first, because its number of nodes cannot change while it is running."""
+    """`ddpjob scale` must suspend a running job first, because a running job's number of nodes cannot change."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     seen: list[tuple[Any, Any]] = []
 
@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If suspend and resume were sent at once, the old pods would simply go on."""
+    """If `ddpjob restart` sent suspend and resume at once, the old pods would simply go on."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0
@@ -477,7 +477,7 @@ def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job
 def test_a_job_that_ends_while_it_is_being_stopped_is_not_waited_for(
     cluster: FakeCluster, ddpjob: Ddpjob, words: list[str | int]
 ) -> None:
-    """The command must not wait until its time-out, and then say that the job stays suspended."""
+    """If the job ends meanwhile, restart and scale must not wait for their time-out and call the job suspended."""
     cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
 
     def ends(raw: dict[str, Any]) -> None:
@@ -667,7 +667,7 @@ def test_logs_of_a_missing_pod_are_the_log_tail_in_the_status(cluster: FakeClust
 
 
 def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Without this remark the one remaining log looks like the log of the whole job."""
+    """A remark must name the missing log: the remaining log looks like that of the whole job."""
     cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
     cluster.add("pods", pod("digits", 1, 1))
     cluster.logs["digits-1-1"] = ["ValueError: no such shard"]

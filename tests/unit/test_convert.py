@@ -364,7 +364,7 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_gets_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer does the same (pkg/runtime/framework/plugins/torch). With fewer processes ranks are missing."""
+    """Kubeflow Trainer starts a process per CPU, too (pkg/runtime/framework/plugins/torch). Fewer would lack ranks."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 
@@ -437,7 +437,7 @@ def test_jobs_that_cannot_be_converted_are_refused_at_the_field(spec: dict[str, 
 
 @pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
 def test_the_port_of_the_master_service_is_named_and_not_compared(groups: tuple[str, ...]) -> None:
-    """The port must be named, not dropped silently. If only the Master has the port, this is no difference."""
+    """A remark must name the dropped port. A port that only the Master has must not count as a difference."""
     other = {"name": "metrics", "containerPort": 8000}
     given = copy.deepcopy(replicas(ports=[other]))
     given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
@@ -741,7 +741,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
     ],
 )
 def test_the_rendezvous_in_a_shell_script_becomes_that_of_the_job(script: str, made: str, named: str) -> None:
-    """Unchanged, a rendezvous in a shell script starts a job whose nodes wait for each other until the timeout."""
+    """If a shell script keeps its rendezvous options, the nodes of the job wait for each other until the timeout."""
     result = command.convert(["bash", "-c", script])
     assert trainer(result)["command"] == ["bash", "-c", made]
     assert result.spec["nodes"] == 3
@@ -806,7 +806,7 @@ def test_a_shell_script_without_a_launcher_becomes_one_node() -> None:
 def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(
     words: list[str], named: str, started: str
 ) -> None:
-    """The message must say that a DDPJob runs one command per node: `mpirun: No such file or directory` does not."""
+    """The message must say that a DDPJob runs one command per node, not `mpirun: No such file or directory`."""
     said = str(run("--", *words).exception)
     assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
     assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
@@ -920,7 +920,7 @@ def test_the_job_is_named_after_the_script() -> None:
     ],
 )
 def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:
-    """With such options a job of one node waits for the others at an address of another cluster."""
+    """With options such as --node_rank 0 a converted job waits for nodes at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 

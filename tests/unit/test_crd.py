@@ -170,7 +170,7 @@ def test_the_template_is_kept_completely_and_needs_a_named_container() -> None:
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind: str) -> None:
-    """Without the refusal the mistake shows only when pods are created, hours later for a queued job."""
+    """Otherwise a mistake in the template shows only when pods are created, hours later for a queued job."""
     listed = SPEC["properties"]["template"]["properties"]["spec"]["properties"][kind]
     container = listed["items"]["properties"]
     assert listed["x-kubernetes-validations"] == [crd.ONE_OF_EACH_NAME]

@@ -52,7 +52,7 @@ def test_the_hanging_pod_is_ended_and_kept_and_its_peers_are_deleted() -> None:
 
 @pytest.mark.parametrize(("processes", "rank", "who"), [(1, 0, "rank 0"), (8, None, "node 0")])
 def test_a_hang_names_the_node_because_only_its_first_rank_reports(processes: int, rank: int | None, who: str) -> None:
-    """Only rank 0 of the node reports, so the node is named. Nobody knows which of its ranks hangs."""
+    """Only the node's first rank reports, so nobody knows which rank hangs. The message must name the node instead."""
     world, _ = stalled(nprocPerNode=processes)
     failure = world.status.last_failure
     assert (failure.rank, failure.node_rank) == (rank, 0)

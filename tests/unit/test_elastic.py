@@ -67,7 +67,7 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
     ],
 )
 def test_contradictions_to_an_elastic_job_are_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
-    """With a contradiction the job waits for nodes that never come, or each node trains alone."""
+    """If command and minNodes contradict, the job waits for nodes that never come, or each node trains alone."""
     assert any(text in problem for problem in problems(command, **spec)), problems(command, **spec)
 
 

@@ -36,7 +36,7 @@ def test_every_node_gets_the_complete_environment(shape: str, golden: Callable[[
 
 
 def test_rank_and_world_size_are_set_only_if_a_node_has_one_process() -> None:
-    """Scripts that multiply WORLD_SIZE by their processes would get a wrong number if it were set for several."""
+    """Scripts that start several processes multiply WORLD_SIZE by their number, so it must not be set for these."""
     script = {"command": ["python", "train.py"]}
     one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
     many = environment.environment(job(nprocPerNode=4, container=script), 1, 1, naming.Endpoint("h", 1))

@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
-    """If the time changed, a peer that we stopped would seem to end by itself, and be blamed for the failure."""
+    """A kubelet's last delete must not move the time of our request, or a peer that we stopped would be blamed."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -174,7 +174,7 @@ def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwar
 
 
 def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
-    """The next pod has the same limit: if backoffLimit did not count this, the job would restart for ever."""
+    """If backoffLimit did not count a pod's own deadline, the job would restart for ever: each pod has the same."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

@@ -85,7 +85,7 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 
 @pytest.mark.parametrize("nodes", ["", ":", "1:", ":3", "1:2:3"])
 def test_a_range_with_a_missing_number_is_refused(nodes: str) -> None:
-    """Without the refusal `--nodes 1:` runs one node, the default of spec.nodes."""
+    """`--nodes 1:` must be refused: it would run one node, the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
         sources.load(Source(str(DIGITS), nodes=nodes))
 
@@ -235,7 +235,7 @@ def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_the_launcher() -
     ids=repr,
 )
 def test_a_name_that_yaml_cannot_hold_is_refused_and_shown(start: Source) -> None:
-    """Such a name must be refused: with a line break it would add YAML, with invalid UTF-8 cause a traceback."""
+    """A script's name must be refused if it adds YAML by a line break, or causes a traceback by invalid UTF-8."""
     with pytest.raises(InputError, match=r"rename it|it cannot be part of a job") as refused:
         from_script.job_yaml(start, None if start.module else "")
     assert str(refused.value).isprintable()

@@ -196,7 +196,7 @@ def test_the_message_of_a_gang_shows_what_keeps_each_pod_from_its_node() -> None
 
 
 def test_a_reason_that_the_group_and_the_pods_share_is_shown_once() -> None:
-    """The scheduler of Kubernetes 1.36 writes the same text on both for a topology that no node has."""
+    """For a topology that no node has, Kubernetes 1.36 writes the same text to the group and to each pod."""
     no, world = "no feasible placements found", gang(topologyKey="rack").started()
     world.unschedulable(0, no).unschedulable(1, no).admits("waiting", no).settle()
     assert world.status.message == f"Unschedulable: 2 of 2 pods wait to be placed together: {no}"

@@ -147,7 +147,7 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> None:
-    """With 0 the API server would remove the pod object before the process has ended, and two attempts would run."""
+    """With a grace of 0 s the API server removes a pod before its process has ended, and two attempts would run."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
@@ -369,7 +369,7 @@ def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long()
 
 
 def test_the_ten_minutes_without_a_config_map_survive_a_change_of_the_leader() -> None:
-    """The ten minutes must continue under a new leader. Otherwise frequent leader changes would prevent the failure."""
+    """A missing ConfigMap fails a job after ten minutes. Changes of the leader must not start these minutes again."""
     world = digits().started().waits(0, *LACKS).settle()
     for _ in range(4):
         new = digits()
@@ -408,7 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_first_peer_that_noticed()
 
 
 def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
-    """If all ranks only lost a peer, a network failure may be the cause. backoffLimit counts the second time."""
+    """If all ranks only lost a peer, a network failure may be the cause. backoffLimit counts only the second one."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -428,7 +428,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
 
 
 def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
-    """A switch that restarts each night must not end a training of weeks, so backoffLimit must not count this."""
+    """A network switch that restarts daily must not end a training of weeks, so backoffLimit must not count this."""
     world = digits(backoffLimit=0)
     for attempt in range(1, 6):
         world.running()
@@ -501,7 +501,8 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
 
 
 def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster takes a minute to notice a lost node. A second such loss must not count against backoffLimit."""
+    """The cluster notices a lost node only after a minute. Until then only its peers complain, which counts the second
+    time against backoffLimit; a lost node must not count."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -897,7 +898,7 @@ NO_GPU = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu"
 
 
 def waits_in_vain(world: World, seconds: float) -> World:
-    """Return a world where node 0 runs next to a pod without a node, and gives up as torchrun does."""
+    """Return a world where pod 1 cannot be scheduled, and pod 0 exits because its rendezvous timed out."""
     world.runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     return world.exits(0, code=1, message=f"{NOBODY_CAME}\n").settle().stops_all().settle()
 

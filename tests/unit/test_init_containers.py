@@ -1,4 +1,4 @@
-"""A failed init container is named as such: the trainer never ran."""
+"""The status must name a failed init container, because the trainer never ran."""
 
 from __future__ import annotations
 

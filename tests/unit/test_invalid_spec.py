@@ -41,7 +41,7 @@ def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
 
 
 def test_a_job_whose_spec_became_invalid_restarts_and_is_charged() -> None:
-    """If a pod is lost at night, the job must restart although nobody has repaired its spec yet."""
+    """After the loss of a pod the job must restart, although nobody has repaired its spec yet."""
     world = becomes(digits().running(), **WRONG).settle().exits(0, code=1).restarted()
     assert world.names() == ["digits-1-0", "digits-2-0", "digits-2-1"]
     assert world.status.restarts.application == 1

@@ -78,7 +78,7 @@ def test_every_verb_is_requested_for_all_namespaces_because_rules_are_listed_per
 
 
 def test_the_rights_for_gangs_are_requested_only_if_gangs_are_switched_on() -> None:
-    """If gangs are off, their rights must not be missed: an administrator would search an hour for nothing."""
+    """If gangs are off, no line may report their rights as missing: an administrator would search for nothing."""
     assert missing(Server(ALL)) == []
     lines = asyncio.run(missing_rights(cast(Client, Server(ALL)), "team", ["native"]))
     assert len(lines) == sum(len(right.verbs) for right in GANG_RIGHTS["native"])

@@ -115,7 +115,7 @@ DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=
 
 
 def test_a_job_that_just_trains_has_no_events_and_a_job_with_any_event_has_all() -> None:
-    """If only some were sent, the last Event of a completed job that started slowly would be CreatingPods."""
+    """If Brief dropped all routine Events, the last Event of a completed job that started slowly is CreatingPods."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
     assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]

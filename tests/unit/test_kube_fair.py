@@ -29,12 +29,12 @@ QUICK = 0.01
 
 
 def in_namespace(name: str, slow: dict[str, float]) -> SlowServer:
-    """Return a server where these verbs take so many seconds in this namespace, and all others QUICK."""
+    """Return a server where these verbs take `seconds` in this namespace, and all other requests QUICK."""
     return SlowServer(lambda verb, path: slow.get(verb, QUICK) if f"/namespaces/{name}/" in path else QUICK)
 
 
 def of_the_big_job(slow: dict[str, float]) -> SlowServer:
-    """Return a server where these verbs take so many seconds for pods of the job `big`, and all others QUICK."""
+    """Return a server where these verbs take `seconds` for pods of the job `big`, and all other requests QUICK."""
     return SlowServer(lambda verb, path: slow.get(verb, QUICK) if "/pods/big-" in path else QUICK)
 
 

@@ -66,8 +66,8 @@ def test_the_wait_for_a_pod_whose_node_reports_again_starts_from_zero() -> None:
 
 
 def test_the_time_that_a_sidecar_runs_on_is_counted_by_our_clock() -> None:
-    """If the node's clock is ahead, the job would wait too long. If it is behind, an eviction would count as
-    success."""
+    """By a node's clock that is ahead, a job would wait too long for a sidecar. By one that is behind, an eviction
+    would count as success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
     beside = replace(pod(), trainer=done, sidecars_run=True)
     assert memory.by_own_clock([beside], START)[0].done_since == START

@@ -81,7 +81,7 @@ class Cluster:
         return raw
 
     def reconciles(self, times: int = 1, seconds: float = 1.0) -> list[str]:
-        """Reconcile so many times; return the requests that were sent."""
+        """Reconcile this many times; return the requests that were sent."""
         self.requests.clear()
         for _ in range(times):
             self.again_in = asyncio.run(self.reconciler.reconcile(KEY))
@@ -148,7 +148,7 @@ class Cluster:
 
 
 def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A webhook may refuse to delete pods. From the fourth attempt on such a pod would block the job."""
+    """A webhook may refuse to delete pods. From the fourth attempt on, a pod that stays would block the job."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
     cluster.refuses_deletes = True

@@ -58,7 +58,7 @@ PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
 
 
 class Port(Served):
-    """One of the ports, and requests to it."""
+    """Sends requests to one of the operator's ports."""
 
     def __init__(self, name: str) -> None:
         make, self.line, self.good = PORTS[name]

@@ -209,7 +209,7 @@ def test_a_namespace_has_a_limited_number_of_reconciles_at_a_time() -> None:
 
 
 class Reconciles:
-    """Reconciles that are running until the test ends them."""
+    """Fake reconciles, each of which runs until the test ends it."""
 
     def __init__(self) -> None:
         self.now = START

@@ -132,7 +132,7 @@ def test_the_tested_version_is_used_and_the_newer_one_if_it_is_gone() -> None:
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]
-    both.look(after=ASK_SECONDS)  # 404: the queue is gone, or this version of the API
+    both.look(after=ASK_SECONDS)  # the answer is 404 if the queue is gone, or this version of the API
     both.answers |= newer.answers
     assert both.look(after=ASK_SECONDS).asked[-1] == MAIN.replace("v1beta1", "v1beta2")
 

@@ -160,7 +160,7 @@ def test_a_connection_beyond_the_limit_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
     """A kept connection must not be closed at any time just because another client connects."""
-    monkeypatch.setattr(*bound, 2)  # so one connection is kept open: three quarters of the limit
+    monkeypatch.setattr(*bound, 2)  # one connection is then kept open: three quarters of the limit
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
         assert (first.sock is None, second.sock is None) == (False, True)

@@ -299,7 +299,7 @@ def test_a_deletion_missed_by_the_watch_is_found(neglected: Neglected) -> None:
 
 
 def test_a_change_between_a_watch_and_the_list_is_not_counted_as_missed(neglected: Neglected) -> None:
-    """If such changes counted, the alert about missed events would fire in every busy cluster."""
+    """If changes since the last event counted as missed, the alert would fire in every busy cluster."""
     neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
     assert neglected.names() == ["a", "b", "new"]
     assert neglected.missed() == 0

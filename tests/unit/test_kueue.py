@@ -320,7 +320,7 @@ def test_a_workload_is_read_with_its_admission_and_its_recorded_conditions() -> 
 
 
 def test_a_pod_consumes_what_its_provisioning_request_has_provisioned() -> None:
-    """A pod must have these annotations. Otherwise the autoscaler provisions machines for it a second time."""
+    """A pod names its ProvisioningRequest in annotations. Otherwise the autoscaler provisions machines twice."""
     consume = {
         "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
         "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
@@ -531,7 +531,7 @@ def test_a_finished_job_releases_its_quota_when_the_last_pod_has_ended(end: str)
 
 
 def test_a_preemption_stops_all_pods_with_full_grace_and_releases_the_quota_afterwards() -> None:
-    """Pods need their full grace period to save. Quota that is released earlier gives their nodes to two jobs."""
+    """Pods need their full grace period to save. If their quota were released earlier, two jobs would get one node."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
@@ -593,7 +593,7 @@ def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again
 
 
 def test_an_eviction_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
-    """Under ddprun these nodes wait for a replacement that an evicted job never gets, and use quota of other jobs."""
+    """Under ddprun nodes wait for a replacement, which an evicted job never gets. They must not use others' quota."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
@@ -803,7 +803,7 @@ def test_a_job_in_a_missing_queue_moves_to_the_right_one_when_its_label_is_fixed
 
 @pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])
 def test_a_workload_is_compared_with_the_same_values_that_are_written(version: str) -> None:
-    """If the two differ, the Workload is deleted and created again for ever, each time at the end of the queue."""
+    """If the read Workload seems to differ from the written one, the job is queued again and again, at the end."""
     pod = {"containers": [{"name": "trainer", "image": "i"}]}
     annotations = {"kueue.x-k8s.io/podset-required-topology": "block", "kueue.x-k8s.io/podset-preferred-topology": "a"}
     jobs = [

@@ -55,7 +55,7 @@ def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
 def test_torchrun_starts_scripts_that_ddprun_cannot_and_one_line_gives_the_reason(
     cli: Cli, script: str, options: list[str], why: str
 ) -> None:
-    """Under ddprun such a script hangs or loses a setting, so torchrun starts it and a line gives the reason."""
+    """torchrun must start a script that hangs or loses a setting under ddprun, and a line must give the reason."""
     command, said = run(cli, script, *options)
     assert command[0] == "torchrun"
     assert said.startswith(f"torchrun starts the ranks: {why}")
@@ -73,7 +73,7 @@ def test_a_module_is_analyzed_like_a_script(cli: Cli) -> None:
     [
         "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # applied when the script imports torch
         "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # torch reads it later
-        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # no effect under torchrun either
+        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # has no effect under torchrun, so none is lost
         STORE + "TCPStore(host, port, 2, os.environ['RANK'] == '0')\n",
         STORE + "TCPStore(host, port, is_master=True)\nTCPStore(host, port)\n",
         "print(1)\n",

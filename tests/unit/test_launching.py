@@ -102,7 +102,7 @@ OF_JOB = [{"PET_NNODES": "2", "PET_NODE_RANK": str(node)} for node in range(2)]
     ],
 )
 def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dict[str, str], expected: str) -> None:
-    """A launcher in a script of the image may wait for ever. Only its running process shows this, so it is named."""
+    """A launcher in a script of the image may wait for ever. Only its process shows this, so a warning must name it."""
     (sentence,) = in_vain(("torchrun train.py", OF_JOB[0]), (words, environ))
     assert sentence.startswith("node 1 waits for others in vain: ")
     assert expected in sentence

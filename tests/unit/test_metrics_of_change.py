@@ -48,7 +48,7 @@ class Counted:
                 self.observed.setdefault(name, []).append(seen.value)
 
     def runs(self, seconds: float = 5) -> Counted:
-        """Let all trainers be running after so many seconds."""
+        """Let all trainers be running after this many seconds."""
         self.settle().world.after(seconds).runs(*range(self.world.job.spec.nodes))
         return self.settle()
 
@@ -148,7 +148,7 @@ def test_a_wrong_node_clock_makes_no_duration_negative_or_huge(ahead: float) -> 
 
 
 def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_but_the_next_one_is() -> None:
-    """The restart must not count with 0 s. The next restart must be timed, although recorded times lie ahead."""
+    """If the clock is set back, this restart must not count with 0 s, and the next restart must be timed."""
     counted = Counted(digits()).runs().steps(10)
     counted.world.exits(1, 3).after(2)
     counted.settle().world.after(3).stops_all()

@@ -190,7 +190,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
 
 
 def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all() -> None:
-    """Some pods may have got the request although its answer was lost. If only they stopped, the others would wait."""
+    """If a delete's answer was lost, its pod stops anyway. If only this pod stopped, the others would wait for it."""
     world = digits().running().change(suspend=True)
     world.step()
     assert world.status.state == "Suspended"
@@ -698,7 +698,7 @@ def test_wide_columns_show_the_restarts_by_their_class() -> None:
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
 def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> None:
-    """If all repeated it, `kubectl describe` would print the same 200 characters up to five times."""
+    """If all conditions had the message, `kubectl describe` would print the same 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]
@@ -709,7 +709,7 @@ def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> Non
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
 def test_a_finished_job_has_a_completion_time_however_it_ended(end: str) -> None:
-    """`kubectl wait --for=jsonpath='{.status.completionTime}'` waits for either end, as no condition does."""
+    """`kubectl wait --for=jsonpath='{.status.completionTime}'` ends after success and failure, as no condition does."""
     world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
     assert world.status.completion_time is None
     if end == "succeeds":

@@ -296,6 +296,6 @@ def test_a_metric_that_is_no_credential_stays_readable(name: str, value: str) ->
 
 @given(st.text(max_size=80), st.text(max_size=80))
 def test_a_masked_metric_is_not_masked_again(name: str, value: str) -> None:
-    """If it were masked again, each write of the status would change the metric."""
+    """Masking a masked metric must not change it: otherwise each write of the status would change it again."""
     masked = shown_pair(name, value, 64)
     assert shown_pair(*masked, 64) == masked

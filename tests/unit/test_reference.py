@@ -1,4 +1,4 @@
-"""The reference agrees with the code."""
+"""docs/reference.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -611,8 +611,8 @@ def test_lines_of_the_training_are_distinguished_from_those_of_torchrun() -> Non
 def test_the_report_of_torchrun_begins_at_the_same_line_for_display_and_for_the_last_line(
     before: str, report: str
 ) -> None:
-    """If the two places differed, describe would show an old torch's report that the message leaves out. With
-    LOGLEVEL=INFO the message would have no last line."""
+    """`describe` and the message must agree where torchrun's report begins, or describe shows a report that the
+    message leaves out. With LOGLEVEL=INFO the message would have no last line."""
     log = f"{before}no data\n{report}\n"
     assert log_lines.of_training(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

@@ -287,7 +287,7 @@ def test_a_module_that_is_missing_in_the_image_is_named(tmp_path: Path) -> None:
 
 
 def test_lines_that_only_resemble_a_result_are_not_unpickled() -> None:
-    """A data set may print such lines. Unpickling them would run a stranger's code."""
+    """A data set may print lines that look like a result. Unpickling them would run a stranger's code."""
     word = "ddpjob-answer-1234"
     lines = [f"{word}:value:0:0/2:YWJj", "noise", f"[0:0] {word}:value:0:1/2:ZGVm", "ddpjob-answer-99:value:1:0/1:eA=="]
     lines += [f"{word}:value", f"{word}:value:0:1/2:eA=="]

@@ -33,7 +33,7 @@ class Trainers:
         return self
 
     def report(self, seconds: float = 5.0) -> Trainers:
-        """Let so many seconds pass, then let all ranks report."""
+        """Let all ranks report after this many seconds."""
         self.now += dt.timedelta(seconds=seconds)
         for rank, report in self.saying.items():
             pace = stall.update(self.trackers.get(rank), report, self.now, self.receiving_since)
@@ -42,13 +42,13 @@ class Trainers:
         return self
 
     def stay(self, seconds: float) -> Trainers:
-        """Report for so many seconds without a new step."""
+        """Report for this many seconds without a new step."""
         for _ in range(round(seconds / 5)):
             self.report()
         return self
 
     def train(self, steps: int, seconds: float = 5.0, *, ranks: tuple[int, ...] = (0,)) -> Trainers:
-        """Let these ranks make so many steps, each of so many seconds."""
+        """Let these ranks make `steps` steps of `seconds` each."""
         for _ in range(steps):
             self.stay(seconds - 5)
             for rank in ranks:
@@ -58,13 +58,13 @@ class Trainers:
         return self
 
     def silent(self, seconds: float) -> Trainers:
-        """Let so many seconds pass without a report."""
+        """Let this many seconds pass without a report."""
         self.now += dt.timedelta(seconds=seconds)
         return self
 
     @property
     def found(self) -> str:
-        """Return "stall", "warning" or ""."""
+        """Return what the stall rules find: "stall", "warning" or ""."""
         finding = stall.find(self.trackers, self.setting, self.now)
         return "" if finding is None else finding.kind
 

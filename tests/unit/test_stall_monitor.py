@@ -43,7 +43,7 @@ class Ranks:
         return self
 
     def look(self, seconds: int = 1) -> StallReport:
-        """Check once a second for so many seconds; return the last report."""
+        """Check once a second for this many seconds; return the last report."""
         for _ in range(seconds):
             self.now += 1.0
             folded = {
@@ -53,7 +53,7 @@ class Ranks:
         return stall_monitor.stall_report(self.trackers, self.timeout, self.now)
 
     def train(self, steps: int, seconds: int = 1) -> Ranks:
-        """Let rank 0 make so many steps, each of so many seconds."""
+        """Let rank 0 make `steps` steps of `seconds` each."""
         for _ in range(steps):
             before = self.beats.get(0, Heartbeat(1, "train", 0, 0))
             self.say(step=before.step + 1)

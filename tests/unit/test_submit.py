@@ -364,7 +364,7 @@ JOB = (
 def test_a_job_printed_by_the_cluster_is_submitted_again_under_another_name(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob get mine -o yaml` has fields that only the API server may set. In a new job it answers them with 500."""
+    """`ddpjob get mine -o yaml` has fields that only the API server may set. It answers 500 if a new job has them."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml").code == 0
     first = cluster.find("ddpjobs", "mine")

@@ -45,7 +45,7 @@ def refused(**container: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: dict[str, Any], sentence: str) -> None:
-    """Without this message the job is accepted, and its pods are refused minutes later, or only in the cluster."""
+    """If a wrong value is not named, the job is accepted, and its pods are refused minutes later in the cluster."""
     assert refused(**container) == [sentence]
 
 

@@ -47,15 +47,15 @@ STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
 # Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
-# This time does not reset the count of lost peers: the first is free, so the job could restart forever.
+# The count of lost peers is not reset: each would count as the first, which is free, and restarts would not end.
 RESET_AFTER_SECONDS = 600
-# A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
-# imports within a minute.
+# A job without step reports counts as trained after this time.
+# Mistakes that prevent a start show within seconds, slow imports within a minute.
 TRAINED_SECONDS = 60
 
 
 class Limits(NamedTuple):
-    """The user's limits."""
+    """The user's limits for restarts."""
 
     backoff_limit: int = BACKOFF_LIMIT
     window_seconds: int | None = None
@@ -168,7 +168,7 @@ class Grant(NamedTuple):
 
     @staticmethod
     def read(text: str) -> Grant:
-        """Parse the value. Raise ValueError."""
+        """Parse the value of DDPJOB_RESTARTS_LEFT. Raise ValueError."""
         try:
             values = json.loads(text)
             known = values.get("known")
@@ -276,7 +276,7 @@ def with_newly_spent(
 def with_application_spent(
     history: RestartHistory, limits: Limits, now: dt.datetime, given: int | None = None
 ) -> RestartHistory:
-    """Add all restarts that the application had left, because a launcher was given them and used them.
+    """Count all restarts left for application failures as used, because a launcher was given them and used them.
 
     given: how many the launcher was given, if fewer.
     """

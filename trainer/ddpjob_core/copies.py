@@ -97,7 +97,7 @@ def looks(step: int, before: int, present: int) -> bool:
 
 
 def is_due(plan: CopyPlan, step: int, before: int) -> bool:
-    """True if the state is copied at the boundary of `step`. before: the previous boundary that counts."""
+    """True if the state is copied at the boundary of `step`. before: step of the last checked one."""
     return step >= plan.first and (before < plan.first or step // plan.every > before // plan.every)
 
 

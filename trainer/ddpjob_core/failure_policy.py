@@ -16,5 +16,5 @@ class PolicyRule(NamedTuple):
     """True if the rule applies to all codes except these (NotIn)."""
 
     def matches(self, exit_code: int | None) -> bool:
-        """True if the rule applies; never to 0, as in a Job's podFailurePolicy."""
+        """True if the rule applies to this exit code; never to 0, as in a Job's podFailurePolicy."""
         return bool(exit_code) and (exit_code in self.codes) != self.inverted

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-# EX_TEMPFAIL of sysexits.h. When some pods are asked to stop, all ranks save at one agreed step and stop. Ranks of the
-# other pods must not exit with 0, or they would count as completed.
+# EX_TEMPFAIL of sysexits.h. When some pods are asked to stop, all ranks save at one agreed step and stop.
+# Ranks of the other pods must not exit with 0, or they would count as completed.
 RESUMABLE_EXIT_CODE = 75
 CANNOT_RUN = (126, 127)
 """Exit codes of shells and torchrun for a program that is missing or not executable."""
@@ -44,9 +44,9 @@ class Precedence(enum.IntEnum):
     KERNEL = 0
     """Out of memory, or never started: nothing outside the pod causes that."""
     NODE = 1
-    """Evicted or preempted, or its node is lost or slow."""
+    """The pod was evicted or preempted, or its node is lost or slow."""
     DELETED = 2
-    """Deleted by somebody other than the operator."""
+    """The pod was deleted by somebody other than the operator."""
     OWN = 3
     """An exception, a signal or an exit code that no lost peer explains."""
     NODE_LATE = 4
@@ -56,11 +56,11 @@ class Precedence(enum.IntEnum):
     LATE = 6
     """As OWN, but the process ended after the operator had stopped the pod. It probably made the others fail."""
     RESUMABLE = 7
-    """It saved and stopped on request, or an agent's connection was lost: the cause is elsewhere."""
+    """The rank saved and stopped on request, or an agent's connection was lost: the cause is elsewhere."""
     SYMPTOM = 8
-    """It reports a lost peer."""
+    """The rank only reports a lost peer."""
     STOPPED = 9
-    """The operator stopped it."""
+    """The operator stopped the pod."""
 
 
 class Failure(NamedTuple):
@@ -107,16 +107,14 @@ class Failure(NamedTuple):
     generation: int | None = None
     """Generation of the ranks that this failure ended, according to the agent that charged it."""
     waited_in: int = 0
-    """The collective of the default group in which it waited for another rank until its timeout; 0 if it did not, or if
-    unknown.
-    """
+    """The default group's collective in which the rank waited for another until its timeout; 0: none or unknown."""
     # Kubernetes' facts about the pod. Only the operator sets these fields; no process sends them.
     container_reason: str = ""
     """Reason in the container's status: OOMKilled, Error, StartError."""
     pod_reason: str = ""
     """Reason in the pod's status: Evicted."""
     pod_message: str = ""
-    """The sentence of that reason."""
+    """The sentence of the pod's reason."""
     disruption: str = ""
     """Reason of the pod's condition DisruptionTarget, such as PreemptionByScheduler."""
     deletion_requested: bool = False

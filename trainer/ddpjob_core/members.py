@@ -52,7 +52,7 @@ class Members(tuple[int, ...]):
         return self[node_rank] if node_rank is not None and 0 <= node_rank < len(self) else None
 
     def ranks(self, place: int, nproc: int) -> range:
-        """Return the ranks of a place. Raises ValueError if it is not a member."""
+        """Return the ranks at a place. Raise ValueError if the place is not a member."""
         first = self.node_rank(place) * nproc
         return range(first, first + nproc)
 

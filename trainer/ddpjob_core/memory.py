@@ -236,9 +236,9 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if missed := missed.union(*(one[LATER] for one in late)):
-        return f"{min(missed)} may change after should_stop({step}), and a rank was lost before it had come to that"
+        return f"{min(missed)} may change after should_stop({step}), and a rank was lost before that change"
     if name := _of_two_moments(present):
-        return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
+        return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had reached that save"
     for rank, row in enumerate(rows):
         if (resized or not row.own) and (name := _unproved(rank, rows)):
             why = "the number of ranks has changed" if row.own else f"that of rank {rank} is lost"

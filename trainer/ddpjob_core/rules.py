@@ -27,10 +27,10 @@ STARTS_MAX = 10
 # Failures in which ranks only lost their peers: the first may come from the network, the second from the script.
 PEERS_LOST_FREE = 1
 
-# Errors of a rank whose peer is gone; never a root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on an
-# H100 with NCCL 2.28.9 (docs/measured.md, on a GPU); NCCL's network errors are from its documentation. A node that dies
-# closes no connection, and gloo reports the kernel's error (seen with a link taken down). "wait timeout" is "Socket
-# Timeout" from torch 2.6 on.
+# Errors of a rank whose peer is gone; never a root cause. NCCL's network errors are from its documentation.
+# All other errors were seen with torch 2.13 on gloo, or with torch 2.11 and NCCL 2.28.9 on an H100.
+# A node that dies closes no connection, and gloo reports the kernel's error (seen with a link taken down).
+# "wait timeout" is "Socket Timeout" from torch 2.6 on.
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
     r"|remote process exited|DistStoreError|DistNetworkError|RendezvousConnectionError|RendezvousClosedError"
@@ -52,8 +52,8 @@ _TIMED_OUT = re.compile(
 _NEVER_MET = re.compile(r"RendezvousTimeoutError|waiting for clients\. \d+/\d+ clients joined")
 # Symptoms count only in torch's errors: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# Errors of torch, of CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++, and the agent's for
-# a SIGKILL by the kernel (ddprun/oom_kills.py).
+# Errors about memory of torch, CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++.
+# KILLED_BY_KERNEL is the agent's own error for a SIGKILL by the kernel (ddprun/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP) (?:driver )?error: out of memory|Cuda failure (?:2 )?'out of memory'"
     r"|^[\w.]*MemoryError\b|^std::bad_alloc\b"
@@ -61,8 +61,8 @@ OUT_OF_MEMORY = re.compile(
 )
 # The cause of torch's "exited unexpectedly"; without shared memory the signal is SIGBUS.
 WORKER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: ")
-# A GPU has failed, not the program; "not yet initialized" means that the node's fabric manager is not running. From
-# NVIDIA's and PyTorch's texts; not seen.
+# A GPU has failed, not the program. The texts are from NVIDIA's and PyTorch's documentation; none was seen.
+# "not yet initialized" means that the node's fabric manager is not running.
 DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"
     r"|no CUDA-capable device is detected|system not yet initialized|GPU is lost|fallen off the bus"
@@ -83,8 +83,8 @@ NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
-# Exceptions for mistakes in the script, which would be raised again, and the text of sys.exit("no data"). Failures of
-# networks, disks and GPUs have other types (OSError, ConnectionError, TimeoutError), or a text in _MAY_PASS.
+# Exceptions for mistakes in the script, which would be raised again, and the text of sys.exit("no data").
+# Failures of networks, disks and GPUs have other types (OSError, TimeoutError …), or a text in _MAY_PASS.
 _MISTAKE = re.compile(
     r"^SystemExit: (?!\d+$)|^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError"
     r"|ddpjob\.errors\.(?:ConfigurationError|StateError)"
@@ -105,8 +105,8 @@ _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
-# The library's error about a folder, which a new process would get too: EPERM, EACCES, EEXIST and ENOTDIR (a file in
-# its place), EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP, EDQUOT.
+# The library's error about a folder, which a new process would get too: EPERM, EACCES, EFBIG, ENOSPC, EROFS,
+# ENAMETOOLONG, ELOOP, EDQUOT, and for a file in place of the folder EEXIST or ENOTDIR.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
@@ -115,8 +115,8 @@ _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it
-# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Without reasons of a spec that no node admits
-# (SysctlForbidden, SMTAlignmentError, AppArmor): such a job would be retried forever.
+# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Not for a spec that no node admits
+# (SysctlForbidden, SMTAlignmentError, AppArmor), because such a job would be retried forever.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "
@@ -128,7 +128,7 @@ POD_DEADLINE = "DeadlineExceeded"
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
 _CLASS_OF: dict[Action, Class] = {"FailJob": "permanent", "Ignore": "infrastructure", "Count": "application"}
-# A pod beyond its own disk limit is evicted too, and would be on every node.
+# A pod beyond its own disk limit is evicted too; it would be evicted on every node.
 OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemeral storage limit")
 
 

@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
 
-# Seconds; long, because little is known before the first step and in a declared pause. A script may count epochs.
+# Seconds. Long, because nobody knows how long imports, a declared pause, or a first step take: it may be an epoch.
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
-# Limits in seconds for the first pause that is longer than expected. In training it is torch's default timeout of a
-# process group, because ranks that wait longer for each other end by themselves.
+# Limits in seconds for the first pause that is longer than expected.
+# In training it is torch's default timeout of a group, because ranks that wait longer for others end by themselves.
 UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
 UNSEEN_TRAIN_SECONDS = 1800.0
 STEPS_REMEMBERED = 9
@@ -59,7 +59,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
         expected = max(PAUSE_SECONDS, LONGEST * seconds, LONGEST * learned.pauses.longest_seconds)
         unseen, surprised = UNSEEN_PAUSE_SECONDS, learned.pauses.surprised
     elif phase == "start" or step == 0 or not (timeout or learned.step_seconds):
-        # No step was measured yet. That may be so at any step, because the observer may have started after the job.
+        # No step was measured yet, whatever the step number is: the observer may have started after the job.
         expected, unseen, surprised = max(START_SECONDS, seconds), UNSEEN_START_SECONDS, False
     else:
         expected, unseen, surprised = seconds, UNSEEN_TRAIN_SECONDS, learned.steps.surprised

@@ -93,8 +93,8 @@ class Agent:
     ) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
-        self.termination_signal = 0  # 0: no termination was requested
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # then closing the terminal must not end the job
+        self.termination_signal = 0  # signal that requested the termination; 0: none
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # closing the terminal must then not end the job
         self._numbers = [getattr(signal, name) for name in options.signals if not (is_nohup and name == "SIGHUP")]
         self._fatal = _fatal() - set(self._numbers)
         # SIGQUIT asks for stacks, unless the user lets it end the job; STACKS_SIGNAL works in both cases.

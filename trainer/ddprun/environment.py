@@ -16,7 +16,7 @@ PDB, ALL_RANKS = "DDPJOB_PDB", "all"
 
 
 class Life(NamedTuple):
-    """One generation of all ranks."""
+    """Facts about one generation: the ranks that run from one start to the next."""
 
     generation: int
     """Number of restarts before this generation."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # typing is not imported at run time, because it would be in 
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
-CRASH_DESCRIPTOR = 512  # or the next free number; `ulimit -n` is usually 1024 or more
+CRASH_DESCRIPTOR = 512  # number of the descriptor, or the next free one; `ulimit -n` is usually 1024 or more
 PIPE_BYTES = 4096  # PIPE_BUF: a write of up to this size is atomic
 CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
@@ -153,7 +153,7 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def not_collected() -> Iterator[None]:
-    """Exempt all objects created in this context from garbage collection, permanently.
+    """Exempt all objects created in this `with` block from garbage collection, permanently.
 
     Otherwise the collector would traverse all imports repeatedly, which takes a quarter of the import time. It would do
     so in each rank too, where its writes copy memory pages. The cost is 6 MB of torch's garbage, shared by all ranks.
@@ -251,7 +251,7 @@ class Prepared:
             self.hidden.touch()
 
     def of_torch(self) -> set[str]:
-        """Names of torch's hidden modules."""
+        """Names of torch's modules that the server hides until the script imports torch."""
         return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:
@@ -291,7 +291,7 @@ class Spares:
         return pid, None
 
     def take(self, run: dict[str, Any]) -> int:
-        """Give the run to a spare and return its pid; 0 if none is left."""
+        """Let a spare run the script with these settings. Return its pid; 0 if no spare is left."""
         while self._waiting:
             pid, pipe = self._waiting.pop(0)
             with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # the spare was killed
@@ -308,7 +308,7 @@ class Spares:
 
 
 def awaited(pipe: int) -> dict[str, Any]:
-    """Wait for the run of a spare. Exit if none will come."""
+    """Wait in a spare for a script to run, and return its settings. Exit if none will come."""
     with open(pipe, encoding="utf-8") as file:
         line = file.readline()
     if not line.endswith("\n"):
@@ -356,7 +356,7 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
         fork_again(agent_pid, write_end, of_rank)
         return 0
     os.close(write_end)
-    answer = os.read(read_end, PIPE_BYTES).decode()  # the process between writes it atomically before it exits
+    answer = os.read(read_end, PIPE_BYTES).decode()  # the rank's pid, or an error: one atomic write
     os.close(read_end)
     if not answer.isdecimal():
         raise OSError(answer or "it was killed while it forked")
@@ -373,7 +373,7 @@ def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
-        for descriptor in of_rank:  # close them before the answer: otherwise a run could be sent to a killed spare
+        for descriptor in of_rank:  # close the pipe before the answer: otherwise a run could be sent to a killed spare
             os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)
@@ -432,7 +432,7 @@ def write_whole_lines() -> None:
     time, as after a collective, would mix their lines: `rank 0rank 1`.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced it
+        if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced the stream
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
@@ -611,8 +611,8 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # Only in the rank itself, not in its forked children. Not for KeyboardInterrupt: Python ends by SIGINT only if
-        # this hook has not called exec(), as importing dataclasses does.
+        # Only in the rank itself, not in its forked children, and not for KeyboardInterrupt.
+        # Python ends by SIGINT only if this hook has not called exec(), as importing dataclasses does.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback

@@ -45,7 +45,7 @@ class Heartbeats:
     """The heartbeat pages of this node's ranks."""
 
     def __init__(self, ranks: int) -> None:
-        """Raise OSError and leave nothing open; the caller retries."""
+        """Create the shared memory. If this raises OSError, nothing is left open, and the caller retries."""
         self._descriptor = _file()
         try:
             os.ftruncate(self._descriptor, ranks * PAGE_BYTES)

@@ -279,7 +279,7 @@ class Leader:
         }
 
     def _post(self) -> dict[str, Any] | None:
-        """Return the account for the status receiver, with the failures; None if nothing was charged."""
+        """Return the counts of charged restarts for the status receiver, with the failures; None without any."""
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)
@@ -291,7 +291,7 @@ class Leader:
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked
-        before, self._held = self._held, ports.hold()  # hold both, or the kernel may return the same port
+        before, self._held = self._held, ports.hold()  # while the old port is held, the kernel returns another one
         if before is not None:
             before.close()
         return ports.number(self._held)
@@ -359,7 +359,7 @@ class Leader:
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
         grant = Grant.read(message["left"]) if message.get("left") else None
         if self._lead.is_outdated(node, replacement):
-            raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
+            raise Refused(f"pod {replacement} of node {node} is outdated: a newer pod of this node has connected")
         del self._unauthenticated[link]
         if node in self._links:
             self._drop(self._links[node])

@@ -31,11 +31,11 @@ COARSE_AFTER = 3  # from this round on leave out whole packages, not single modu
 MODULES_MAX = 20_000
 MIB = 1 << 20
 BYTES_MAX = 512 * MIB  # memory that learned imports may add to the fork server
-BYTES_EXPECTED = 128 * MIB  # free memory required at the beginning
+BYTES_EXPECTED = 128 * MIB  # free memory required before learning begins
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Modules whose random numbers or variables at import do no harm in a fork. numpy's generators are seeded again in each
-# rank. tempfile names differ by process. rich's link numbers and the session id of downloads may repeat. scipy's
-# generators are only defaults. fsspec only reads FSSPEC_* variables.
+# Modules whose random numbers or variables at import do no harm in a fork.
+# numpy's generators are seeded again in each rank; tempfile's names differ by process; scipy's generators are defaults.
+# rich's link numbers and the session id of downloads may repeat. fsspec only reads FSSPEC_* variables.
 _HARMLESS = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
     " transformers.utils.hub fsspec.config"
@@ -137,7 +137,7 @@ def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLim
             answer = pipe.read()
         found = json.loads(answer) if answer else {wanted[-1] if wanted else "": "ends the process"}
         if not found:
-            os._exit(0)  # the child is adopted by the agent
+            os._exit(0)  # the agent adopts the child
         os.waitpid(pid, 0)
         for name, why in found.items():
             left[name if number < COARSE_AFTER else name.partition(".")[0]] = why

@@ -25,7 +25,7 @@ TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # limit for a console that accepts no data
 LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 gives it up after 30 s
 CHUNK = 1 << 16
-CHUNKS_MAX = 16  # chunks of a file in one turn of the loop: signals and peers wait meanwhile
+CHUNKS_MAX = 16  # chunks of a file that one turn of the loop copies, because signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
@@ -73,7 +73,7 @@ class LogFolder:
         """Create the folders of these ranks, and return their files by local rank."""
         output, attempt = self._output, self._attempt(life)
         own_files.make_folder(self.path)  # somebody may have emptied /tmp and taken the name
-        os.mkdir(attempt, 0o700)  # cannot exist: generation numbers only grow, also under a new leader
+        os.mkdir(attempt, 0o700)  # the folder cannot exist: generation numbers only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
             folder = os.path.join(attempt, str(rank))
@@ -82,7 +82,7 @@ class LogFolder:
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
-        # `extend` adds them one by one, so if one cannot be opened, `copy_last` still closes the earlier ones.
+        # `extend` adds open files one by one, so if one cannot be opened, `copy_last` still closes the earlier ones.
         self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
@@ -237,7 +237,7 @@ class _Tail:
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
                 written = os.write(self.console, self._waiting[:end])
-            except OSError:  # the reader has closed it; the file is complete
+            except OSError:  # the reader has closed the console; the log file is complete
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]
             self.taken += written

@@ -28,7 +28,7 @@ class Memory:
     """The memory of this node's ranks, in all generations."""
 
     def __init__(self, ranks: int) -> None:
-        """Raise OSError if the kernel refuses."""
+        """Create the memory file. Raise OSError if the kernel refuses it."""
         self._ranks = ranks
         self._descriptor = create("ddprun-state")
         os.ftruncate(self._descriptor, memory.layout(ranks)[1])

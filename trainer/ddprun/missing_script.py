@@ -26,7 +26,7 @@ def missing(script: RankScript, environ: Mapping[str, str]) -> str:
 
 
 def told(sentence: str) -> str:
-    """Return the sentence as the exception of a failure, which operator and agents recognize (NO_PROGRAM in
+    """Return the sentence with a prefix by which operator and agents recognize it (NO_PROGRAM in
     ddpjob_core/failures.py).
     """
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]
@@ -79,7 +79,7 @@ def _is_there(module: str) -> bool:
     sys.path.insert(0, os.getcwd())
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # another finder than Python's own may know it
+    except (ImportError, ValueError):  # a finder that is not Python's own may find the module
         return True
     finally:
         sys.path[:] = before

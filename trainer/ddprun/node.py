@@ -43,7 +43,7 @@ LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kerne
 HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset may take tens of seconds
 KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
-SPARES_AFTER_SECONDS = 5.0  # later than the start, because starting ranks need the processors
+SPARES_AFTER_SECONDS = 5.0  # seconds after the start, because starting ranks need the processors
 FILE_BYTES_MAX = 1 << 16
 END_BYTES_MAX = 1 << 22  # limit for a rank's end record; enough for a model with 20,000 parameters
 STDERR = 2
@@ -59,21 +59,21 @@ class LocalRanks:
     ) -> None:
         self._options, self._environ, self._folder, self._server = options, environ, folder, server
         self._life: Life | None = None
-        self._ranks: Sequence[int] = ()  # by local rank, in this generation
+        self._ranks: Sequence[int] = ()  # global ranks of this generation, by local rank
         self._waiting = False  # True if the ranks wait for the fork server
         self._spares_at: float | None = None  # when spare processes for the next generation are forked
         self._learn_at: float | None = None  # when to check if a rank has written its list of imports
         self._has_told = False  # True if the learned imports were announced
-        self._pids: dict[int, int] = {}  # by local rank, of running ranks
-        self._codes: dict[int, int] = {}  # by local rank, of ended ranks; negative: a signal
+        self._pids: dict[int, int] = {}  # pids of running ranks, by local rank
+        self._codes: dict[int, int] = {}  # exit codes of ended ranks, by local rank; negative: a signal
         self._files: list[Files] = []
         self._kills = OomKills()
         self.beats: Heartbeats | None = None  # heartbeats of this generation's ranks
         self._saved_before = 0  # `saved_step` of earlier generations
-        self.memory = None if options.dev else created(options.nproc)  # dev: the next ranks may run other code
+        self.memory = None if options.dev else created(options.nproc)  # `ddpjob dev`: the next ranks may run other code
         self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
         self._then: tuple[int, float] = (0, 0.0)  # the signal that follows, and its grace period in seconds
-        self.failures: list[Failure] = []  # of this generation, in order; without those of ranks that we stopped
+        self.failures: list[Failure] = []  # this generation's, in order; without those of ranks that we stopped
         self.stopped = False  # True if the ranks were ended because of another rank
         self._stopped_at = 0.0  # wall-clock time (time.time()), as in termination messages
         self.kill_at: float | None = None
@@ -236,7 +236,7 @@ class LocalRanks:
             self._asked_at, self._then = now, (number, grace_seconds)
 
     def _writes_state(self, now: float, furthest: int) -> bool:
-        """Ask the ranks to write their state into this node's memory. True if they do."""
+        """Ask the ranks to write their state into this node's memory. True while they are writing."""
         is_preflight = self._life is not None and self._life.preflight
         if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
             return False
@@ -339,9 +339,9 @@ class LocalRanks:
         return begins + (f"; left out: {left}" if left else "")
 
     def _fork_spares(self, now: float) -> None:
-        from ddprun import spares  # imported late: ranks must not wait for it
+        from ddprun import spares  # imported late, so that ranks do not wait for the import
 
-        if self._server is not None and self._server.learning == "now":  # its successor will fork them
+        if self._server is not None and self._server.learning == "now":  # the next fork server will fork the spares
             self._spares_at = now + NOTE_SECONDS
             return
         self._spares_at = None
@@ -409,7 +409,7 @@ class LocalRanks:
         return next((failure.traceback for failure in known if failure.rank == rank and failure.traceback), "")
 
     def _start_or_fail(self, local_rank: int) -> None:
-        """Start a rank. After an error it is not retried in this generation: it may be running without our knowing."""
+        """Start a rank. In this generation it is not started again after an error, because it may be running."""
         try:
             self._pids[local_rank] = self._start_rank(local_rank)
         except OSError as error:
@@ -509,16 +509,14 @@ class LocalRanks:
             return False
         files = self._files[local_rank]
         consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
-        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "": the failure may be a child's
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "": a child process may have failed
         return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:
         return 0 if self.beats is None else self.beats.of(local_rank).step
 
     def _blame_for_ports(self) -> None:
-        """Correct failures by "port in use": rank 0's port was taken by another process, or another rank acts as rank
-        0.
-        """
+        """Correct "port in use" failures: another process has taken rank 0's port, or another rank acts as rank 0."""
         from ddpjob_core import rules
 
         port = 0 if self._life is None else self._life.port
@@ -544,7 +542,7 @@ class LocalRanks:
         if message is None or message.rank is None or message.exit_code is None:
             return
         if not self.failures and not self.stopped:
-            return  # all ended with 0: the rank went on after the failure that it wrote
+            return  # all ranks ended with 0, so the rank survived the failure that it wrote
         known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)

@@ -16,7 +16,7 @@ class OomKills:
     """Counts kills for lack of memory in this process's cgroup and below."""
 
     def __init__(self, path: str = "") -> None:
-        """path: file with the count, by default `counting_file`; without a file no SIGKILL counts as such a kill."""
+        """path: file with the count, by default `counting_file`; without a file no SIGKILL counts as one for memory."""
         self._path = path or counting_file()
         self._accounted = self._count()
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
-# A broken group cannot save together; this is enough for a last line of output.
+# Seconds; enough for a last line of output, because ranks of a broken group cannot save together.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # time limit for all nodes to connect; torchrun's default for static rendezvous
 LAST_CALL_SECONDS = 30.0  # torchrun's default
@@ -93,7 +93,7 @@ class Options(NamedTuple):
 
     @property
     def places(self) -> Members:
-        """Places of all nodes that may take part."""
+        """Numbers of all nodes that may take part."""
         return Members(range(self.nodes))
 
 
@@ -378,7 +378,7 @@ def _gpus(environ: Mapping[str, str]) -> int:
     if visible is None:
         return present
     named = [part.strip() for part in visible.split(",")]
-    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA stops reading there
+    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA stops at such an entry
     return min(present, end)
 
 

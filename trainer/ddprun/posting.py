@@ -56,7 +56,7 @@ class Posting:
         self._call.abandon()
 
     def finish(self, document: Mapping[str, Any] | None) -> None:
-        """Try once more if the last account was not confirmed; wait for at most 2 s."""
+        """Post the last counts once more if they were not confirmed; wait for at most 2 s."""
         if document is None or not self._url:
             return
         if self._posted != document["agent"]:

@@ -31,7 +31,7 @@ class ForkServer:
         self._asked = options.script.preload_asked
         self._socket, its = socket.socketpair()
         self.later, its_later = socket.socketpair()  # for the child that learns imports and becomes the next server
-        self.learning = ""  # "" before, then "now", then "done"
+        self.learning = ""  # "": imports are not learned yet; "now": they are being learned; "done"
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0
@@ -76,7 +76,7 @@ class ForkServer:
     def learn(self, note: str) -> None:
         """Request that a child imports a rank's list of imports; `hear_later` reads the answer."""
         self.learning = "now"
-        with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
+        with contextlib.suppress(OSError):  # the server has ended, which `hear` will notice
             self._send({"learn": note})
 
     def hear_later(self) -> bool:
@@ -136,7 +136,7 @@ class ForkServer:
         if self.ready and not self._forks_spare and self._spares_left > 0:
             self._spares_left -= 1
             self._forks_spare = True
-            with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
+            with contextlib.suppress(OSError):  # the server has ended, which `hear` will notice
                 self._send({"spare": True})
 
     def _add_spare(self, message: Mapping[str, Any]) -> None:

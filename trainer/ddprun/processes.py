@@ -54,14 +54,14 @@ def listen_to_signals(numbers: Iterable[int]) -> int:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in {signal.SIGCHLD, *numbers}:
-        signal.signal(number, lambda *_: None)  # without a handler no byte is written
+        signal.signal(number, lambda *_: None)  # a signal without a handler writes no byte into the pipe
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a parent may block SIGCHLD, and the mask is inherited
     return read_end
 
 
 def open_streams() -> None:
     """Open closed standard streams, as in some daemons, on /dev/null: otherwise a socket would get their numbers."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # gets the lowest free number
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # open() takes the lowest free number
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 

@@ -18,7 +18,7 @@ from ddprun import processes
 LOOK_SECONDS = 0.1
 REMARK_SECONDS = 2.0  # most helpers end within milliseconds of their rank
 WAITED_SECONDS = (
-    2.0  # from the end of the processes below a rank to its own signal: it may still wait for them or read their output
+    2.0  # seconds from the end of the processes below a rank to the rank's own signal: it may still read their output
 )
 NAMES_MAX = 4
 _DATA_LOADER = "pt_data_worker"  # process name of a worker in torch 2.6 and later
@@ -35,12 +35,12 @@ class Signalled:
         """Descendants that are still running after the ranks have ended."""
         self._trainers: set[int] = set()  # descendants that train and have got the signals as well
         self._held: dict[int, int] = {}  # ranks that get their signal after the training processes below them
-        self._trainers_until: float | None = None  # when held ranks and helpers get their signal
+        self._trainers_until: float | None = None  # when waiting ranks and helpers get their signal
         self._helpers_since: float | None = None  # when helpers got their signal
         self._has_remarked = False
 
     def send(self, ranks: Collection[int], number: int, announced: Collection[int]) -> None:
-        """Signal the ranks and the processes below that train. announced: processes that reported that they train."""
+        """Signal the ranks, and those processes below them that train. announced: processes that reported training."""
         self.numbers.add(number)
         if not ranks:
             return
@@ -139,8 +139,8 @@ def _above(pid: int, rank: int, parent_of: Mapping[int, int]) -> list[int]:
 
 
 def _has_own_group(pid: int, parent: int, listening: set[str]) -> bool:
-    """True if a process that has announced nothing has formed a process group, such as a spawned one without the
-    library: gloo and NCCL listen on TCP. Sockets inherited by a fork do not count.
+    """True if a process without the library, for example a spawned one, has formed a process group: it then listens
+    on TCP, as gloo and NCCL do. Sockets inherited by a fork do not count.
     """
     own = listening & _sockets(pid)
     return bool(own) and bool(own - _sockets(parent)) and "libtorch" in _text(f"/proc/{pid}/maps")

@@ -46,7 +46,7 @@ class StacksQuestion:
         self.deadline: float | None = None
 
     def ask(self, beats: Heartbeats | None, now: float) -> None:
-        """Start a question; the stacks are printed soon."""
+        """Ask the ranks for their stacks, which are printed soon."""
         if self._is_open:
             return
         if beats is None or not self._agent.node.running_ranks:

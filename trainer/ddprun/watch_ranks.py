@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SIGNAL_SECONDS = 0.6  # time for an answer; then the rank gets a signal, whose handler works without the GIL
 ANSWER_SECONDS = 1.0
-QUIET_SECONDS = 1.5  # time for a quiet answer, because reading torch's flight recorder takes up to 0.5 s
+QUIET_SECONDS = 1.5  # time for an answer that is not logged; reading torch's flight recorder takes up to 0.5 s
 IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
-SIGNAL_PAUSE_SECONDS = 0.02  # between signals to two ranks, whose stacks go to one console
+SIGNAL_PAUSE_SECONDS = 0.02  # seconds between signals to two ranks, because their stacks go to one console
 
 
 class Watching:
@@ -41,7 +41,7 @@ class Watching:
         self._paces: dict[int, HeartbeatTracker] = {}
         self._reported: StallReport | None = None
         self._over = False  # True if all ranks of another node have ended with 0
-        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: start of its stall, and its CPU seconds then
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: when its stall began, and its CPU seconds by then
         self._still: dict[
             int, tuple[str, float]
         ] = {}  # by rank: context switch counts, and the time of their last change
@@ -62,7 +62,7 @@ class Watching:
         return min((at for at in times if at is not None), default=None)
 
     def begin(self, beats: Heartbeats) -> None:
-        """Start with a new generation."""
+        """Forget the last generation, and watch the heartbeats of a new one."""
         self._beats = beats
         self._paces, self._reported, self._over, self._cpu, self._still = {}, None, False, {}, {}
         self._idle = idle.IdleClock()
@@ -205,7 +205,7 @@ class Watching:
         if self._quiet:
             assert self._reported is not None, "it was looked at just now"
             return self._agent.group.answered(self._reported, [*map(self._waiting, running), *self._ended()], now)
-        # Ranks without heartbeats cannot answer; they are not to blame if others have some.
+        # Ranks without heartbeats cannot answer; they are not to blame if other ranks have heartbeats.
         beating = [rank for rank in running if self._beats.of(rank).pid]
         positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
         report = stall_monitor.stall_report(self._paces, self.timeout, now)
@@ -262,7 +262,7 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:
-    """Read a rank's position from its answer. over: from its heartbeat. Raise TypeError or ValueError."""
+    """Read a rank's position from its answer. over: value of the heartbeat's OVER. Raise TypeError or ValueError."""
     if answer is None:
         return Position(rank, step, answers=False, apart=over)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))

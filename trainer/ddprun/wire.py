@@ -47,7 +47,7 @@ class Link:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._key = connection, key
-        self.node = node  # the node at the other end, or this one
+        self.node = node  # number of this node; on the leader, of the node at the other end
         self._leads, self._about = node is None, about or {}
         self._nonce = os.urandom(16).hex()
         self._session: bytes | None = None

@@ -96,7 +96,7 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
             return
         if time.monotonic() > end:
             name = stored.job.metadata.name
-            raise watch.TooLateError(f"{name} is being deleted, and still there after {wording.duration(seconds)}")
+            raise watch.TooLateError(f"{name} is being deleted, and still exists after {wording.duration(seconds)}")
         time.sleep(0.2)
 
 
@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Check the condition first: a job may be Suspended while its pods save, but the condition waits for them.
+        # Prefer the condition: the state is Suspended while pods still save, but the condition is True only after that.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 

@@ -49,7 +49,7 @@ def config_map(archive: Archive) -> Raw:
 
 
 def into(job: Raw, archive: Archive) -> Raw:
-    """Return a copy of a job whose trainer works in a folder with the code. Raise InputError if a volume is there."""
+    """Return a copy of a job whose trainer works in a folder with the code. Raise InputError if that is a volume."""
     job = copy.deepcopy(job)
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER

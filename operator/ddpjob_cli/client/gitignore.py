@@ -18,7 +18,7 @@ NAME = ".gitignore"
 BYTES_MAX = 1 << 20
 PATTERN_MAX = 4096  # characters; no path is longer
 NAME_MAX = 255  # bytes; the longest file name
-COMPARISONS_MAX = 5_000_000  # paths times patterns; these take some seconds
+COMPARISONS_MAX = 5_000_000  # paths times patterns; so many comparisons take some seconds
 COMPILE_COST = 100  # cost of compiling the shortest pattern, counted in comparisons
 _POSIX = {
     "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z", "blank": " \\t",

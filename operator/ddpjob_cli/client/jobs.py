@@ -37,7 +37,7 @@ class NoJobError(InputError):
 
 
 class JobGoneError(ClusterError):
-    """The job existed before, and was deleted."""
+    """The job existed at an earlier read, and was deleted."""
 
 
 def of_raw(raw: Raw) -> Stored:

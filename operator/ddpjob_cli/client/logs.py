@@ -61,7 +61,7 @@ class ClusterLogs:
         self.name = stored.job.metadata.name
         self.stored = stored  # the job at the last check
         self.cluster, self._say, self._part = cluster, say, part
-        self.on_look = on_look  # gets the job at each check of follow()
+        self.on_look = on_look  # called with the job at each check of follow()
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
@@ -196,7 +196,7 @@ class _Streams:
     """One thread per pod, which reads its log to the end and reconnects when the connection breaks."""
 
     def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
-        """begun: uids of pods whose logs the options of `part`, such as tail, cut; later logs are shown in full."""
+        """begun: uids of pods whose logs `part` shortens, for example by tail; logs of later pods are shown in full."""
         self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}

@@ -50,7 +50,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
     if kubectl is None:
         words = ["kubectl", "exec", *cluster.kubectl, pods[0]["metadata"]["name"], *of_trainer, "--", "kill -QUIT 1"]
         raise ClusterError(
-            f"kubectl is not on the PATH. Where it is, and ddprun is the container's first program, type "
+            f"kubectl is not on the PATH. If ddprun is the container's first program, type on a machine with kubectl "
             f"`{' '.join(words)}`; the stacks are then in ddpjob logs"
         )
     command = [kubectl, "exec", *cluster.kubectl, *of_trainer]

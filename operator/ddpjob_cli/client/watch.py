@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 class TooLateError(ClusterError):
-    """The goal was not reached in time."""
+    """The awaited state of a job was not reached in time."""
 
 
 def ended(stored: jobs.Stored) -> bool:
@@ -37,7 +37,7 @@ def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateEr
     status = stored.job.status
     return TooLateError(
         f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
-        f"{status.state or 'not seen by an operator'}{f': {status.message}' if status.message else ''}"
+        f"{status.state or 'not handled by an operator yet'}{f': {status.message}' if status.message else ''}"
     )
 
 
@@ -93,7 +93,7 @@ class StateLines:
     """Prints changes of a job's state. running: also print its progress, at most every 10 s."""
 
     PROGRESS_SECONDS = 10.0
-    UNSEEN_SECONDS = 5.0  # seconds without a state; a running operator sets it within one
+    UNSEEN_SECONDS = 5.0  # seconds without a state; a running operator sets a state within a second
 
     def __init__(self, say: Say, *, running: bool = True) -> None:
         self._say, self._running = say, running

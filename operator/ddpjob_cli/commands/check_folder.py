@@ -122,7 +122,7 @@ def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
 
 
 def _is_wanted(path: str) -> bool:
-    """True for Python, and for YAML with a DDPJob."""
+    """True for a Python file, and for a YAML file with a DDPJob."""
     if not path.endswith(YAML_SUFFIXES):
         return True
     try:

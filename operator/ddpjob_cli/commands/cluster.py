@@ -50,7 +50,7 @@ class Seconds(FloatParam):
 
 @dataclass(frozen=True)
 class Connect:
-    """The options of a cluster; calling it connects."""
+    """The command line's options that select a cluster. Calling this object connects to the cluster."""
 
     context: str | None
     namespace: str | None

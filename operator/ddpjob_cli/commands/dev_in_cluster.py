@@ -36,7 +36,7 @@ class _LogPod(NamedTuple):
 
 
 class _OverError(Exception):
-    """Ends the session. The text is the reason."""
+    """Raised to end the session of `ddpjob dev`. The text is the reason."""
 
 
 def run(

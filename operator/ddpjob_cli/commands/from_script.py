@@ -33,16 +33,16 @@ _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
 @dataclass(frozen=True)
 class FoundScript:
     spawns: bool = False
-    """True if it starts the processes of its node itself."""
+    """True if the script starts the processes of its node itself."""
     nccl: int = 0
-    """The line in which it selects nccl alone; 0: none."""
+    """The line in which the script selects nccl alone; 0: none."""
     cuda: bool = False
     local_rank: ast.Call | None = None
     """A rank option that torchrun does not pass, and without which the ranks do not train as one job."""
     notes: tuple[str, ...] = ()
     """Sentences for comments, valid if torchrun starts the processes."""
     needs_torchrun: str = ""
-    """The part of it that works only under torchrun; "" if there is none."""
+    """The part of the script that works only under torchrun; "" if there is none."""
 
 
 def job_yaml(start: Source, text: str | None) -> str:

@@ -51,7 +51,7 @@ def _needs(script: Script) -> Iterator[str]:
     first = min(_imports_of_torch(script), default=None)
     for name, line in _variables_set(script):
         if late_environment.is_read_at_import(name) and (first is None or line < first):
-            yield f"line {line} sets {name}, which torch reads while it is imported, and ddprun imports torch before"
+            yield f"line {line} sets {name}, which torch reads while ddprun imports it, before the script runs"
 
 
 def _may_serve(script: Script, call: ast.Call) -> bool:

@@ -272,7 +272,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if neither is there."""
+    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if it finds none."""
     from ddpjob_operator.job import command, programs
 
     names = map(programs.name, words)

@@ -22,7 +22,7 @@ class AsPath(click.Path):
     """click.Path whose value is a pathlib.Path. The import is late, because pathlib and its imports take 5 ms."""
 
     def coerce_path_result(self, value: str | bytes | os.PathLike[str]) -> Any:
-        """Convert the value of the option."""
+        """Convert the option's value to a pathlib.Path."""
         from pathlib import Path
 
         return Path(os.fsdecode(value))

@@ -376,7 +376,7 @@ class Runner:
         if is_new_attempt or status.in_place != self.job.status.in_place:
             self._settings = dataclasses.replace(self._settings, failed_before=status.last_failure)
         if is_new_attempt:
-            self.cluster.agent = None  # the agent's restarts belong to the old attempt, and are counted
+            self.cluster.agent = None  # the agent's restarts were counted in the old attempt
         self.job = replace(self.job, status=status)
         if status.attempt and self.job.spec.facts.min_nodes is not None:
             self._receiver.leader = self.cluster.leader(self.job)
@@ -387,7 +387,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
-        """Show an OSError in this context and continue: the job continues without the file."""
+        """Within this `with` block, only show an OSError: the job continues without the file."""
         try:
             yield
         except OSError as error:

@@ -40,7 +40,7 @@ HELD_MAX = 1000  # lines that other ranks print while one has the terminal; `ddp
 
 @dataclass
 class SessionNews:
-    """Events of a session for the run."""
+    """What happened in the session after the last `look`: notes to print, a failure, a reason to end."""
 
     notes: list[str] = field(default_factory=list)
     printed: list[tuple[Any, str]] = field(default_factory=list)
@@ -74,7 +74,7 @@ def lend_here(_pod: PodOfSession, words: Sequence[str], is_over: Callable[[], bo
 
 
 class DevSession:
-    """A run whose ranks restart at each save."""
+    """The part of `ddpjob dev` that restarts the ranks of a run at each save."""
 
     def __init__(self, files: saves.SavedFiles, idle_seconds: float, lend: Lend = lend_here) -> None:
         """lend: used at a terminal, for ranks that wait in `breakpoint()`."""

@@ -64,7 +64,7 @@ class Job(abc.ABC):
 
     def __init__(self, name: str, sent: function.Sent | None) -> None:
         self.name = name
-        """Its name in the cluster, or in `ddpjob list`."""
+        """Name of the job in the cluster, or in `ddpjob list`."""
         self._sent = sent
 
     @property

@@ -17,7 +17,7 @@ ANSWER = "ddpjob-answer-"
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
 # Exit codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program.
-# Other codes were chosen by the program, and the last line does not explain them.
+# Other exit codes were chosen by the program, and the last line of its log does not explain them.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
@@ -39,8 +39,8 @@ _LAUNCHERS_OWN = re.compile(
     r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:|srun: error: |slurmstepd: error: )"
 )
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
-# Lines that libraries print at the end of any program: torch about groups that were not destroyed, wandb about files,
-# hydra about more output, and Python's warnings, each with a line of code below.
+# Lines that libraries print at the end of any program, for example torch if a group was not destroyed.
+# wandb prints lines about files, hydra about more output, and Python warnings with a line of code below.
 _SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"
@@ -123,7 +123,7 @@ def _is_of_another(line: str, rank: int | None) -> bool:
 
 
 def _without_warnings(log: Iterable[str]) -> Iterator[str]:
-    """Yield lines without libraries' summaries, code below Python's warnings, and ignored exceptions."""
+    """Yield the lines, but skip libraries' summaries, code below Python's warnings, and ignored exceptions."""
     is_summary = is_ignored = False
     for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
         if is_ignored or line.startswith("Exception ignored "):

@@ -100,8 +100,8 @@ _PATTERNS = (
     ),
     # Tokens with a known form. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI, Docker;
     # models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack, Stripe,
-    # SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT. The characters after the
-    # prefix must match too, because jobs are named global-pretrain-large or sk-finetune-bert-large.
+    # SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
+    # The characters after a token's prefix must match too, because jobs are named sk-finetune-bert-large.
     (
         "",
         r"(?<![A-Za-z0-9])((?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
@@ -144,7 +144,7 @@ def mask(text: str) -> str:
     for _ in range(_PASSES_MAX):
         before, text = text, _masked_once(text)
         if text == before:
-            break  # usually at once: most texts hold none
+            break  # most texts have no credential, so the first pass is the last
     return text
 
 
@@ -180,7 +180,7 @@ def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     whole = mask(" ".join(line for line in lines if line))
     text = abridged(whole, length)
-    # Text joined by the ellipsis must not look like a secret: it would be masked when it is shown again.
+    # If the shortened text looks like a secret, cut it instead: `shown` would mask it when called again.
     return text if len(whole) <= length or mask(text) == text else whole[:length].rstrip()
 
 

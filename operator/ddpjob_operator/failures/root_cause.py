@@ -31,7 +31,7 @@ REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# The pod's object is kept after these failures, because only the log may show why the process did not end itself.
+# The pod's object is kept after these failures, because only the log may show why the process hung.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
@@ -47,7 +47,7 @@ DISRUPTIONS = {
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
 # Disruptions by the kubelet, or by the node controller for it.
-# Such disruptions are reported only afterwards, so they may have begun before the operator stopped the pod.
+# Disruptions by the kubelet are reported only afterwards, so they may have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -80,7 +80,7 @@ _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.
 
 @dataclass(frozen=True)
 class Context:
-    """Facts about an attempt in addition to its pods."""
+    """Facts about an attempt that its pods do not show."""
 
     attempt: int
     members: Members
@@ -100,17 +100,17 @@ class PodEnd:
 
     failure: api.JobFailure
     deleted_at: dt.datetime | None = None
-    """When its deletion was requested; None for a lost node or an eviction."""
+    """When the pod's deletion was requested; None for a lost node or an eviction."""
     everywhere: bool = False
     """True if the agents agree that the failure would happen on every node."""
     raised: frozenset[str] = frozenset()
-    """All exceptions in its log, also those of a rank that was stopped later, and argparse's message."""
+    """All exceptions in the pod's log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if its ranks had all ended with 0 before it was stopped. Exit code 0 proves it only if the store is gone."""
+    """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only without the store."""
     seen: int = 0
-    """The observation in which its end was first seen; 0: the first of the pod."""
+    """The observation in which the pod's end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0
-    """The same for the request of its deletion."""
+    """The observation in which the pod's deletion was first seen requested; 0: the first of the pod."""
 
     @property
     def precedence(self) -> Precedence:
@@ -118,7 +118,7 @@ class PodEnd:
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if this pod's deletion was requested after the other ended: by observation, or else by clocks."""
+        """True if this pod's deletion was requested after the other pod ended: by observation, or else by clocks."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -316,7 +316,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # also after a SIGKILL, which would else count as the kubelet's
+        precedence = Precedence.LATE  # also for a SIGKILL, which would otherwise count as a kill by the kubelet
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -340,8 +340,8 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++, where no SIGTERM arrives.
-    # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1. If its store is lost
-    # while it waits, torchrun logs that and exits with 0 (logging swallows a SIGTERM), or with 143 a moment later.
+    # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
+    # If torchrun loses its store while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or 143.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,

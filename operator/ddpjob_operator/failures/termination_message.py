@@ -90,7 +90,7 @@ class ContainerReport(NamedTuple):
     log: str = ""
     """The container's output."""
     done: bool = False
-    """True if all its ranks had ended with 0, and only the launcher was stopped."""
+    """True if all ranks of the container had ended with 0, and only the launcher was stopped."""
     permanent: bool = False
     """True if the agents agree that a retry cannot help on any node."""
     agreed: bool = False
@@ -140,7 +140,7 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: True if the exit code is the last launcher's. If log or message report a rank's failure, a retry then
+    trusted: True if the exit code is the last launcher's. If log or message then report a rank's failure, a retry
     succeeded. A traceback with nothing after it always counts, because the script printed it and ended. False if the
     shell hides the exit code, so that any traceback may be the end of a rank.
     """
@@ -278,7 +278,7 @@ class _Stream:
             self._unindented(line.rstrip(), chains)
 
     def _of_nccl(self, line: str) -> None:
-        """Add another line of NCCL's error."""
+        """Add another line to the text of NCCL's error."""
         before, found = self.chain[-1], self.found
         self.found = line.strip() == LAST_ERROR
         if not self.found:

@@ -44,7 +44,7 @@ class Adapter:
 
     @property
     def resource(self) -> str:
-        """Kind and group, as kubectl names it, because other API groups have PodGroups, too."""
+        """The kind with its API group, as kubectl names it, because other API groups have PodGroups, too."""
         return f"{self.kind}.{self.group}"
 
     def group_name(self, job: api.DDPJob, attempt: int) -> str:

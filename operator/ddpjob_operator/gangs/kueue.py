@@ -235,8 +235,8 @@ def place(pod_body: Body, group: ObservedGroup, flavors: Sequence[Raw]) -> None:
 def queued_alone(pod_body: Raw) -> str:
     """Return why Kueue holds back a single pod; "" if Kueue does not hold it.
 
-    Kueue leaves pods of a job with a queue label alone. Without one, its pod integration and a LocalQueue named
-    `default` queue each pod by itself.
+    Kueue leaves pods of a job with a queue label alone. Without this label, Kueue's pod integration and a LocalQueue
+    named `default` queue each pod by itself.
     """
     gates = podspec.mappings(podspec.mapping(pod_body, "spec"), "schedulingGates")
     if not any(gate.get("name") == _POD_GATE for gate in gates):
@@ -273,7 +273,7 @@ def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
 
 
 class _Conditions:
-    """The conditions of a Workload, for changes."""
+    """A copy of a Workload's conditions, in which `put` sets one."""
 
     def __init__(self, raw: Raw, now: dt.datetime) -> None:
         self.listed = [dict(c) for c in (raw.get("status") or {}).get("conditions") or ()]

@@ -28,7 +28,7 @@ TEXT_MAX = 16_384
 STATUS_TEXT_MAX = 1_024
 # Characters of a condition's message, as in metav1.Condition.
 CONDITION_MAX = 32_768
-# Characters of `ranges.text`; the longest text, for every second of NODES_MAX nodes, has 25 kB.
+# Characters of `ranges.text`; the longest text, for all even numbers up to NODES_MAX, has 25 kB.
 RANGES_LENGTH_MAX = 65_536
 # Items of a list in a status; the operator keeps at most 100.
 STATUS_ITEMS_MAX = 128

@@ -39,7 +39,7 @@ WORDS_READ_MAX = 5_000
 _SHELL_DEPTH_MAX = 10
 
 PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
-# A word that should be several: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`.
+# Matches one word that should be several words: `train.py --lr 0.1`, `--nnodes 2`, `-u train.py`.
 # A value such as `-W "ignore …"` may contain a space.
 _JOINED = re.compile(r"\S+\.py\s+\S|--[\w-]+\s+\S|-[^\W\dWXc]\s+\S")
 _MODULES = {
@@ -105,7 +105,7 @@ def read(words: list[str]) -> Command:
     Other commands install packages or prepare data."""
     try:
         commands = [c for command in _commands(words) if _names_few(command) and (c := _read(command)).launcher]
-    except RecursionError:  # hundreds of launchers that start each other
+    except RecursionError:  # the command has hundreds of launchers that start each other
         return Command()
     by_launcher = [c for c in commands if c.launcher != "python"]
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
@@ -158,7 +158,7 @@ def is_shell(words: list[str]) -> bool:
 
 
 def joined(words: list[str]) -> str:
-    """Return a word before the script's arguments that should be several, such as `torchrun train.py`; else ""."""
+    """Return the first word that should be several words, such as "torchrun train.py"; "" if there is none."""
     if words and _is_joined_program(words[0]):
         return words[0]
     begin = None if is_shell(words) else options_begin(words)

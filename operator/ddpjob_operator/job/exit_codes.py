@@ -44,12 +44,12 @@ class LauncherExit:
     launcher: str
     """torchrun, ddprun, …; python if the script starts no launcher."""
     lost: str = ""
-    """How its exit code is lost: pipe, or, next, background, wait, if, not, words, exit, trap, …; "" if it is not."""
+    """How the launcher's exit code is lost: pipe, or, next, wait, if, not, words, exit, trap, …; "" if it is not."""
     at: str = ""
-    """The text that loses it: `| tee log`."""
+    """The text that loses the exit code: `| tee log`."""
     shell: str = ""
     replaced: bool = False
-    """True if, after its failure, another launcher may run that leaves no proof of its success (ddprun leaves one)."""
+    """True if another launcher may run after this one's failure, without a proof of success (ddprun leaves one)."""
     certain: bool = False
     """True if the script fails on every path on which no other launcher replaces this one."""
     started: command.Command = field(default_factory=command.Command)
@@ -144,7 +144,7 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
     except _CANNOT_FOLLOW:
         return ()
     by_launcher = tuple(one for one in found.values() if one.launcher != "python")
-    programs_alone = tuple(found.values())  # which program trains is unknown, so warn only if all are lost
+    programs_alone = tuple(found.values())  # the program that trains is unknown, so warn only if all codes are lost
     return by_launcher or (programs_alone if len(found) == 1 or all(one.lost for one in found.values()) else ())
 
 
@@ -346,7 +346,7 @@ class _ScriptWalk:
         return ends
 
     def _condition(self, node: shell.Loop, state: ShellState, last: str) -> tuple[_States, _States]:
-        """Return the states in which the body begins, and those after the loop. last: status of the body before."""
+        """Return the states in which the body begins, and those after the loop. last: status of the previous pass."""
         if node.condition is None:
             return [state], []
         inside: _States = []
@@ -548,7 +548,7 @@ def _trap(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """Return the states after `wait`. Without a process it returns 0; an unknown process may be any background job."""
+    """Return the states after `wait`. `wait` alone returns 0; an unknown process may be any background job."""
     named = [word for word in words[1:] if word != "-f"]
     if not named:
         state = state.losing("wait", "wait", again=True) if FAILED in state.jobs else state

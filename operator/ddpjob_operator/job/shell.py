@@ -56,19 +56,19 @@ class ShellNode:
 
 @dataclass(frozen=True, eq=False)
 class Simple(ShellNode):
-    """NAME=value program word … <<END"""
+    """A simple command: NAME=value program word … <<END"""
 
     assigned: tuple[tuple[str, Word], ...] = ()
     words: tuple[Word, ...] = ()
     document: list[str] = field(default_factory=list)
-    """Its here-documents and <<< words. The last one is its standard input."""
+    """The command's here-documents and <<< words. The last one is the command's standard input."""
     expanded: list[str] = field(default_factory=list)
     """The here-documents and <<< words in which the shell expands variables."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline(ShellNode):
-    """! one | other"""
+    """A pipeline, perhaps negated: ! one | other"""
 
     parts: tuple[ShellNode, ...]
     negated: bool = False
@@ -76,7 +76,7 @@ class Pipeline(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class AndOr(ShellNode):
-    """first && other || other"""
+    """Commands joined by && and ||."""
 
     first: ShellNode
     rest: tuple[tuple[str, ShellNode], ...]
@@ -84,21 +84,21 @@ class AndOr(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Background(ShellNode):
-    """command &"""
+    """A background job: command &"""
 
     body: ShellNode
 
 
 @dataclass(frozen=True, eq=False)
 class ShellScript(ShellNode):
-    """one; other"""
+    """Commands one after the other: one; other"""
 
     parts: tuple[ShellNode, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class GroupNode(ShellNode):
-    """{ list; }, or the subshell ( list )."""
+    """A group of commands: { list; }, or the subshell ( list )."""
 
     body: ShellNode
     subshell: bool = False
@@ -106,7 +106,7 @@ class GroupNode(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class If(ShellNode):
-    """if list; then list; … else list; fi"""
+    """A condition: if list; then list; … else list; fi"""
 
     branches: tuple[tuple[ShellNode, ShellNode], ...]
     otherwise: ShellNode | None
@@ -114,7 +114,7 @@ class If(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Loop(ShellNode):
-    """while, until or for; a for loop has no condition."""
+    """A loop by while, until or for; a for loop has no condition."""
 
     kind: str
     condition: ShellNode | None
@@ -125,7 +125,7 @@ class Loop(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Case(ShellNode):
-    """case word in pattern) list;; esac"""
+    """A choice: case word in pattern) list;; esac"""
 
     word: Word
     branches: tuple[tuple[tuple[str, ...], ShellNode], ...]
@@ -133,7 +133,7 @@ class Case(ShellNode):
 
 @dataclass(frozen=True, eq=False)
 class Function(ShellNode):
-    """name() command"""
+    """A function: name() command"""
 
     name: str
     body: ShellNode
@@ -163,7 +163,7 @@ def read(script: str) -> ShellScript | str:
 
 
 def children(node: ShellNode) -> Iterator[ShellNode]:
-    """Yield the commands directly below a command, first the commands in its words."""
+    """Yield the commands directly inside a command, first the `$(…)` in its words."""
     parts = _parts_of(node)
     for part in parts:
         if isinstance(part, Word):
@@ -194,7 +194,7 @@ def walk(node: ShellNode) -> Iterator[ShellNode]:
 
 
 def _parts_of(node: ShellNode) -> list[ShellNode | Word]:
-    """Return the commands and words in the fields of a command. A shell expands its redirections last."""
+    """Return the commands and words of a command in the order of their expansion: redirections come last."""
     before = tuple(value for name, value in vars(node).items() if name != "targets")
     return [*_parts(before), *node.targets]
 
@@ -233,7 +233,7 @@ class _ShellParser:
         self.text, self.at = text, at
         self._work: Iterator[int] = outer._work if outer else iter(range(WORK_MAX))
         self._documents: list[tuple[Word, bool, _Redirections]] = []
-        """Here-documents that begin after this line: delimiter, whether tabs are removed, command."""
+        """Here-documents that begin after the current line: delimiter, whether tabs are removed, command."""
         self._compounds: dict[str, Callable[[], ShellNode]] = {
             "if": self._if, "while": self._while, "until": self._while, "for": self._for, "case": self._case,
             "{": lambda: GroupNode(self._block("{", "}")), "(": self._subshell,
@@ -407,7 +407,7 @@ class _ShellParser:
                 words.append(self._word())
         if not (assigned or words or redirections.targets):
             raise ShellSyntaxError(f"no command at {self.text[self.at : self.at + 10]!r}")
-        document, expanded = redirections.document, redirections.expanded  # filled at the end of the line
+        document, expanded = redirections.document, redirections.expanded  # read at the end of the line
         return Simple(tuple(assigned), tuple(words), document, expanded, targets=tuple(redirections.targets))
 
     def _assigned(self) -> Word:
@@ -583,7 +583,7 @@ class _ShellParser:
         return self.text.startswith(operators, self._skip())
 
     def _operator(self, *operators: str) -> str:
-        """Skip the first of these operators that comes next and return it; "" if none does."""
+        """If one of these operators comes next, skip it and return it; else return ""."""
         self._skip()
         found = next((operator for operator in operators if self.text.startswith(operator, self.at)), "")
         self.at += len(found)

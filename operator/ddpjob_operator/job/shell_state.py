@@ -73,12 +73,12 @@ class ShellState:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A hashable value, equal for equal states."""
+        """A hashable value that is equal for equal states, to find repeated states."""
         return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in vars(self).values())
 
     @property
     def size(self) -> int:
-        """The number of items that are compared and copied at each step."""
+        """The number of items in this state, because each step copies and compares them."""
         parts = (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe)
         return sum(map(len, parts))
 
@@ -87,7 +87,7 @@ class ShellState:
         return [replace(self, status=status, **changes)]
 
     def losing(self, how: str, at: str, *, again: bool = False) -> ShellState:
-        """Return the state after `at` hid the launcher's failure. The first loss counts unless `again`."""
+        """Return the state after `at`, a command, hid the launcher's failure. again: replace an earlier command."""
         return replace(self, loss=(how, _short(at))) if self.failed and (again or not self.loss[0]) else self
 
     def ignoring(self, how: str, at: str) -> ShellState:

@@ -26,7 +26,7 @@ class Reference(NamedTuple):
 
 
 def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
-    """Yield the index of each word that is a shell's script, and True if a shell of the pod reads it."""
+    """Yield the index of each word that is a shell's script. True: the pod's own shell runs it, not a rank's."""
     has_shell = is_launched = is_script = False
     for place, word in enumerate(words):
         name, before = programs.name(word), words[place - 1] if place else ""

@@ -233,7 +233,7 @@ class _Signals:
         return below
 
     def _unreached_by_exec(self, words: list[str], below: str) -> str:
-        """Return `below`, the launcher in its command, if this program does not forward signals to it; else ""."""
+        """Return the launcher `below` if the program that starts it does not forward signals to it; else ""."""
         names = [programs.name(words[i]) for i in programs.places(words)]
         front = [*itertools.takewhile(lambda name: name in programs.WRAPPERS or name.startswith("-"), names)]
         stays = _STAY_IN_FRONT.intersection((*front, *names[:1])) or {"setsid", "-w"} <= {*front}

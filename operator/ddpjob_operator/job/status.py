@@ -24,7 +24,7 @@ def ranks_since(status: api.Status) -> dt.datetime | None:
 
 
 def present_progress(status: api.Status) -> api.Progress | None:
-    """Return the progress of the current ranks; None until they have made a step, and if no rank is training."""
+    """Return the progress of the current ranks; None before their first step, or if no rank is training."""
     progress, since = status.progress, ranks_since(status)
     if progress is None or status.state not in ("Running", *TERMINAL) or progress.attempt != status.attempt:
         return None

@@ -121,7 +121,7 @@ def rests(raw: Raw) -> bool:
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """True if a job that is kept only in part waits for room by its status, and its spec has not changed since."""
+    """True if the job's status says that it waits for room in memory, and its spec has not changed since."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True
@@ -245,7 +245,7 @@ def _is_left_alone(raw: Raw) -> bool:
 
 
 def _kept(given: Raw, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named fields that are short. Long fields are left out, because any user may have written them."""
+    """Return those of the named fields that are short. A user may have written fields of any length."""
     return {name: given[name] for name in names if name in given and _is_short(given[name])}
 
 

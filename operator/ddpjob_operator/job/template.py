@@ -20,7 +20,7 @@ PORT_MAX = 65_535
 
 _ROOT = "PodTemplateSpec"
 _RESEMBLES = 0.7  # "valeu" is 0.8 like "value", "comand" 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
-_OLDER = {"PodSpec": ("workloadRef",)}  # fields of an older API only
+_OLDER = {"PodSpec": ("workloadRef",)}  # fields that only an older API has
 _PORTS = ("containerPort", "hostPort", "port")
 _WORDS = {
     ("Container", "imagePullPolicy"): ("Always", "IfNotPresent", "Never"),
@@ -171,7 +171,7 @@ def _mounts(template: Mapping[str, Any], typos: Typos) -> Iterator[Deviation]:
 
 
 def _mappings(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the items of a list, with {} for each that is not a mapping, so that the indexes stay."""
+    """Return the items of a list. An item that is no mapping becomes {}, so that all indexes stay correct."""
     listed = given.get(name)
     return [i if isinstance(i, Mapping) else {} for i in listed] if isinstance(listed, list) else []
 

@@ -17,7 +17,7 @@ REPORT_SECONDS_MAX = 60.0
 def not_ahead(
     status: api.Status, now: dt.datetime, *, start_back_off_seconds: float, avoid_seconds: float
 ) -> api.Status:
-    """Return the status without times after `now`. Only its waits may end later, by at most the other arguments."""
+    """Return the status without times after `now`, except ends of waits: these are at most the given seconds ahead."""
     restarts, progress = status.restarts, status.progress
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)

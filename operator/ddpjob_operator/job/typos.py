@@ -14,7 +14,7 @@ _OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "
 
 
 class Typos:
-    """Counts the comparisons that are left for one document."""
+    """Finds the known name that a typo resembles, with a limited number of comparisons for one document."""
 
     def __init__(self, comparisons: int = COMPARISONS_MAX) -> None:
         self.left = comparisons

@@ -196,7 +196,7 @@ def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
     for deviation in wrong[:PROBLEMS_MAX]:
         where: Path = (*path, *deviation.path)
         if not any(where[:length] in named for length in range(len(where) + 1)):
-            # Other problems cannot prevent a pod from being made; the API server refuses them with its own message.
+            # Problems of other fields do not prevent a pod from being made; the API server refuses them by itself.
             names = tuple(part for part in deviation.path if isinstance(part, str))
             yield Problem(where, deviation.message, unreadable=names in _READ or len(wrong) > PROBLEMS_MAX)
     pod = given.get("spec")

@@ -18,13 +18,13 @@ BREAKS_RENDEZVOUS = frozenset(
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE".split()
 )
 # Variables that number machines and ranks.
-# They are from Slurm, Volcano (VK_ is its old name), Open MPI, PMI, MVAPICH, LSF, PBS and Flux.
+# Slurm, Volcano (VK_ is its old name), Open MPI, PMI, MVAPICH, LSF, PBS and Flux set these variables.
 OF_OTHER_LAUNCHERS = re.compile(r"(?:SLURM|VC|VK|OMPI_COMM|PMI|PMIX|MV2_COMM|LSB|PBS|FLUX)_\w+")
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|\[?::1\]?")
 _RANKS = ("RANK", "NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
 _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
 _COMPARED = (*_RANKS, *_ADDRESSES, "PET_NNODES", "WORLD_SIZE")
-# Options that override these variables.
+# Variables, and the torchrun option that overrides each.
 _OPTION_OF = {"PET_NNODES": "nnodes", "PET_NODE_RANK": "node_rank", "PET_MASTER_ADDR": "master_addr"}
 
 

@@ -13,7 +13,7 @@ AGAIN_SECONDS, FORBIDDEN_SECONDS = 2.0, 30.0
 
 
 class LeaderLabel:
-    """Sets and removes the label. client: may write without the Lease."""
+    """Sets and removes the pods' leader label. client: may write without the Lease."""
 
     def __init__(self, client: Client, namespace: str, pod: str, runtime: Runtime) -> None:
         self._client, self._path, self._pod = client, collection("pods", namespace), pod

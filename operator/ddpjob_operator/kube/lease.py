@@ -54,9 +54,9 @@ class Lease:
     """A Lease, cut to the fields that decisions read."""
 
     version: str
-    """Its resourceVersion."""
+    """resourceVersion of the Lease."""
     holder: str
-    """"" if there is none."""
+    """Identity of the operator that holds the Lease; "" if there is none."""
     seconds: float
     """How long others wait after the last change, by its holder's settings; 0 if unset."""
 
@@ -74,7 +74,7 @@ class Candidate:
         self._asked_at = NEVER
         """When the last answered request was sent."""
         self._saw_at = NEVER
-        """When that answer arrived."""
+        """When the last answer arrived."""
 
     def saw(self, lease: Lease | None, now: float, asked_at: float = NEVER) -> None:
         """Record the answer to a read: the Lease, or None if it does not exist.
@@ -194,7 +194,7 @@ class Election:
             return None
 
     async def _write(self, seen: Raw | None, body: Raw) -> Raw:
-        """Create the Lease, or replace the one that was seen. Raise ApiError."""
+        """Create the Lease if `seen` is None, else replace it. Raise ApiError."""
         if seen is None:
             return await self.client.create(self._collection, body)
         return await self.client.replace(f"{self._collection}/{self._name}", body)

@@ -365,7 +365,7 @@ class Operator:
         if self.leads:
             self.queue.add(key, in_seconds, priority)
         elif (raw := self.caches.jobs.get(key)) is None or storage.is_cut(raw):
-            self.states.forget([key])  # a follower keeps parsed specs, too (`locate`)
+            self.states.forget([key])  # `locate` parses specs on a follower, too
 
     def _count_job(self, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
         raw = new or old

@@ -66,7 +66,7 @@ class OtherReleases:
                 # 403: an older chart's role lacks this right.
                 # Act for all namespaces then, because otherwise no release would.
                 self.are_known = self.are_known or error.status == 403
-                self._log({f"releases that watch one namespace alone cannot be seen, and would act here too: {error}"})
+                self._log({f"marks of other releases cannot be read, so two may act on one namespace: {error}"})
             else:
                 self._log(set(self.sentences()))
             if moved := before ^ self._releases.keys():

@@ -19,7 +19,7 @@ ENDED_SECONDS = 600.0
 
 
 def state(status: api.Status) -> str:
-    """Return the state, or NO_STATE."""
+    """Return the job's state; NO_STATE for an unset or unknown one."""
     return status.state if status.state in names.STATES else names.NO_STATE
 
 
@@ -30,7 +30,7 @@ def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
 
 
 def values(status: api.Status, spent: Mapping[str, int]) -> Iterator[tuple[names.Metric, float | None, str]]:
-    """Yield metric, value, and the value of its own label. spent: seconds by use, never less than before."""
+    """Yield metric, value, and the value of the metric's own label. spent: seconds by use; these never decrease."""
     restarts, nodes = status.restarts or api.Restarts(), status.nodes or api.Nodes()
     yield names.JOB_STATE, 1.0, state(status)
     yield names.JOB_STATE_TIME, None if status.state_time is None else status.state_time.timestamp(), ""

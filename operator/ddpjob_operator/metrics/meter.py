@@ -74,7 +74,7 @@ class Moment(NamedTuple):
 
 
 class Meter:
-    """Counts from its creation; one per process."""
+    """Holds the metrics of the operator. A process creates one Meter."""
 
     def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
         """lock: needed if scrapes are written in another thread than the one that reports changes."""
@@ -84,7 +84,7 @@ class Meter:
         self._spent: dict[str, dict[str, int]] = {}
         """Seconds counted so far, by uid."""
         self._shown: dict[str, dict[str, int]] = {}
-        """The same, at the last scrape."""
+        """Seconds counted until the last scrape, by uid."""
         self._newly: Newest[str, None] = Newest(CHANGED_MAX)
         self._ended: Newest[str, None] = Newest(CHANGED_MAX)
         """Jobs (uid) first or last counted after the snapshot of the last scrape."""
@@ -99,13 +99,13 @@ class Meter:
     # ---------------------------------------------------------------- what happens
 
     def count(self, metric: names.Metric, *labels: str, by: float = 1.0) -> None:
-        """Add to a counter."""
+        """Add an amount to a counter."""
         child = self._child(metric, labels)
         assert isinstance(child, prometheus_client.Counter)
         child.inc(by)
 
     def observe(self, metric: names.Metric, seconds: float, *labels: str) -> None:
-        """Add to a histogram."""
+        """Add an observation to a histogram."""
         child = self._child(metric, labels)
         assert isinstance(child, prometheus_client.Histogram)
         child.observe(seconds)
@@ -135,7 +135,7 @@ class Meter:
         return restart
 
     def leads(self, now: dt.datetime) -> None:
-        """Count everything that jobs spend from now on, until a scrape at which this operator does not lead."""
+        """Count the time that jobs spend from now on, until a scrape at which this operator does not lead."""
         self._forget()
         self._since = now
 
@@ -169,7 +169,7 @@ class Meter:
         """
         # Do not pass the client's Accept header: prometheus-client would copy a part of it into the content type.
         encode, content_type = exposition.choose_encoder(_OPENMETRICS if openmetrics else "")
-        families: Any = SimpleNamespace(collect=partial(self._at, moment))  # all that the encoders use of a registry
+        families: Any = SimpleNamespace(collect=partial(self._at, moment))  # encoders use only collect() of a registry
         head, end, of_each = encode(families), b"# EOF\n" if openmetrics else b"", b""
         spent = self._shown
         if moment.jobs is not None and moment.of_jobs:

@@ -53,7 +53,7 @@ SLOW = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 @dataclass(frozen=True)
 class Metric:
-    """One family. name: without the suffix of its kind (_total, _bucket, _info)."""
+    """One metric. name: without the suffix of its kind (_total, _bucket, _info)."""
 
     name: str
     kind: Kind
@@ -64,7 +64,7 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        """The name in queries."""
+        """The metric's name in queries, with the suffix of its kind."""
         return self.name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 

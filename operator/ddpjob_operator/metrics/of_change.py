@@ -116,7 +116,7 @@ def _decided(
     restart: Restart | None, scope: str, new: api.Status, now: dt.datetime, agent: AgentReport | None
 ) -> Restart:
     """Return the restart with the fields that are known once its failure counts against a limit. An agent restarts
-    ranks before the operator knows of the failure, and reports its time."""
+    ranks before the operator knows of the failure; its report has the failure's time."""
     if scope == "rank":
         at = agent.failures[-1].time if agent is not None and agent.failures else 0.0
         failed_at = dt.datetime.fromtimestamp(at, dt.timezone.utc) if 0 < at < now.timestamp() else now

@@ -30,14 +30,14 @@ class Container(msgspec.Struct, frozen=True):
     """waiting: the kubelet's sentence. ended: the termination message, which is the end of the log."""
     ready: bool = False
     exit_code: int | None = None
-    """128 + n if signal n ended it, as everywhere in Kubernetes."""
+    """128 + n if signal n ended the process, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
     ran: bool = True
-    """ended: False if nothing shows that it ever ran. The kubelet reports 137 also for a container never created."""
+    """ended: False if nothing shows that the container ever ran. The kubelet reports 137 even if it never existed."""
     init: str = ""
     """ended: the init container that ended; the trainer itself never ran."""
     started_at: dt.datetime | None = None
-    """ended: its start."""
+    """ended: start of the container."""
 
     @property
     def hides_a_failure(self) -> bool:
@@ -61,7 +61,7 @@ class Pod(msgspec.Struct, frozen=True):
     name: str
     uid: str
     owner_uid: str
-    """uid of its controller; "" if none."""
+    """uid of the pod's controller; "" if none."""
     attempt: int
     place: int
     """Its number in the job, as in its name; `Spec.members` maps it to ranks."""
@@ -76,30 +76,30 @@ class Pod(msgspec.Struct, frozen=True):
     reason: str = ""
     """The pod's own reason, such as Evicted or NodeLost."""
     message: str = ""
-    """The sentence of that reason."""
+    """The sentence of the pod's reason."""
     disruption: str = ""
-    """Reason of its condition DisruptionTarget, such as PreemptionByScheduler or EvictionByEvictionAPI."""
+    """Reason of the pod's condition DisruptionTarget, such as PreemptionByScheduler or EvictionByEvictionAPI."""
     scheduled_at: dt.datetime | None = None
-    """When it was bound to its node, by the cluster's clock: comparable with that of other pods."""
+    """When the pod was bound to its node, by the cluster's clock: comparable with that of other pods."""
     bound_since: dt.datetime | None = None
-    """The same by our clock, comparable with now; not later than when we first saw it bound."""
+    """When the pod was bound, by our clock, comparable with now; not later than when we first saw it bound."""
     accepted_at: dt.datetime | None = None
-    """When its kubelet accepted it (status.startTime), by the clock of its node, like the times of its trainer."""
+    """When the kubelet accepted the pod (status.startTime), by the node's clock, as are the trainer's times."""
     silent_since: dt.datetime | None = None
-    """When the node controller marked it not ready because the kubelet does not report."""
+    """When the node controller marked the pod not ready because the kubelet does not report."""
     was_silent: bool = False
     """True if the pod was ever seen silent, even if its node works again."""
     unschedulable: str = ""
-    """The scheduler's sentence while it finds no node."""
+    """The scheduler's sentence while no node is found for the pod."""
     unschedulable_since: dt.datetime | None = None
     """None while scheduling gates hold the pod."""
     deletion_requested_at: dt.datetime | None = None
-    """When its deletion was requested (deletionTimestamp minus the grace period)."""
+    """When the pod's deletion was requested (deletionTimestamp minus the grace period)."""
     deletion_deadline: dt.datetime | None = None
-    """When its grace ends (deletionTimestamp)."""
+    """When the pod's grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
     deadline_set: bool = False
-    """True if activeDeadlineSeconds was set to end it: the kubelet stops it, and the object stays."""
+    """True if activeDeadlineSeconds was set to end the pod: the kubelet stops it, and the object stays."""
     sidecars_run: bool = False
     """True if a container other than the trainer has not ended."""
     done_since: dt.datetime | None = None
@@ -109,15 +109,15 @@ class Pod(msgspec.Struct, frozen=True):
     overcome: bool = False
     """True if a later launcher in the container may have overcome the failure in the termination message."""
     completed: bool = False
-    """True if it was ever seen completed; later observations do not change that."""
+    """True if the pod was ever seen completed; later observations do not change that."""
     ended_first: bool = False
     """True if the trainer was seen ended before the deletion was requested."""
     first_seen: int = 0
     """Number of the observation (facts.py) in which the pod was first seen."""
     ended_seen: int = 0
-    """The observation in which its end was first seen; 0: the first one."""
+    """The observation in which the pod's end was first seen; 0: the first one."""
     deletion_seen: int = 0
-    """The observation in which its deletion was first seen requested; 0: the first one."""
+    """The observation in which the pod's deletion was first seen requested; 0: the first one."""
 
     @property
     def ended(self) -> bool:
@@ -193,11 +193,11 @@ class Node:
 
     ready: bool
     since: dt.datetime | None = None
-    """Since when it has been ready or not."""
+    """Since when the node has been ready, or not ready."""
     with_most: bool = False
-    """Not ready: True if most nodes became so together, so the control plane probably misses their heartbeats."""
+    """Not ready: True if most nodes became not ready together. The control plane then probably misses heartbeats."""
     gone: bool = False
-    """Not ready: True if its object was deleted, as clouds do when a machine is removed."""
+    """Not ready: True if the node's object was deleted, as clouds do when a machine is removed."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ConflictingObject:
     kind: str
     name: str
     of_deleted_job: bool = False
-    """True if a deleted job of the same name left it; it will be removed."""
+    """True if a deleted job of the same name left the object, which will be removed."""
 
 
 @dataclass(frozen=True)

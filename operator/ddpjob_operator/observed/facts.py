@@ -17,8 +17,8 @@ from ddpjob_operator.observed.cluster import Container, Pod
 
 
 def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
-    """Return the merged facts of two observations of one uid. number: of this observation, increasing. Changes get this
-    number; facts of the first observation get 0.
+    """Return the merged facts of two observations of one uid. number: an increasing number of the observation, which
+    changes get; facts of the first observation get 0.
     """
     changes = {} if earlier is None else _added(earlier, later)
     known = _changed(later, changes)

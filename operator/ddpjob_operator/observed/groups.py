@@ -24,7 +24,7 @@ class Admission:
     holds_quota: bool = False
     """evicted: True if the queue waits until the pods have ended and the quota is returned."""
     stopped: bool = False
-    """waiting: True if a user has stopped it in the queue, and must let it continue."""
+    """waiting: True if a user has stopped the job in the queue, and must let it continue."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Placement:
     by_topology: bool = False
     """True if the queue chooses the nodes of each pod."""
     names_nodes: bool = False
-    """True if it has chosen a node for each pod, and not only a rack."""
+    """True if the queue has chosen a node for each pod, and not only a rack."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,23 @@ class ObservedGroup:
     """An object that stands for the pods of a job: a scheduler's PodGroup, or a queue's Workload."""
 
     adapter: str
-    """Adapter that it belongs to, as in `gangs.ADAPTERS`."""
+    """Adapter that the group belongs to, as in `gangs.ADAPTERS`."""
     name: str
     uid: str
     owner_uid: str
     """uid of the job that created it; "" if none."""
     attempt: int
-    """Attempt of its pods; 0: all attempts."""
+    """Attempt of the group's pods; 0: all attempts."""
     admission: Admission = Admission("waiting")
     deletion_requested: bool = False
     placement: Placement = Placement()
     """admitted: number of pods, and their nodes."""
     nodes: int | None = None
-    """Number of pods that it requests; None if it is never admitted in parts."""
+    """Number of pods that the group requests; None if the group is never admitted in parts."""
     queue: str = ""
-    """The queue that it is in."""
+    """The queue that the group is in."""
     asked: tuple[str, ...] = ()
-    """Requested queue, priority and topology, as its adapter writes them; empty if it is in no queue."""
+    """Requested queue, priority and topology, as the adapter writes them; empty without a queue."""
     is_ready: bool = False
     """True if the operator has reported to the queue that all pods are running."""
     is_over: bool = False

@@ -37,7 +37,7 @@ class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """All restarts in place that this agent led."""
+        """Number of all restarts in place that this agent led."""
         return self.application + self.infrastructure + self.stall
 
 
@@ -81,7 +81,7 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     resumed_step: _Number | None = None
     """Step of the state that the sender has loaded."""
     resumed_from: _Sentence = ""
-    """Source of that state: a folder, or the memory of named nodes."""
+    """Source of the loaded state: a folder, or the memory of named nodes."""
     generation: _Turn = 0
     """Restarts of the ranks in their pods before the sender started."""
     replacement: _Turn = 0

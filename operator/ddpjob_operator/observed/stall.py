@@ -45,9 +45,9 @@ class StepTracker:
     step: int
     phase: Phase
     advanced_at: dt.datetime
-    """Since when all of its reports have had the same step and phase, without a gap."""
+    """Since when all reports of the rank have had the same step and phase, without a gap."""
     heard_at: dt.datetime
-    """Time of its last report."""
+    """Time of the rank's last report."""
     measured: bool = False
     """False if receiving began at `advanced_at`, in the middle of a step."""
     learned: Learned = field(default_factory=Learned)
@@ -90,7 +90,7 @@ class StallFinding:
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}" if is_behind else f"the job {self.what()}"
 
     def what(self) -> str:
-        """Return the sentence without its subject."""
+        """Return the text of `sentence` without `rank N (node N)` at its beginning."""
         proven = f" for {duration(self.idle_seconds)} ({self._where()}; limit {duration(self.limit.allowed)})"
         duration_text = proven if self.kind == "stall" else self._suspected()
         last = f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else ""
@@ -199,7 +199,7 @@ def limit(tracker: StepTracker, timeout: float | None) -> Limit:
 
 @dataclass(frozen=True)
 class Silence:
-    """Most jobs went silent at about the same time: their reports are probably lost."""
+    """Counts of jobs, if most of them went silent at about the same time: their reports are probably lost."""
 
     silent: int
     jobs: int

@@ -143,7 +143,7 @@ def _condition(
 
 
 def _events(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
-    """Yield Events for changes of state or reason, and facts that no state shows. message: without the spec remark."""
+    """Yield Events for changes, and for facts that no state shows. message: without the remark about the spec."""
     yield from _of_state(view, old, new, message)
     yield from _of_acceptance(view, old, new)
     yield from _of_agent_restarts(view, old, new)

@@ -171,8 +171,8 @@ def upkeep(view: View) -> tuple[tuple[Action, ...], dt.datetime | None]:
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Return the groups of finished attempts, and of a job that has ended, is suspended or cannot start, by the
-    recorded status. Only groups whose pods have ended and whose API is available."""
+    """Return groups to delete: of finished attempts, and of a job that has ended, is suspended or cannot start by the
+    recorded status. Their pods have ended, and their API is available."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
     # A spec with problems cannot start. Its group would hold quota that nobody can use until the spec is fixed.
@@ -215,7 +215,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # The quota is unused: a job is recorded as suspended only after pods of unanswered create requests were found.
+        # No pod uses the quota: before a suspension is recorded, pods of unanswered create requests were searched.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
@@ -249,7 +249,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # same text as before the group exists, because each change is a write
+        why = group.admission.why or ASKED  # same text as without a group, because each new text is a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None

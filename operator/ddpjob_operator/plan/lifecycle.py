@@ -126,7 +126,7 @@ def waiting_for_room(view: View, status: api.Status) -> Decision | None:
     if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
         return None
     state: api.State = "Suspended" if status.attempt else "Pending"
-    text = f"waiting for room: {view.seen.no_room}. The job starts when others have ended or are suspended"
+    text = f"waiting for room: {view.seen.no_room}. The job starts when other jobs have ended or are suspended"
     return Decision(replace(enter(status, state, reasons.WAITING_FOR_ROOM, text, view.now), start_time=None))
 
 

@@ -32,9 +32,9 @@ class Unreachable:
     pod: Pod
     since: dt.datetime
     lost_at: dt.datetime | None
-    """When it will be given up; None while most nodes are not ready."""
+    """When the pod will be given up; None while most nodes are not ready."""
     gone: bool
-    """True if its node's object was deleted."""
+    """True if the object of the pod's node was deleted."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class View:
     """The job and what is observed, sorted once for all rules."""
 
     job: api.DDPJob
-    """Its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
+    """The job; its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
     wanted_nodes: int
     leader: int
     """Place of the pod whose agent leads in this attempt."""
@@ -178,7 +178,7 @@ class View:
         return after(status.start_time, self.spec.active_deadline_seconds)
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
-        """The time by which all nodes, or enough of them, must have run; None if they already have in this attempt."""
+        """Return the time by which enough nodes must be running; None if they have run in this attempt."""
         if self.is_enough(status.started):
             return None
         return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)

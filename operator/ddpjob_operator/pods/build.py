@@ -32,7 +32,7 @@ _POD_PATH = re.compile(
 
 @dataclass(frozen=True)
 class Reporting:
-    """Address, token and interval of the reports of trainers."""
+    """Where and how often trainers report: address, token, interval."""
 
     url: str
     token_file: str = report_token.TOKEN_FILE
@@ -105,7 +105,7 @@ def pod(
     if not mount_api_token and spec.get("automountServiceAccountToken") is None:
         spec["automountServiceAccountToken"] = False
     if spec.get("terminationGracePeriodSeconds") == 0:
-        # With 0, a deletion would remove the object at once, before the kubelet has stopped the containers.
+        # With a grace period of 0, a deletion removes the object before the kubelet has stopped the containers.
         spec["terminationGracePeriodSeconds"] = 1
     environment = contract.environment(job, attempt, place, rendezvous) | agent_environment.environment(
         job, replacement

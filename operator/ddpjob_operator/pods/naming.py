@@ -19,7 +19,7 @@ LABEL_TRAINER = f"{api.GROUP}/trainer"
 LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
 # The ports are outside the NodePort range (30000-32767), and below ports that scripts often hard-code (29400, 29500).
-# They are outside the ephemeral range (32768-60999), from which the kernel takes ports for outgoing connections.
+# The ports are also outside the ephemeral range (32768-60999), which the kernel uses for outgoing connections.
 PORT_FIRST, PORT_LAST = 20000, 29399
 PORTS_AVOIDED = frozenset({23456, 25000})  # lower ports that scripts hard-code
 

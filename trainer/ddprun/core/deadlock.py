@@ -98,7 +98,7 @@ class CollectiveConflict(NamedTuple):
     call: Call
     other: int
     why: str
-    """"other": a different collective at that number; "behind": blocked elsewhere before it; "ended": exited."""
+    """"other": a different collective at this number; "behind": blocked elsewhere before this one; "ended": exited."""
 
 
 def find(standings: Sequence[Standing]) -> str:

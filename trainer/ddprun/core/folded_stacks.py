@@ -20,9 +20,9 @@ class RankStack(NamedTuple):
     step: int = 0
     answer: Mapping[str, Any] | None = None
     state: str = ""
-    """State of the process, if it does not answer."""
+    """State of a process that does not answer."""
     stack: Sequence[str] = ()
-    """Its calls as faulthandler or py-spy sees them, if it does not answer."""
+    """Calls of a rank that does not answer, as faulthandler or py-spy sees them."""
 
 
 def text(ranks: Sequence[RankStack]) -> str:

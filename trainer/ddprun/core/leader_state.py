@@ -108,7 +108,7 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
-# By event reason. For any other reason the budget of the failure is spent.
+# By reason for which a job fails; with any other reason, the text names the spent budget.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
@@ -126,7 +126,7 @@ class Generation:
     """Events of the generation that is running or ran last. Each start replaces it."""
 
     checking: bool = False  # True for a pre-flight
-    reruns: str = ""  # why its ranks are restarted at once without a failure; "": they are not
+    reruns: str = ""  # why the ranks are restarted at once without a failure; "" if they are not
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
@@ -199,7 +199,7 @@ class LeaderState:
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(self._leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
-        self._uncharged: Failure | None = None  # loss of a node; its next connection shows what was lost
+        self._uncharged: Failure | None = None  # loss of a node; its next connection shows if the pod was lost
         self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
@@ -212,13 +212,13 @@ class LeaderState:
 
     @property
     def _grows_at(self) -> float | None:
-        """Time at which running ranks are stopped for nodes that have connected meanwhile; None if there are none."""
+        """Time at which running ranks are stopped for nodes that have connected meanwhile; None without such nodes."""
         if self.state != "running" or self._current.checking or self._current.finished:
             return None
         return self._newcomers.due_at(self._here.difference(self.members))
 
     def joins_in(self, node: int, now: float) -> float | None:
-        """Return the seconds until a connected node joins the running generation; None if it need not wait for that."""
+        """Return the seconds until a waiting node joins the running generation; None for a node that is not waiting."""
         waits = self.state == "running" and node not in self.members
         return self._newcomers.joins_in(node, now) if waits else None
 
@@ -308,7 +308,7 @@ class LeaderState:
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # one of these failures is the cause; the node reports it again in `stopped`
+            self._ask_no_more()  # the cause is known; the node reports it again in `stopped`
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -488,7 +488,7 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def _go_on_if_enough_are_here(self, now: float) -> None:
-        """Start if all nodes are connected, or if enough are and we wait for no more."""
+        """Start if all nodes are connected, or if enough nodes are and no more are expected."""
         if self.state != "gathering":
             return None
         lost = self._uncharged
@@ -581,7 +581,7 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
-        """Stop the ranks that were asked for positions. answered: only if all have answered or ended."""
+        """Stop waiting for positions, and stop the ranks. answered: only if all ranks have answered or ended."""
         question = self._current.question
         if not question.asked or (answered and not question.is_answered(self._stopping)):
             return
@@ -601,8 +601,8 @@ class LeaderState:
             self.said = self._current.reruns
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
-        # The rank that others waited for comes last, because a rank that failed by itself is a better cause. It does
-        # not count if a rank ended with 0: that one made fewer steps, which is the cause.
+        # The rank that others waited for comes last, because a rank that failed by itself is a better cause.
+        # A rank that others waited for does not count if another rank ended with 0, whose missing steps are the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):
@@ -760,7 +760,7 @@ class LeaderState:
 
 
 class Terminations:
-    """Nodes whose termination was requested from outside. Failures that follow from it are not charged."""
+    """Nodes whose termination was requested from outside. Failures caused by a termination are not charged."""
 
     def __init__(self, leader: int, others_go_on: bool) -> None:
         """others_go_on: False if all nodes end when one leaves."""

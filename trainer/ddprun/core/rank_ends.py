@@ -30,7 +30,7 @@ class ModuleEnd(NamedTuple):
     group: str
     """Ranks of the module's process group, as text."""
     number: int
-    """Number of the module in that group, from 0, in order of construction."""
+    """Number of the module in its group, from 0, in order of construction."""
     digest: str
     """Digest of parameter names and shapes; only modules with equal digests are compared."""
     sums: str
@@ -41,7 +41,7 @@ class ModuleEnd(NamedTuple):
     """(backward passes made, collectives begun in its group) -> checksum of the parameters then."""
     hardware: str
     names: tuple[str, ...] = ()
-    """Names of its parameters; empty if another module with this digest has them."""
+    """Names of the module's parameters; empty if another module with this digest has them."""
 
 
 class NodeEnd(NamedTuple):
@@ -153,7 +153,7 @@ def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
 
 
 def _first_parameter(one: ModuleEnd, other: ModuleEnd) -> int:
-    """Return the index of the first parameter that differs."""
+    """Return the index of the first parameter that differs between two ranks."""
     length = len(one.sums) // SUM_CHARACTERS
     for index in range(length):
         at = slice(index * SUM_CHARACTERS, (index + 1) * SUM_CHARACTERS)
@@ -195,7 +195,7 @@ def _hidden(written: Any) -> tuple[int, str, str] | None:
 
 
 def _modules(written: Any, ranks: tuple[int, ...] | None) -> list[ModuleEnd]:
-    """Read the well-formed modules. ranks: those of the file; None: as in each module."""
+    """Return the well-formed modules of a file or message. ranks: of all modules; None: each module names its own."""
     read = [_module(one, ranks) for one in written] if isinstance(written, list) else []
     return [module for module in read if module is not None]
 

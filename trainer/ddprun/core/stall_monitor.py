@@ -24,8 +24,8 @@ GAP_SECONDS = 3.0
 STILL_SECONDS = 5.0  # without CPU time for this long, a rank counts as blocked in a collective
 # Levels, by what shows the progress of a rank: steps, or only collectives if the script does not use the library.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
-# Reads with progress after which a script without the library counts as training, because it does not report that. With
-# fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.
+# A script without the library does not report its start. It counts as training after this many reads with progress.
+# With fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.
 LOOKS_UNTIL_TRAINING = 5
 
 
@@ -40,7 +40,7 @@ class Heartbeat(NamedTuple):
     over: bool = False
     """True if the rank needs no other rank: it left its group, or its script or the others' have ended."""
     completed: bool = False
-    """True if a collective of its default group has completed."""
+    """True if a collective of the default group has completed."""
 
 
 class HeartbeatTracker(NamedTuple):

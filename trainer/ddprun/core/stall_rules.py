@@ -35,13 +35,13 @@ class Position(NamedTuple):
     idle: bool = False
     """True if the rank needs no other rank any more, and has used no CPU during the stall."""
     apart: bool = False
-    """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
-    does not show what it waits for.
+    """True if the rank waits in another group, or is exiting and does not answer: its last collective in the default
+    group does not show what it waits for.
     """
     shape: str = ""
-    """Shape of its contribution to its last collective: [4, 3] float32."""
+    """Shape of the rank's contribution to its last collective: [4, 3] float32."""
     waits: deadlock.Waits | None = None
-    """The collectives that it waits in; None if unknown or not certain."""
+    """The collectives that the rank waits in; None if unknown or not certain."""
     ended_after: int = -1
     """Operations begun in the default group by a process that ended with 0; -1: see deadlock.Standing."""
 
@@ -50,15 +50,15 @@ class Question:
     """A request to all nodes for the positions of their ranks, with the answers."""
 
     def __init__(self) -> None:
-        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
+        self._positions: dict[int, Sequence[Position]] | None = None  # by node; only nodes that have answered
 
     @property
     def asked(self) -> bool:
-        """True while answers are awaited."""
+        """True while nodes may still answer the request."""
         return self._positions is not None
 
     def ask(self) -> None:
-        """Start to wait for answers."""
+        """Begin the request: nodes may now answer with their positions."""
         self._positions = {}
 
     def take(self, node: int, positions: Sequence[Position]) -> None:
@@ -155,8 +155,8 @@ class Standstill(Question):
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
-        # Without the library a rank cannot report that it is evaluating. Only a rank that waits in a collective, or
-        # that is idle and needs no other rank, proves a hang.
+        # Without the library a rank cannot report that it is evaluating.
+        # Only a rank that waits in a collective, or that is idle and needs no other rank, proves a hang.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None

@@ -36,7 +36,7 @@ class LocalLogs:
         if not 0 <= rank < facts.world_size:
             raise InputError(f"--rank {rank}: {facts.job} has the ranks 0 to {facts.world_size - 1}")
         if not facts.ranks_follow_nodes:
-            raise InputError(f"--rank {rank}: its rendezvous numbers the nodes as they arrive; choose with --node")
+            raise InputError(f"--rank {rank}: torchrun assigns ranks to nodes as they arrive; choose with --node")
         return rank // facts.nproc_per_node
 
     def prefix(self, node: int) -> str:

@@ -49,7 +49,7 @@ class LocalPod:
     node: nodes.NodeProcess
     log: Log
     gpus: tuple[str, ...]
-    """Devices that its processes see, as in CUDA_VISIBLE_DEVICES."""
+    """Devices that the node's processes see, as in CUDA_VISIBLE_DEVICES."""
     termination_log: Path
     trainer: Container = CREATING
     step: int | None = None
@@ -67,7 +67,7 @@ class LocalPod:
 
     @property
     def pid(self) -> int | None:
-        """Pid of the trainer's first process, once started."""
+        """Pid of the trainer's first process, once it is started."""
         return self.node.trainer_pid
 
 
@@ -372,7 +372,7 @@ def _doubt(end: nodes.End) -> str:
     if not launchers or (end.code and end.ended_first):
         return ""
     started = " ".join((launchers[0].launcher, *launchers[0].named))
-    text = f"the shell in front of `{started}` ended on SIGTERM and did not hand it over, or wait (exec {started} …)"
+    text = f"the shell in front of `{started}` ended on SIGTERM, and did not forward it or wait (exec {started} …)"
     if end.ended_first:
         text = f"the command ended while `{started}` was running, which was killed: nothing waits for it "
         text += "(setsid --wait, wait)"

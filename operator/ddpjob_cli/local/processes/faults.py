@@ -115,7 +115,7 @@ def parse(text: str) -> Fault:
 
 
 def parse_resize(text: str) -> Resize:
-    """Return the change of one --resize value. Raise InputError."""
+    """Return the number of nodes and the time in a --resize value. Raise InputError."""
     option = f"--resize {text[:_OPTION_CHARACTERS_MAX]}"
     match = re.fullmatch(r"([0-9]{1,15}),at=(.*)", text)
     if match is None:

@@ -87,7 +87,7 @@ class NodeProcess:
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
     def stop(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace. Later calls shorten it."""
+        """Send SIGTERM to the trainer's first process, and SIGKILL to all after the grace; later calls shorten it."""
         self._send({"stop": grace_seconds})
 
     def handle_report(self) -> None:
@@ -121,7 +121,7 @@ class NodeProcess:
             return  # the supervisor has ended; `handle_report` will read its result
 
     def _lost(self) -> End:
-        code = self._process.wait()  # its pipe was closed, so it ends soon; its children then become ours
+        code = self._process.wait()  # the supervisor's pipe is closed, so it ends soon; we then adopt its children
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:

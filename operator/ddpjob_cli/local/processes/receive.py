@@ -43,7 +43,7 @@ class LocalReceiver(ThreadingTCPServer):
         self.token_file = token_file
         self.token = secrets.token_urlsafe(32)
         self.reporting = threading.Lock()
-        self._connections: dict[Any, None] = {}  # ordered, the oldest first
+        self._connections: dict[Any, None] = {}  # a dict, because it keeps the order of arrival
         self._serving = threading.Thread(target=self.serve_forever, daemon=True)
 
     def start(self) -> None:

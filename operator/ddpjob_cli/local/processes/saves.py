@@ -31,12 +31,12 @@ _GONE: State = (0, 0, 0, b"")
 
 
 class SavedFiles:
-    """The source files in some folders and below, and other files by name."""
+    """Detects changes of the source files in folders and their subfolders, and of single files."""
 
     def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
         self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
         self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks run; b"": they have no such file
+        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks have; b"": they have none
         self._seen: dict[str, State] = {}
         self._configurations: set[str] | None = None
         self._since: float | None = None  # when the first unreported change was seen
@@ -46,7 +46,7 @@ class SavedFiles:
         self._configurations = {path for path in self._seen if not path.endswith(PYTHON)}
 
     def adopt(self) -> None:
-        """Accept files that have appeared, without reporting them."""
+        """Record new files as known, so that `poll` reports only their later changes."""
         for path in self._found():
             if path not in self._seen:
                 self._seen[path] = _state(path, _GONE)

@@ -33,7 +33,7 @@ class Asked:
     handlers: list[int]
     """Ranks of another launcher that handle SIGQUIT."""
     silent: dict[int, int]
-    """Its other ranks, by process: they got no signal, because it would end them."""
+    """Ranks of the run that got no signal, by process: SIGQUIT would end them."""
 
     def seen_by_py_spy(self) -> str:
         """Return the stacks of ranks that handle no signal; "" without such ranks, or if py-spy is not installed."""

@@ -24,7 +24,7 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 def main() -> None:
     report_fd = int(sys.argv[1])
-    processes.close_to_children()  # especially the report pipe
+    processes.close_to_children()  # an inherited report pipe would stay open after the supervisor's end
     processes.become_subreaper()
     supervisor = Supervisor(report_fd)
     try:
@@ -49,7 +49,7 @@ class Supervisor:
         os.set_blocking(0, False)
 
     def run(self) -> None:
-        """Read the order, start the trainer, handle requests until it ends, kill its descendants, and report."""
+        """Read the command, start the trainer, handle requests until it ends, kill its descendants, and report."""
         poller = select.poll()
         poller.register(0, select.POLLIN)
         poller.register(self.wakeup_fd, select.POLLIN)
@@ -102,7 +102,7 @@ class Supervisor:
 
     def stop(self, grace_seconds: float) -> None:
         """Stop the trainer's first process as the kubelet stops PID 1. A later call can only shorten the grace."""
-        if not self.main_pid:  # no trainer was ordered yet, so there is nothing to end
+        if not self.main_pid:  # no trainer was started yet, so there is nothing to end
             self.end_now = True
             return
         kill_at = time.monotonic() + grace_seconds
@@ -139,7 +139,7 @@ class Supervisor:
 
 def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]:
     """Start the trainer. Return its pid, and None or a report of why exec failed."""
-    failure_read, failure_write = os.pipe()  # a successful exec closes it without data
+    failure_read, failure_write = os.pipe()  # a successful exec closes this pipe without data
 
     def become() -> None:
         # `fork` has made a new session, so `trap "kill 0" EXIT` in a launch script does not reach the supervisor.

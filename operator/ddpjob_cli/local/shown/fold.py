@@ -59,7 +59,7 @@ class Trace:
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:
-        """Add the line if it belongs to this traceback, and return True."""
+        """Add the line and return True if it belongs to this traceback; else return False."""
         if self.exception:
             goes_on = line.startswith(_BEGINS) and self._is_chained
             more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on
@@ -113,7 +113,7 @@ class Fold:
         return [shown for line in lines for shown in self._take(line, now)]
 
     def due_in(self, now: float) -> float | None:
-        """Return the seconds until a traceback is due; None if none is held."""
+        """Return the seconds until a held-back traceback is due; None without one."""
         return max(0.0, min(trace.due for trace in self.held) - now) if self.held else None
 
     def overdue(self, now: float) -> list[str]:

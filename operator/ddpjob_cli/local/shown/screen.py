@@ -122,7 +122,7 @@ class PlainScreen:
         self.is_quiet = before
 
     def pause(self) -> None:
-        """Prepare for Ctrl-Z."""
+        """Tell the user how to continue, before Ctrl-Z stops this process."""
         self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class LiveScreen(PlainScreen):
         self._in_table = api.Status()
 
     def note(self, text: str) -> None:
-        """Show a sentence above the table."""
+        """Print a sentence above the table."""
         with _whoever_reads(), self._console:
             self._flush()
             self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)

@@ -55,7 +55,7 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class RunMoment:
-    """The state of a run at one time."""
+    """Everything that one drawing of the table needs, for example history and time."""
 
     job: api.DDPJob
     history: History

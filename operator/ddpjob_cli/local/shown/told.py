@@ -77,7 +77,7 @@ class Teller:
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
         """Show the traceback of the rank that failed first, and the number of hidden lines. doubtful: the success is
-        suspicious, so show the first held traceback."""
+        suspicious, so show the first traceback that was held back."""
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]

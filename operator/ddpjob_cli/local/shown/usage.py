@@ -29,7 +29,7 @@ class SeenUsage:
 
 
 class Usages:
-    """Measures the nodes from time to time. `seen` has the last results by the pid of the node's supervisor."""
+    """Measures CPU, memory and GPUs of each node. `seen` has the last results by the pid of the node's supervisor."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -39,7 +39,7 @@ class Usages:
         self._gpus = Gpus()
 
     def look(self, nodes: Mapping[int, Sequence[str]]) -> None:
-        """Measure if it is time. nodes: the GPUs of each node, by the pid of its supervisor."""
+        """Measure if the last values are old enough. nodes: the GPUs of each node, by the pid of its supervisor."""
         now = time.monotonic()
         if any(nodes.values()):
             self._gpus.look(now)

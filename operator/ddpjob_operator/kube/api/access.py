@@ -18,7 +18,7 @@ WAIT_SECONDS = (1, 2, 5, 10, 15, 30)
 
 @dataclass(frozen=True)
 class Right:
-    """Verbs on a resource, and their purpose."""
+    """A right that the operator needs: verbs on a resource, and what for."""
 
     group: str
     resource: str

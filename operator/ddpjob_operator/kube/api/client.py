@@ -53,7 +53,7 @@ def login() -> kopf.ConnectionInfo:
     """Read the credentials: from KUBECONFIG if it is set, else the pod's service account, else ~/.kube/config. Raise
     LoginError.
 
-    They are read at each call, because the kubelet rotates bound tokens in their file.
+    Each call reads the credentials again, because the kubelet rotates bound tokens in their file.
     """
     settings = kopf.OperatorSettings()
     named = bool(os.environ.get("KUBECONFIG"))
@@ -183,7 +183,7 @@ class Client:
         return await self._request(_Request("PUT", path, body, params))
 
     async def patch(self, path: str, body: Raw) -> Raw:
-        """Apply a JSON merge patch and return the object. A uid or resourceVersion in the body guards it. Raise
+        """Apply a JSON merge patch and return the object. A uid or resourceVersion in the body is a precondition. Raise
         ApiError.
         """
         return await self._request(_Request("PATCH", path, body))
@@ -263,7 +263,7 @@ class Client:
             raise no_answer("GET", path, error) from None
 
     def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
-        """Count an answer; code NO_ANSWER if there was none."""
+        """Count a request by the code of its answer; NO_ANSWER if there was none."""
         (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
         self._told(method, path, code, time.monotonic() - began, watch=watch)
 
@@ -359,7 +359,7 @@ class Client:
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
                     timeout=timeout,
-                    cookie_jar=aiohttp.DummyCookieJar(),  # a real jar would be searched for each request
+                    cookie_jar=aiohttp.DummyCookieJar(),  # each request would search a real cookie jar
                     proxy=info.proxy_url,
                 )
             )
@@ -381,12 +381,12 @@ def _headers(method: str, path: str) -> Headers:
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """Return the parts of the connection that need a new session if they change. The others go into headers."""
+    """Return the parts of the connection that need a new session if they change. All other parts are headers."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 
 async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
-    """Parse short JSON on the event loop, long JSON in a thread: 1.5 MB, too deep, takes 0.3 s. Raise BadJsonError."""
+    """Parse short JSON on the event loop, long JSON in a thread: 1.5 MB of brackets take 0.3 s. Raise BadJsonError."""
     return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
 

@@ -44,7 +44,7 @@ class BoundPod(NamedTuple):
 
 
 class _Proven(NamedTuple):
-    """A verified token."""
+    """A token that was verified before, with its pod and expiry."""
 
     keys: Keys
     expires_at: float
@@ -65,7 +65,7 @@ class NoKeysError(Exception):
 
 @dataclass(frozen=True)
 class Keys:
-    """Issuer and public keys of the cluster."""
+    """The issuer of the cluster's tokens, and the public keys that verify them."""
 
     issuer: str = ""
     by_id: dict[str, jwt.PyJWK] = field(default_factory=dict)

@@ -94,7 +94,7 @@ class Feed:
 
     @contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
-        """While a list arrives, `put` sends no events to kopf."""
+        """Keep `put` from sending events to kopf while a list arrives."""
         with self._jobs.one_observation(namespace, key) as places:
             self._lists = True
             try:
@@ -127,7 +127,7 @@ class _Session:
         self._opened = opened
 
     async def request(self, *, method: str, url: str, **_: Any) -> _Answer:
-        """Answer the discovery of kinds, and watches."""
+        """Answer kopf's requests: discovery of kinds, and watches."""
         path = urlsplit(url).path
         if method.upper() == "GET" and (feed := self._feeds.get(path)) is not None:
             self._opened(path)

@@ -39,7 +39,7 @@ _NO_LOG.disabled = True
 
 
 class BoundedServer(abc.ABC):
-    """Listens from `start` to `stop`.
+    """An HTTP server with limits. It listens from `start` to `stop`.
 
     If there is no room for a new connection, the server closes one without a token: the oldest from the address that
     has the most. So a client that opens many connections closes its own, and the kubelet's probe gets through. A
@@ -47,15 +47,15 @@ class BoundedServer(abc.ABC):
     """
 
     connections_max = 256
-    """Each takes about 20 kB of memory, and up to 80 kB while a request arrives."""
+    """Each connection takes about 20 kB of memory, and up to 80 kB while a request arrives."""
 
     def __init__(self) -> None:
         self._manager: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self.connections: dict[Connection, None] = {}
-        """Oldest first."""
+        """Open connections, oldest first."""
         self._addresses: dict[str, dict[Connection, None]] = {}
-        """The same connections, by address of the peer."""
+        """Open connections by address of the peer."""
 
     @abc.abstractmethod
     async def answer(self, request: web.BaseRequest) -> web.Response:

@@ -45,7 +45,7 @@ def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
 
 
 class Exposition(BoundedServer):
-    """Answers scrapes with the result of `snapshot`."""
+    """The HTTP server of /metrics; `snapshot` returns the state at a scrape."""
 
     def __init__(self, meter: Meter, snapshot: Callable[[], Scrape]) -> None:
         super().__init__()

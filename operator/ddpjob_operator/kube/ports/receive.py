@@ -42,16 +42,16 @@ class Sender(NamedTuple):
 
 @dataclass
 class Account:
-    """State kept about a pod between its reports."""
+    """What the receiver remembers of a pod between its reports: rate limit and total steps."""
 
     allowance: float
     updated: float
     total_steps: int | None = None
-    """From an earlier report in Kubeflow's protocol."""
+    """Number of steps, from an earlier report in Kubeflow's protocol."""
 
 
 class Receiver(BoundedServer):
-    """Takes reports.
+    """The HTTP server that takes reports of trainers.
 
     - verify: returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     - locate: returns the job and node of a pod; None for other pods.

@@ -33,7 +33,7 @@ ERROR_SECONDS = 10.0
 
 
 class GangWatch:
-    """The API and the objects of one adapter."""
+    """Watches the API of one gang scheduler or queue: its served version and its objects."""
 
     def __init__(
         self,

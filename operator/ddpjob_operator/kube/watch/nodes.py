@@ -41,9 +41,9 @@ class NodeCache:
         self._names: dict[str, tuple[int, str]] = {}
         """Version seen last, and uid, of all nodes."""
         self._not_ready: dict[str, Node] = {}
-        """Deleted nodes included."""
+        """Nodes that are not ready, deleted nodes included."""
         self._gone: dict[str, bool] = {}
-        """Deleted nodes; True if the API server confirmed it, because a watch or list may be late."""
+        """Deleted nodes; True if the API server confirmed the deletion, because a watch or list may be late."""
         self._turned: dict[str, float] = {}
         """When nodes became not ready; by the cluster's clock if that was before the first list."""
         self._listed = False
@@ -82,7 +82,7 @@ class NodeCache:
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
         # A new node is not ready at first.
-        # If it replaces a deleted node of this name, keep the old time, because the pods are silent since then.
+        # If a deleted node had this name, keep its time, because the pods are silent since then.
         since = self._not_ready[name].since if self._gone.pop(name, None) is not None else self._now()
         return self._set(name, Node(ready=False, since=since))
 

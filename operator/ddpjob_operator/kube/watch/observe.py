@@ -33,9 +33,9 @@ class Service:
     name: str
     uid: str
     owner_uid: str
-    """uid of its controller; "" if none."""
+    """uid of the object's controller; "" if none."""
     owner_job: str
-    """Name of the DDPJob that controls it; "" if none."""
+    """Name of the DDPJob that controls the object; "" if none."""
 
 
 def _total(read: Callable[[Raw], T]) -> Callable[[Raw], T]:

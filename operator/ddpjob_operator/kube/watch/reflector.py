@@ -55,8 +55,8 @@ class Reflector:
         self.namespace = namespace
         self.synced = asyncio.Event()
         self.tried_at = runtime.clock()
-        """When it last sent or received something, or began a back-off. The liveness probe finds a hung watch by it; an
-        API server that is away causes no restart.
+        """When the reflector last sent or received something, or began a back-off. The liveness probe finds a hung
+        watch by this time; an API server that is away causes no restart.
         """
         self.waits = True
         """True during a back-off."""
@@ -163,7 +163,7 @@ class Reflector:
         self.tried_at = self._runtime.clock()
         if not 0 < version < seen:
             return
-        text = f"the list is of version {version}, and {seen} was seen before"
+        text = f"the list has version {version}, older than the known version {seen}"
         if self._stale_lists < STALE_LISTS_MAX:
             self._stale_lists, self._version = self._stale_lists + 1, ""
             raise ApiError(0, "StaleList", text)

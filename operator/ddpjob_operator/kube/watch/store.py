@@ -140,7 +140,7 @@ class Store(Generic[T]):
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[set[ObjectKey]]:
-        """In this context a list arrives: all of its objects get one observation number, others their own."""
+        """Within this `with` block, store one list: all its objects get the same observation number."""
         scope = namespace if key is None else key
         # An operator lists each job after its restart. Check only one job's objects: there may be thousands of jobs.
         places = set(self._entries) if key is None else {(key[0], name) for name in self._by_job.get(key, ())}
@@ -275,7 +275,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def held(self, key: Key) -> Iterator[None]:
-        """While a job is being reconciled, keep the complete job, and the memory that is reserved for it."""
+        """Keep the complete job and its reserved memory while the job is being reconciled."""
         self._held.add(key)
         try:
             yield
@@ -336,8 +336,8 @@ class Jobs(Store[Raw]):
     def take(self, raw: Raw) -> bool:
         """Store the job of a watch event if its UID is known; return False if it is not.
 
-        The event of our own status write may arrive before the answer. It is ignored: otherwise each status write would
-        cost one reconcile more.
+        The event of our own status write may arrive before the answer. The event is ignored: otherwise each status
+        write would cost one reconcile more.
         """
         entry = self._entries.get(_place_of(raw))
         if entry is None or entry.uid != raw["metadata"]["uid"]:
@@ -360,7 +360,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:
-        """While this status is being written, `take` ignores its watch event."""
+        """Let `take` ignore the watch event of this status, within a `with` block that writes the status."""
         self._written[key] = status
         try:
             yield

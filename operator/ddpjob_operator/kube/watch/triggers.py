@@ -24,7 +24,7 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
         return 0.0
     if (
         old is not None
-        and old.trainer == new.trainer  # cheap, before `replace` copies a pod
+        and old.trainer == new.trainer  # a cheap test, before `replace` copies a pod
         and replace(old, node=new.node, scheduled_at=new.scheduled_at, accepted_at=new.accepted_at) == new
     ):
         return None  # the pod was only scheduled, and no rule depends on that

@@ -18,7 +18,7 @@ from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
-# Events waiting per job, so that a job that restarts all the time leaves room for other jobs.
+# Each job may have this many waiting Events: a job that restarts all the time leaves room for other jobs.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
@@ -26,7 +26,7 @@ MESSAGE_MAX = 1_024  # the API server refuses longer messages
 # PASSING states that end within these seconds get no Event.
 PASSING_SECONDS = 3.0
 # While creates of pods wait in a namespace, its Events wait too, except warnings: LATER_SECONDS longer at most.
-# The check is repeated every AGAIN_SECONDS.
+# Every AGAIN_SECONDS, check whether such creates still wait.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
 # PASSING states wait this many seconds longer, because they usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
@@ -60,7 +60,7 @@ class Events:
         self._client, self._runtime, self._clock = client, runtime, runtime.clock
         self._instance, self._level, self._busy = instance, level, busy
         self._waiting: dict[str, collections.deque[_WaitingEvent]] = {}
-        """By uid of the job, oldest first."""
+        """Events by uid of the job, oldest first."""
         self._count = 0
         self.queue: Queue[Key] = Queue(runtime, name=names.QUEUES[1], meter=meter, at_a_time=8, of_namespace=4)
         """Jobs by namespace and uid. Events of one job are sent one at a time, so that their order is kept."""
@@ -103,7 +103,7 @@ class Events:
         return self._level == "All" or not event.is_routine or job.uid in self._told
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send queued Events until cancelled."""
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
@@ -141,7 +141,7 @@ class Events:
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _makes_way(self, waiting: _WaitingEvent) -> bool:
-        """True if pod creates should go first, and the job has no warning waiting behind this event."""
+        """True if the event should wait, because pods are being created and no warning of the job is waiting."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])

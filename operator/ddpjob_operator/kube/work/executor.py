@@ -56,7 +56,7 @@ STATUS = {"fieldManager": "ddpjob-operator"}
 # Seconds after which a reconcile starts no request for a pod; the next reconcile continues.
 # Without this limit, a job of a thousand pods behind a slow webhook would react to a suspend only after minutes.
 RECONCILE_SECONDS = 5.0
-# After this many missing pods were not found, stop searching: the other ones are usually gone, too.
+# Reading lost pods by name stops after this many answers 404, because the remaining pods are usually gone, too.
 GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
@@ -228,7 +228,7 @@ class Executor:
         # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the version that was known before the node was read.
+            # Require the pod's version that was known before the node was read.
             # If the kubelet comes back before the deletion, it updates the pod, and the delete fails.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
@@ -406,7 +406,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects at `paths`. If one is missing, return None and count `of`, which needs it, as refused."""
+        """Return the objects at `paths`; None if one is missing. Then record that `of`, which needs it, was refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:

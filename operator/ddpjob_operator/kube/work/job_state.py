@@ -27,7 +27,7 @@ UNDELETABLE_SECONDS = 60
 
 @dataclass
 class Conflict:
-    """An object with a name that the job needs. No watch shows it, so it is read again until it is deleted."""
+    """Somebody else's object with a name that the job needs. No watch shows it, so it is read until it is deleted."""
 
     object: ConflictingObject
     check_at: dt.datetime
@@ -41,7 +41,7 @@ class PutOff(NamedTuple):
     version: str
     """resourceVersion of the job that failed; any other is tried at once. "" if the job is not the cause."""
     until: float
-    """By the monotonic clock."""
+    """Time of the next try, by the monotonic clock."""
     times: int
     """Failures in a row for this reason."""
 
@@ -58,7 +58,7 @@ class JobState:
     progress_at: float | None = None
     """When (monotonic clock) a write of progress alone is allowed; None: none is waiting."""
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
-    """By kind and name."""
+    """Conflicting objects by kind and name."""
     agent: Report | None = None
     """Last report of a leader's agent."""
     agents_ask: bool = False
@@ -69,7 +69,7 @@ class JobState:
     last_report_at: dt.datetime | None = None
     """Time of the last report of any rank; None before the first report and after a final one."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """Last state by name, because a pod may start and end between two reconciles."""
+    """Last state of deleted pods by name, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class JobState:
 
 
 class JobStates:
-    """The JobState and the parsed spec of each job."""
+    """Keeps a JobState and the parsed spec for each job."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -195,7 +195,7 @@ class JobStates:
         self._parsed.pop(key, None)
 
     def pod_deleted(self, key: Key, pod: Pod) -> None:
-        """Keep what was last seen of a deleted pod."""
+        """Keep the last observation of a deleted pod, which may show how the pod ended."""
         state = self._states.get(key)
         if state is not None and state.uid == pod.owner_uid:
             state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}

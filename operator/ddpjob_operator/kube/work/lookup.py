@@ -22,14 +22,14 @@ from ddpjob_operator.pods import naming
 
 @dataclass
 class Caches:
-    """Our copy of the cluster."""
+    """The stores that hold our copy of the cluster's objects."""
 
     jobs: Jobs
     pods: Store[Pod]
     services: Store[observe.Service]
     nodes: NodeCache
     gangs: Mapping[str, GangWatch] = field(default_factory=dict)
-    """By adapter."""
+    """Watches of gangs by adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
         """Return the store for a kind: Pod, Service, or the kind of an adapter's objects."""

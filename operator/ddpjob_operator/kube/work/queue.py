@@ -36,8 +36,8 @@ from ddpjob_operator.metrics.meter import Meter, QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Limit of concurrent reconciles per namespace: twice the limit of pod creates (api/in_flight.py), because some
-# reconciles only write a status. With a higher limit, a new event would wait behind them.
+# Limit of concurrent reconciles per namespace. With a higher limit, a new event would wait behind them.
+# The limit is twice that of pod creates (api/in_flight.py), because some reconciles only write a status.
 OF_NAMESPACE_MAX = 32
 # Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
@@ -280,7 +280,7 @@ class Queue(Generic[K]):
         self._free = at_a_time
         self._wake = asyncio.Event()
         self._sleeps_until = float("inf")
-        """A later request does not wake the loop."""
+        """Time at which the loop wakes. A later request does not wake it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 

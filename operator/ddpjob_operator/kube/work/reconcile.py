@@ -61,12 +61,12 @@ UNFINISHED_SECONDS = 60.0
 Requeue: TypeAlias = float | None
 """Seconds until the next reconcile; None: not before the next event of the job or one of its objects."""
 AnotherRound: TypeAlias = Literal["another round"]
-"""This round has changed the job, so it is observed and planned again at once."""
+"""Result of a round that has changed the job: observe and plan the job again at once."""
 
 
 @dataclass(eq=False)
 class Reconciler:
-    """Reconciles jobs for the queue."""
+    """Reconciles one job per call; the queue calls `reconcile`."""
 
     caches: Caches
     states: JobStates

@@ -24,7 +24,7 @@ PROGRESS_WRITES_PER_SECOND = 10
 
 
 class Reports:
-    """The reports of all jobs."""
+    """Takes the reports of all jobs, and decides when their jobs are reconciled."""
 
     def __init__(self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float) -> None:
         self._jobs = jobs
@@ -100,7 +100,7 @@ class Reports:
         return before is None or tracker.advanced_at != before.advanced_at
 
     async def run(self) -> None:
-        """Check for silence until cancelled."""
+        """Call `check_silence` regularly until cancelled."""
         while True:
             await asyncio.sleep(SILENCE_CHECK_SECONDS)
             try:
