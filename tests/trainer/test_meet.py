@@ -40,7 +40,7 @@ def late() -> Iterator[int]:
 
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return the arguments of TCPStore calls. The last element is True if the store was already served."""
+    """Return the arguments of `_create_c10d_store`. The last element is True if the store was already served."""
     asked: list[tuple[Any, ...]] = []
 
     def create(host: str, port: int, *more: Any) -> str:
