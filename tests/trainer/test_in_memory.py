@@ -461,7 +461,8 @@ def test_a_saved_state_overwrites_one_assumed_by_another_rank_of_the_pod(node: N
 
 
 def test_values_saved_by_one_rank_override_those_assumed_by_another(node: Node) -> None:
-    """If only rank 0 saves, as in `if world.is_main: snapshot.save(…, best=best)`, a restart must have rank 0's values."""
+    """If only rank 0 saves, as in `if world.is_main: snapshot.save(…, best=best)`, a restart must have rank 0's
+    values."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -575,8 +576,7 @@ def test_failures_between_two_saves_do_not_use_up_the_saved_state(node: Node) ->
 
 
 def test_a_save_that_one_rank_has_not_reached_does_not_cause_a_start_at_step_0(node: Node) -> None:
-    """If a rank has not reached the last save of the other ranks, a restart must use an earlier save, and not step
-    0."""
+    """A restart must use the last save, and not step 0, although one rank had not reached that save."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -598,7 +598,7 @@ def test_a_save_that_one_rank_has_not_reached_does_not_cause_a_start_at_step_0(n
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, folder: str | None) -> None:
-    """Buffers that rank 0 wrote ten steps ago must not be combined with newer parameters."""
+    """If rank 0 is lost, buffers that it wrote ten steps ago must not be combined with newer parameters."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -807,8 +807,8 @@ def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step
 def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a value changes between keep() and save(), as an average at the end of an epoch, a restart must not lose the
-    change."""
+    """If a value changes between keep() and save(), as an average at the end of an epoch, a state that only keep() got
+    must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -849,8 +849,8 @@ def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node:
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
 def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
-    """If an evaluation after should_stop() or keep() draws random numbers or changes averages, a restart must not lose
-    these changes."""
+    """If an evaluation after should_stop() or keep() draws random numbers or changes averages, memory must not be used,
+    because a restart would lose these changes."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -931,9 +931,8 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 def test_a_restart_does_not_repeat_a_rate_change_made_before_the_next_batch(
     node: Node, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
-    """The rate changes after each mark (should_stop() or keep()), so it could seem to be set at the top of the loop.
-
-    A change at the top is harmless, so a warning would only worry users: many scripts set the rate there.
+    """If a learning rate changes between should_stop() and the next batch, memory is not used and the log says why. A
+    rate that is set at the top of the loop gets no warning, because a restart sets it again.
     """
 
     def train() -> None:
@@ -1056,7 +1055,8 @@ def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
 def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a bit of the state in memory has changed, as by an invalid write or faulty memory, the state must not be used."""
+    """If a bit of the state in memory has changed, as by an invalid write or faulty memory, the state must not be
+    used."""
 
     def flip(_: Any) -> None:
         rescue()
