@@ -115,8 +115,7 @@ def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, 
 
 
 def test_a_deleted_claim_is_created_again(tmp_path):
-    """A deleted claim file (writer-N.json) must be created again, because otherwise the next attempt takes the same
-    writer number and mixes up states."""
+    """A deleted claim file must be created again, because otherwise the next attempt takes the same writer number."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
     (tmp_path / "writer-000001.json").unlink()
