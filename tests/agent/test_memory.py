@@ -125,8 +125,7 @@ def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node
 
 
 def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Launcher) -> None:
-    """DataLoader workers read ahead, so with the sampler's own position a restart would leave out samples. The script
-    passes the position itself."""
+    """DataLoader workers read ahead, so the script passes the position: the sampler's own one would skip samples."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
     )

@@ -108,8 +108,7 @@ with ddpjob.init() as world:
 
 
 def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(launcher: Launcher) -> None:
-    """With one GPU per node, only the slow surviving rank can complete the step of the dead rank, which has already
-    printed its loss."""
+    """With one GPU per node, only the slow surviving rank can complete the step that the dead rank has completed."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -165,8 +164,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
 def test_a_rank_does_not_begin_a_step_that_needs_the_dead_rank(launcher: Launcher, nodes: int, ranks: int) -> None:
-    """A surviving rank must not begin a step that needs the dead rank, because it could not complete that step, and its
-    state would be lost."""
+    """A surviving rank must not begin a step that needs the dead rank, because it could never complete that step."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

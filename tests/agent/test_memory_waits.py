@@ -72,8 +72,7 @@ def settled(pid: int, *, is_held_up: bool) -> int:
 def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
-    """A rank may be stopped by SIGSTOP or wait for a lock. After the time limit the job must restart without the state
-    of this rank."""
+    """If a rank is stopped by SIGSTOP or waits for a lock, the job must restart without its state after the limit."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
         node.rank(0, step=5)
@@ -84,8 +83,7 @@ def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
 
 
 def test_a_rank_without_cpu_time_gets_ten_more_seconds(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a busy node a rank may get no CPU time for half a second. The agent must wait longer, because otherwise steps
-    are lost."""
+    """A rank that gets no CPU time on a busy node must be waited for longer, because otherwise steps are lost."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(lambda: None), is_held_up=True)

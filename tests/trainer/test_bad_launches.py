@@ -93,8 +93,7 @@ def test_two_processes_with_the_same_rank_both_fail_and_name_themselves(end_rank
 
 
 def test_a_port_in_use_by_another_program_is_named_at_once(end_ranks):
-    """If another program uses the port, rank 0 must end, because the other ranks would wait for an answer from that
-    program."""
+    """If another program uses the port, rank 0 must end, because the other ranks would wait for that program."""
     with socket.create_server(("", 0)) as other_program:
         port = other_program.getsockname()[1]
 

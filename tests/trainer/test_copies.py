@@ -42,8 +42,7 @@ def digest(model: Any) -> str:
 
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Clip weights at this place of each step, and save at these steps. Return the first step, and a hash of the
-    parameters."""
+    """Clip weights at this place of each step, and save at these steps. Return first step and hash of parameters."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -111,8 +110,7 @@ def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwis
 
 
 def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_them(node: Node) -> None:
-    """If weights are clipped between should_stop() and save(), the copy must have the clipped weights, with which the
-    next step begins."""
+    """A copy must have the weights that save() finds, because the next step begins with these clipped weights."""
     _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -136,8 +134,7 @@ def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(n
 def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_states(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All ranks must copy their random states at the same step. A rank without its random state would draw other
-    numbers after the restart."""
+    """All ranks must copy at the same step, because each random state must belong to the copied parameters."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
     node.lose(0)
     Path("snapshots").rename("others")
@@ -151,8 +148,7 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_
 def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(
     nodes: Node,
 ) -> None:
-    """If a surviving rank has seen that the script clips weights, all ranks must make copies after the restart, even if
-    rank 0, which plans the copies, was lost."""
+    """If only a surviving rank has seen that the script clips weights, all ranks must make copies after the restart."""
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
@@ -174,8 +170,7 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
 
 
 def saved_otherwise(until: int, who_saves: str) -> int:
-    """Clip weights at the start of each step, and save at steps 2 and 40. At step 40 save() finds other weights than
-    should_stop(). Return the first step."""
+    """Clip weights; save(2), and save(40) with other weights than should_stop() finds. Return the first step."""
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])
@@ -212,8 +207,7 @@ def test_facts_that_rank_0_learned_about_save_survive_a_restart(
 def test_copies_that_do_not_fit_are_reported_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If two copies exceed the container's memory limit, none is made and the log gives the reason, because the kernel
-    would kill the container."""
+    """If two copies exceed the container's memory limit, none is made, and the log must give the reason."""
     from ddpjob.checkpoint.in_memory import room
 
     monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
@@ -230,8 +224,7 @@ def test_copies_that_do_not_fit_are_reported_with_the_reason(
 def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If copies exceed the memory limit, the job's status must show it, because its readers believe that no step can be
-    lost."""
+    """If copies exceed the memory limit, the job's status must show that a killed rank loses steps."""
     from ddpjob.checkpoint.in_memory import room
 
     with_copies: list[bool] = []

@@ -236,8 +236,7 @@ def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str
 
 @on_gpu
 def test_steps_in_a_real_cuda_graph_are_not_kept_with_a_reason(tmp_path: Path) -> None:
-    """If a CUDA graph makes the steps, no state is kept: a replay calls no hook, so copies could have wrong step
-    numbers."""
+    """If a CUDA graph makes the steps, no state is kept, because a replay calls no hook that counts steps."""
     launcher = Launcher(tmp_path)
     done = launcher.done("--nproc", 1, launcher.script(GRAPH), **real_gpus.shown())
     assert (done.returncode, done.stdout.split()) == (0, ["END", "30"]), done.stderr
@@ -348,8 +347,7 @@ def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_co
 
 @pytest.mark.parametrize(("answer", "says"), [(0, ""), (712, "cudaHostRegister answers 712")])
 def test_memory_is_pinned_for_the_device_of_the_rank(told: Told, answer: int, says: str) -> None:
-    """The thread that pins memory must select the rank's GPU, because a new thread uses GPU 0, where each rank would
-    then need memory."""
+    """The thread that pins memory must select the rank's GPU, because a new thread uses GPU 0."""
     told.answer = answer
     assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
     assert told.calls == ["on cuda:1", "pinned 64 1"]

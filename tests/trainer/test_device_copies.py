@@ -63,7 +63,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
     node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy from a device must restore buffers, optimizer state and random states of the same step as the parameters."""
+    """A copy from a device must have parameters, buffers, optimizer state and random states of the same step."""
     _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
     node.lose(0)
     assert node.run(0, lambda: train(30, ranks=ranks, fails=True), ranks=ranks)[0] == 0
@@ -81,8 +81,7 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
 def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of a saved state must become valid some steps after save(), and not only at the next save(), which may
-    come an hour later."""
+    """A copy of a saved state must become valid some steps after save(), not only at the next save()."""
     monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
 
     def only_saves(until: int) -> Any:
@@ -144,7 +143,7 @@ def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
 
 
 def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
-    """If the state grows, larger memory is reserved, although the device may still be writing a copy to the old memory."""
+    """If the state grows, larger memory is reserved, although the device may still be writing to the old memory."""
 
     def grow() -> int:
         objects, _snapshot, step = begin()
@@ -209,8 +208,7 @@ def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
 def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A small GPU tensor is copied to the host for its checksum. If that copy were freed too early, the checksum would
-    be wrong."""
+    """The host copy of a small GPU tensor must live until its checksum is computed."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a tensor on a GPU returns a copy

@@ -20,8 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """A save within a gradient accumulation must get a warning, because a restart from it would lose two of four
-    micro-batches."""
+    """A save within a gradient accumulation must get a warning: a restart from it loses two of four micro-batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -47,7 +46,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("loads", ["in parts", "nothing"])
 @pytest.mark.parametrize("at", [2, 6])
 def test_a_first_partial_save_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
-    """The first save within a gradient accumulation must get a warning, even if no optimizer has stepped yet (step 2)."""
+    """The first save within an accumulation must get a warning, even if no optimizer has stepped yet (step 2)."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -64,8 +63,7 @@ def test_a_first_partial_save_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """LBFGS, which runs backward in its step, and a GAN, whose generator leaves gradients in the critic, must get no
-    warning."""
+    """LBFGS, which runs backward in its step, and a GAN, whose critic keeps gradients, must get no warning."""
     model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer, other = torch.optim.LBFGS(model.parameters(), max_iter=2), torch.optim.SGD(critic.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -107,8 +105,7 @@ def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
 
 
 def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """ZeroRedundancyOptimizer returns its last consolidated state, so a save of step 2 with moments of step 1 must be
-    refused."""
+    """ZeroRedundancyOptimizer returns its last consolidated state, so step 2 with moments of step 1 must be refused."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -137,8 +134,7 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
 def test_a_save_at_an_epoch_end_after_the_scheduler_step_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
-    """A save after the last batch and the scheduler's step must get a warning: a resume has no batch left, but steps
-    the scheduler again."""
+    """A save after the epoch's last batch and the scheduler's step must get a warning: a resume steps it again."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,8 +176,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
 def test_a_loader_that_draws_a_seed_gets_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
 ) -> None:
-    """A DataLoader that draws a seed must get a warning if training draws random numbers: a restart within the epoch
-    draws the seed again."""
+    """A DataLoader that draws a seed must get a warning: a restart within the epoch draws the seed again."""
     if "batch_sampler" not in loader:
         loader = loader | {"batch_size": 2}
     loading = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), **loader)

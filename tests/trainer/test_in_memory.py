@@ -120,8 +120,7 @@ def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_
 
 
 def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(node: Node) -> None:
-    """If an optimizer that was not passed to load() makes steps, the objects of load() are not kept: a restart would
-    lose the optimizer's state."""
+    """If an optimizer that load() did not get makes a step, the objects of load() must not be kept."""
 
     def train() -> None:
         objects = parts()
@@ -152,23 +151,20 @@ def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
 def test_two_calls_of_load_use_the_same_step_however_often_it_was_loaded(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two calls of load() must use the same step. Parameters of one step and an optimizer of another would be a state
-    that training never had."""
+    """Two calls of load() must use the same step for the parameters and the optimizer."""
     found = [node.run(number, lambda: train_from_parts(("model",), ("optimizer",))) for number in range(5)]
     assert found == [(0, 0), (9, 9), (9, 9), (9, 9), (3, 3)]
     assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
 def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> None:
-    """If the first load() took the model from the folder, the second must take the optimizer from there, too, although
-    memory has a newer step."""
+    """If the first load() used the folder, the second must use the folder, too, although memory has a newer step."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
 def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """A second call of load() must raise if its object is only in the folder, at an earlier step than the parameters
-    that were loaded from memory."""
+    """A second load() must raise if its object is only in the folder, at an earlier step than the first one's."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
@@ -183,8 +179,7 @@ def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: No
 
 
 def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
-    """A state that is passed again after load() keeps its number of loads. Otherwise a script that always fails in its
-    next step would never give this state up."""
+    """A loaded state that is passed again keeps its number of loads, so that a state that always fails is given up."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -225,8 +220,7 @@ def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
 
 
 def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -> None:
-    """Before the first save no state is kept if the script also saves plain values: step 6 would continue with the best
-    loss of step 0."""
+    """Before the first save no state is kept if the script also saves plain values, which load() does not get."""
 
     def train() -> float:
         objects, snapshot, step = begin()
@@ -350,8 +344,7 @@ def ended_process() -> int:
 def test_a_script_that_counts_differently_for_should_stop_and_save_resumes_from_the_folder(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If should_stop() counts steps from 0 and save() from 1, a restart must use the folder, because a restart from
-    memory would repeat a step."""
+    """If should_stop() counts steps from 0 and save() from 1, a restart must use the folder."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, made = begin()
@@ -385,8 +378,7 @@ def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) ->
 def test_a_script_that_loads_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that reads plain values only after a resume must get an error, once, because memory lacks these values
-    and defaults would change the result."""
+    """A script that reads plain values only after a resume must get an error once: memory lacks these values."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -437,8 +429,7 @@ def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says
 
 
 def test_a_saved_state_overwrites_one_assumed_by_another_rank_of_the_pod(node: Node) -> None:
-    """After a failure any rank may write first. The state that one rank passes to save() must overwrite a state that
-    another rank has only from load()."""
+    """A state that one rank passes to save() must overwrite a state that another rank has only from load()."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -461,8 +452,7 @@ def test_a_saved_state_overwrites_one_assumed_by_another_rank_of_the_pod(node: N
 
 
 def test_values_saved_by_one_rank_override_those_assumed_by_another(node: Node) -> None:
-    """If only rank 0 saves, as in `if world.is_main: snapshot.save(…, best=best)`, a restart must have rank 0's
-    values."""
+    """If only rank 0 passes plain values to save(), a restart must have rank 0's values."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -533,8 +523,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
 def test_without_a_folder_the_last_saved_state_is_in_memory(
     node: Node, values: bool, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script without a folder that saves once an epoch must restart from its last save, and not at step 0, if a rank
-    dies between two saves."""
+    """A script without a folder that saves once an epoch must restart from its last save, and not at step 0."""
 
     def run(generation: int, until: int) -> Any:
         return node.run(generation, lambda: saving(until, every=4, values=values), ranks=ranks)
@@ -559,8 +548,7 @@ def test_without_a_folder_the_last_saved_state_is_in_memory(
 def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """A rank may die after a save and before the next step, for example in an evaluation. The saved state must be used,
-    also if the rank that writes copies has died."""
+    """A saved state must be used if a rank dies before the next step, also if this rank writes the copies."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
@@ -623,8 +611,7 @@ def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, fold
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(node: Node, script: str) -> None:
-    """A saved state must be used if the script makes one step between two saves, and if it changes parameters after a
-    save."""
+    """A saved state must be used if one step lies between two saves, and if parameters change after a save."""
 
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -718,8 +705,7 @@ def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
 
 
 def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
-    """A second Snapshot that only saves, for example the best state, must not take the memory from the first
-    Snapshot."""
+    """A second Snapshot that only saves, for example the best state, must not take the memory from the first one."""
 
     def train(until: int) -> int:
         objects, best = parts(), ddpjob.Snapshot("best")
@@ -737,8 +723,7 @@ def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_lo
 def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a script loads from two Snapshots, both must load from their folders, because memory has only the state of one
-    Snapshot, and of another step."""
+    """If a script loads from two Snapshots, both must load from their folders: memory has only one state."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -792,8 +777,7 @@ def test_a_model_grown_since_its_last_step_resumes_from_the_folder_and_the_log_s
 def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a script changes parameters after should_stop() for the first time, they must not be written as those of the
-    step."""
+    """Parameters that the script changes after should_stop() must not be written as the state of that step."""
 
     def clip(objects: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -807,8 +791,7 @@ def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step
 def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a value changes between keep() and save(), as an average at the end of an epoch, a state that only keep() got
-    must not be used."""
+    """If a value changes between keep() and save(), a state that only keep() got must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -849,8 +832,7 @@ def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node:
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode"])
 def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
-    """If an evaluation after should_stop() or keep() draws random numbers or changes averages, memory must not be used,
-    because a restart would lose these changes."""
+    """If an evaluation after should_stop() draws random numbers or changes averages, memory must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -875,8 +857,7 @@ def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks:
 
 @pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
 def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluation(node: Node, evaluates: str) -> None:
-    """Each iter(DataLoader) draws a seed. A restart must draw the seed of the epoch again, but not the seed of an
-    evaluation."""
+    """A restart must draw the DataLoader's seed of the next epoch again, but not the seed of an evaluation."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -902,8 +883,7 @@ def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluat
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
-    """A sampler that ends an epoch before save() must not seem to change before each save(), because then memory would
-    not be used after the first epoch."""
+    """A sampler that ends an epoch before save() must not seem to change before each save()."""
 
     def train() -> None:
         objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
@@ -1027,8 +1007,7 @@ def test_ranks_with_different_models_do_not_load_the_state_of_another_and_the_lo
 def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If all ranks that could write the state were killed, the log must say so, because users would search for a
-    mistake in their script."""
+    """If all ranks that could write the state were killed, the log must say that no rank has left it."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, step = begin()
@@ -1055,8 +1034,7 @@ def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
 def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a bit of the state in memory has changed, as by an invalid write or faulty memory, the state must not be
-    used."""
+    """If a bit of the state in memory has changed, as by faulty memory, the state must not be used."""
 
     def flip(_: Any) -> None:
         rescue()
@@ -1074,8 +1052,7 @@ def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_a_step(node: Node) -> None:
-    """If optimizers step within the backward pass, a state in the middle of a step must not be kept: some of its
-    parameters already belong to the next step."""
+    """If optimizers step within the backward pass, no state is kept while only some parameters have stepped."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1150,8 +1127,7 @@ def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) 
 def test_a_training_that_resumed_from_memory_has_its_last_state_in_the_folder_at_its_end(
     node: Node, more: int, ranks: int
 ) -> None:
-    """If the save of the last step failed, the next generation has no step to make, but must write the last state to
-    the folder."""
+    """If the save of the last step failed, the next generation must write that state, although it makes no step."""
 
     def train(until: int) -> Any:
         objects, _snapshot, step = begin()
@@ -1277,9 +1253,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a full disk prevents the next generation from creating its claim file, it must still load the state from
-    memory.
-    """
+    """If a full disk prevents the creation of a claim file, the next generation must load the state from memory."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -1346,8 +1320,7 @@ def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_l
 def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_are_counted(
     node: Node, each: int
 ) -> None:
-    """A rank that dies within a step must keep its random states, also if the script counts micro-batches or
-    samples."""
+    """A rank that dies within a step must keep its random states, also if the script counts micro-batches."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1374,8 +1347,7 @@ def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_ar
 def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_buffers(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that dies repeatedly while it loads must keep its random states and buffers, although the other rank has
-    written the same step in a newer generation."""
+    """A rank that dies repeatedly while it loads must keep its random states and buffers."""
 
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -1433,8 +1405,7 @@ def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batch
 
 @pytest.mark.parametrize("steps_made", [0, 1])
 def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
-    """A new node must keep the state as soon as it has loaded it, because the other node may be lost within the first
-    steps after the restart."""
+    """A new node must keep the state as soon as it has loaded it, because the other node may be lost soon, too."""
 
     def train(until: int, survivor: int) -> int:
         world = ddpjob.init()

@@ -37,8 +37,7 @@ class Graph(torch.nn.Module):
 def test_a_model_with_sparse_or_lazy_tensors_is_loaded_and_continues_after_a_restart(
     node: Node, kind: Callable[[], torch.nn.Module]
 ) -> None:
-    """A model with sparse or lazy tensors must train under ddprun as without it: `load` must not raise at the start or
-    at a restart."""
+    """`load` must not raise for a model with sparse or lazy tensors, neither at the start nor at a restart."""
 
     def train(until: int) -> int:
         model = kind()
@@ -60,8 +59,7 @@ def test_a_model_with_sparse_or_lazy_tensors_is_loaded_and_continues_after_a_res
 def test_a_model_on_another_device_at_a_failure_resumes_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a rank fails while the script has moved the model to another device, a restart must use the folder. The meta
-    device stands for the other device."""
+    """If a rank fails while the model is on another device (here the meta device), a restart must use the folder."""
 
     def train(until: int, *, moves: bool) -> int:
         objects, snapshot, step = begin()
@@ -102,9 +100,7 @@ def test_a_model_with_a_layer_on_another_device_trains_and_the_log_says_that_it_
 def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], short: int
 ) -> None:
-    """If the container's memory limit is one byte too small, no state is kept, and the message names a sufficient
-    limit.
-    """
+    """If the memory limit is one byte too small, no state is kept, and the message names a sufficient limit."""
 
     def size_of_state() -> int:
         objects = parts()
@@ -150,8 +146,7 @@ class Averages:
 def test_a_script_with_too_much_data_per_step_trains_and_the_log_says_why_it_is_not_kept(
     node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a script has 64 MiB or more of small values, it must train without memory, because copying them would make
-    each step as slow as a save."""
+    """A script with 64 MiB of small values must train without memory: copying them would slow down each step."""
 
     def train() -> None:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -232,8 +227,7 @@ def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tm
 def test_a_script_whose_step_needs_its_peers_is_told_in_time_that_memory_lacks_some_steps(
     node: Node, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A script with LBFGS or a GAN must get a warning before it loses steps: a rank that fails within such a step
-    leaves no complete state."""
+    """A script with LBFGS or a GAN must get a warning, because a rank that fails within its step leaves no state."""
 
     def train() -> str:
         objects = parts()

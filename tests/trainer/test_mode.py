@@ -10,8 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """The agent must wait for a rank only if the script has passed its objects, only optimizers change the parameters,
-    and memory is reserved."""
+    """A rank is READY after three events: it has objects, only optimizers change parameters, and memory is reserved."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:

@@ -143,8 +143,7 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
 def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """If a rank is killed just before save(2), the file of step 2 lacks its reader, so the complete step 1 is
-    loaded."""
+    """If a rank is killed just before save(2), the file of step 2 lacks its reader, so step 1 is loaded."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -176,9 +175,7 @@ def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
 def test_replicas_that_differ_are_named_at_a_save(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
 ) -> None:
-    """A save must warn of models whose parameters differ between ranks, because a restart gives all ranks those of rank
-    0.
-    """
+    """A save must warn if parameters differ between ranks, because a restart gives all ranks those of rank 0."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         model = world.wrap(torch.nn.Linear(2, 2))
@@ -195,8 +192,7 @@ def test_replicas_that_differ_are_named_at_a_save(
 
 
 def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
-    """If no file has the reader of a late rank, the load must be refused: neither step 0 nor another rank's reader is
-    right."""
+    """If no file has the reader of a late rank, the load must be refused: a start at step 0 would be wrong, too."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:
@@ -216,7 +212,7 @@ def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: A
 def test_a_per_rank_state_that_is_too_large_is_named_at_once(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A large state that differs by rank must be refused, because rank 0 would collect it from all ranks."""
+    """Large values that differ between ranks are not saved for each rank, and the log must say so once."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         for step in (1, 2):

@@ -28,8 +28,7 @@ def there_and_back(value: Any, threads: int = 1) -> Any:
 
 
 def test_tensors_of_any_shape_and_type_are_restored_with_the_same_bits_and_strides() -> None:
-    """Tensors must come back with the same bits and strides: a channels_last momentum that becomes contiguous is
-    slow."""
+    """Tensors must come back with the same bits and strides, because a change of strides slows down each step."""
     values = {
         "scalar": torch.tensor(3.0),
         "empty": torch.zeros(0, 3),
@@ -182,9 +181,7 @@ class OwnStateDict(torch.optim.SGD):
 
 
 def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
-    """An optimizer with its own state_dict() must be refused: ZeroRedundancyOptimizer may return moments of an older
-    step.
-    """
+    """An optimizer with its own state_dict() must be refused, because its moments may be of an older step."""
     model, _ = model_and_optimizer()
     with pytest.raises(StateError, match="OwnStateDict overrides state_dict"):
         Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})

@@ -23,8 +23,7 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops
 
 
 def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() -> None:
-    """A learning rate that is set at the top of the loop does not prevent the use of memory once a save has shown that
-    the folder lacks the change, too."""
+    """A learning rate set at the top of the loop must not prevent the use of memory after the first save."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}) == {"optimizer"}
@@ -44,8 +43,7 @@ def test_values_are_compared_by_their_bits() -> None:
 
 
 def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
-    """A learning rate that the script sets at each step does not prevent the use of memory, even before the first save,
-    because a restart sets the rate again."""
+    """A learning rate set at each step must not prevent the use of memory before the first save."""
     places = Places()
     for step in range(3):
         places.boundary({"optimizer": step}, named=False)
@@ -54,8 +52,7 @@ def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -
 
 
 def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None:
-    """A learning rate that changes at one step only must be reported at the next step: the change may belong to the end
-    of an epoch, which a restart would not repeat."""
+    """A learning rate that changes at one step only must be reported: a restart might not repeat the change."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}, ["optimizer"]) == set()
@@ -66,8 +63,7 @@ def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None
 
 
 def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted() -> None:
-    """A scheduler that is stepped after keep() must be reported, and memory not used: it has the learning rate from
-    before the scheduler's step."""
+    """A scheduler that is stepped after keep() must be reported, because memory has the old learning rate."""
     places = Places()
     places.boundary({"scheduler": 1}, named=True)
     assert places.unsettled({"scheduler": 2}) == ["scheduler"]
@@ -111,8 +107,7 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
 
 
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
-    """A load with another number of ranks must be refused if each rank has its own reader, because it is unknown which
-    rank continues with which reader."""
+    """A load with another number of ranks must be refused if each rank has its own reader."""
 
     def left(reader: str) -> Left:
         found = {

@@ -123,8 +123,7 @@ def test_a_state_that_is_no_regular_file_is_ignored(folder, outside, plant):
 
 @pytest.mark.parametrize("plant", [a_pipe, an_endless_device, a_link])
 def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
-    """A pipe with the name of a claim file (writer-N.json) must be ignored, because opening it would block each
-    start."""
+    """A pipe with the name of a claim file must be ignored, because opening it would block each start."""
     plant(folder / "writer-000007.json", outside)
     train_one_step(folder)
     assert (folder / "writer-000008.json").exists()

@@ -27,8 +27,7 @@ def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str,
 
 
 def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
-    """A memory limit that is too small must be reported with a sufficient limit, and the state not kept: a container
-    over its limit is killed."""
+    """A memory limit that is too small must be reported together with a sufficient limit."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where)
     assert short is not None
@@ -39,8 +38,7 @@ def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: P
 
 
 def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> None:
-    """The limit in the message must also suffice for the second copy of a single rank, so that users need not raise the
-    limit twice."""
+    """The limit in the message must also suffice for the second copy of a single rank."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
     assert short is not None

@@ -1,4 +1,4 @@
-"""Random states, buffers and settings that a rank writes at each step are correct, although unchanged parts are reused."""
+"""Random states, buffers and settings in a rank's slots are correct, although unchanged parts are reused."""
 
 from __future__ import annotations
 
@@ -107,8 +107,7 @@ CHANGES: dict[str, Callable[[Rank], Any]] = {
 
 @pytest.mark.parametrize("first", CHANGES)
 def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank, first: str) -> None:
-    """The small values in a slot must be those of the present step, whatever has changed: an old learning rate or
-    running mean would silently change the result."""
+    """The small values in a slot must be those of the present step, whatever has changed."""
     for second in CHANGES.values():
         for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
             change(rank)
@@ -173,8 +172,7 @@ def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_
 
 
 def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_states() -> None:
-    """If save() gets more objects than load(), EARLY must keep the random states, although numbers were drawn
-    before."""
+    """If save() gets more objects than load(), EARLY must keep the random states of the next step."""
     rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()

@@ -125,9 +125,7 @@ def test_a_step_that_gives_no_valid_file_name_is_refused(tmp_path, step):
 
 
 def test_unnamed_objects_are_refused_and_the_named_call_is_shown(tmp_path):
-    """save(step, model) without names must be refused with the correct call; Python's own message only counts
-    arguments.
-    """
+    """save(step, model) without names must be refused, and the error must show the correct call."""
     snapshot, model = ddpjob.Snapshot(tmp_path), torch.nn.Linear(1, 1)
     for call in (lambda: snapshot.save(1, model), lambda: snapshot.keep(1, model), lambda: snapshot.load(model)):
         with pytest.raises(TypeError, match=r"needs a name for each object, .*model=model.* Linear"):
@@ -206,9 +204,7 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_pat
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """Two Snapshots of one process may write the same file at once, as in a script that creates a Snapshot for each
-    save.
-    """
+    """Two Snapshots of one process may write the same file at once, if a script creates a Snapshot for each save."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
@@ -255,7 +251,7 @@ def test_a_failed_write_does_not_end_the_training_and_is_raised_by_wait(tmp_path
 
 
 def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
-    """The error must name a full disk. torch's message is `[enforce fail at inline_container.cc:672] . unexpected pos`."""
+    """The error must name a full disk, because torch's message is only `enforce fail at inline_container.cc:672`."""
     write, room = io.FileIO.write, 20_000
 
     class Full(io.FileIO):
@@ -300,8 +296,7 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
 def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
-    """A damaged claim file (writer-N.json) must be ignored: a traceback on rank 0 would leave the other ranks
-    waiting."""
+    """A damaged claim file must be ignored, because a traceback on rank 0 would leave the other ranks waiting."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
@@ -333,8 +328,7 @@ def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, 
 
 
 def test_a_sampler_read_ahead_by_a_loader_is_named_once(tmp_path, capfd):
-    """A sampler that DataLoader workers read ahead must be named once, because a resume skips the batches read
-    ahead."""
+    """A sampler that DataLoader workers read ahead must be named once, because a resume skips these batches."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
@@ -483,8 +477,7 @@ def thaw(pid: int) -> int:
 
 
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
-    """While a save blocks the training, a pause is declared, so that a slow disk does not look like a rank that
-    hangs."""
+    """While a save blocks the training a pause is declared, so that a slow disk does not look like a stall."""
     phases = []
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
@@ -551,8 +544,7 @@ def in_a_process_of_its_own(body: Callable[[], object]) -> None:
 
 
 def test_a_training_that_starts_from_scratch_in_the_folder_of_another_run_keeps_its_own_states(tmp_path):
-    """A training that starts at step 0 in the folder of an earlier run must keep its own saves, although the states of
-    the earlier run have higher steps."""
+    """A training from step 0 in an earlier run's folder must keep its saves, although old states have higher steps."""
 
     def run(*steps: int) -> None:
         snapshot = ddpjob.Snapshot(tmp_path, keep=2)
@@ -829,8 +821,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """A rank that misses one save must have its random states in all later files, because otherwise a resume changes
-    its random numbers."""
+    """A rank that misses one save must have its random states in all later files."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -853,7 +844,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
     kept = {step: rng_of(next(folder.glob(f"step-{step:012d}.*"))) for step in range(1, 13)}
     assert kept[1] == [0]
     assert all(kept[step] == [0, 1] for step in range(2, 13)), kept
-    # Rank 1 may be one save ahead when rank 0 counts.
+    # Rank 1 may be one save ahead when rank 0 counts the keys of the store.
     assert counts[-1] <= counts[2] + 2, "the store grows with each save"
 
 
@@ -873,9 +864,7 @@ def test_a_resume_without_the_random_states_of_a_rank_is_reported(run_ranks, tmp
 
 
 def test_each_node_may_have_its_own_folder(run_ranks, tmp_path, patient):
-    """If each node has its own folder, as in a local run with an emptyDir, files must have the random states of all
-    nodes.
-    """
+    """If each node has its own folder, as with an emptyDir, files must have the random states of all nodes."""
 
     def save(rank: int) -> float:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:

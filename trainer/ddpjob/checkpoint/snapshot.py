@@ -513,8 +513,7 @@ class Snapshot:
         return process.current.writers.setdefault(os.path.realpath(self.folder), set())
 
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise Superseded if a later attempt of this job owns the folder, or SnapshotError if another running process
-        or job owns it."""
+        """Raise Superseded for a folder of a later attempt, SnapshotError if another running process or job owns it."""
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
@@ -706,8 +705,7 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """Return rank 0's choice on all ranks, or raise rank 0's SnapshotError on all ranks. Also set the name of rank
-        0's folder on all ranks."""
+        """Return rank 0's choice, or raise rank 0's SnapshotError, on all ranks. Also set its folder's name there."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
@@ -722,8 +720,7 @@ class Snapshot:
         return answer
 
     def _on_all_ranks(self, file: BinaryIO | None) -> BinaryIO | None:
-        """Return the file if all ranks can read it, else a copy of rank 0's file; None if rank 0 cannot read it
-        either."""
+        """Return the file if all ranks can read it, else a copy of rank 0's file; None if rank 0 cannot read it."""
         if self.world_size == 1:
             return file
         missing = gather.numbers(torch.tensor([int(file is None)], device="cpu")).flatten().tolist()
@@ -751,8 +748,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
-        """Send this rank's random states and own objects to rank 0. The group's store transfers them, because a
-        collective would hang if only rank 0 saves."""
+        """Send this rank's random states and own objects to rank 0, by the store: a collective could hang."""
         store = self._store()
         if store is None:
             return

@@ -335,8 +335,7 @@ class Copies:
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """Return values that change when the parameters change. On a device these are only version counters, because
-        the host would have to wait for samples."""
+        """Return values that change with the parameters. On a device only counters: the host would wait for samples."""
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:

@@ -185,8 +185,7 @@ class DeviceCopies(Copies):
         return bool(self._costs)
 
     def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
-        """Queue a copy of the state on the device; do nothing if the state has outgrown the reserved memory. Raises
-        StateError."""
+        """Queue a copy on the device, unless the state has outgrown the reserved memory. Raises StateError."""
         shared = self._shared
         value = self._value(at.kept)
         state = packed.pack(value)

@@ -73,8 +73,7 @@ class InMemory:
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
-        """Called by each `load`. The first call starts to keep the state in memory; a second Snapshot turns memory
-        off."""
+        """Called by each `load`. The first call starts to keep the state; a second Snapshot turns memory off."""
         current = process.current
         if current.loader is None:
             current.loader = self

@@ -183,8 +183,7 @@ class Kept:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raise OutgrownError if an optimizer has other parameters than before, ReplacedError if the script has dropped
-        an optimizer."""
+        """Raise OutgrownError for an optimizer with other parameters than before, ReplacedError for a dropped one."""
         self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")

@@ -519,8 +519,7 @@ class Keeper:
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """True if enough steps have shown that only optimizers change parameters. Otherwise sum the bits of this state,
-        to compare them before the next optimizer step."""
+        """True if only optimizers change parameters. If that is not known yet, sum the bits of this state."""
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False

@@ -41,6 +41,5 @@ _NEXT: dict[Event, dict[Mode, Mode]] = {
 
 
 def after(mode: Mode, event: Event) -> Mode:
-    """Return the mode after this event: the same mode if _NEXT has none, for example after "reserved" for objects that
-    were dropped."""
+    """Return the mode after this event: the same mode if `_NEXT` has none."""
     return _NEXT[event].get(mode, mode)

@@ -56,8 +56,7 @@ class Early:
         self._forwarded: dict[tuple[str, str], Any] = {}
 
     def give_up(self, shared: Shared, why: str, *what: str) -> None:
-        """Stop writing random states or buffers to EARLY, because they change between the backward pass and the end of
-        the step."""
+        """Stop writing random states or buffers to EARLY, because they change after the backward pass."""
         if self._rank == 0 and not self._has.isdisjoint(what):
             process.log(
                 f"{why}: a rank that is killed between its backward pass and should_stop() does not get its "

@@ -98,8 +98,7 @@ class Survivor:
         return self._answered.locked()
 
     def _wait(self) -> None:
-        """Wait until the agent closes its end of the pipe, because a rank of the group has failed. Then write the
-        state."""
+        """Write the state when the agent closes its end of the pipe, because a rank of the group has failed."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
             self.is_asked = True
@@ -144,8 +143,7 @@ class Survivor:
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True until this part of the time limit is over. A rank that got no CPU time for TRIES_LEAST attempts gets
-        more time."""
+        """True until this part of the time limit is over. A rank that gets no CPU time has more time."""
         size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now

@@ -54,8 +54,7 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
 
 
 def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the first values of some synchronized parameters, by name of the model. Ranks at the same step have equal
-    values."""
+    """Return some values of synchronized parameters by model name; equal on ranks that are at the same step."""
     models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     found = {}
     for name, model in models.items():

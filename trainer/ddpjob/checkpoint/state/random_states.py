@@ -119,8 +119,7 @@ def _as_tensor(state: Any) -> torch.Tensor:
 
 
 def restore(document: Mapping[str, Any], rank: int, world_size: int) -> None:
-    """Restore this rank's random states if the document has them and the number of ranks is the same; else seed all
-    generators."""
+    """Restore this rank's random states; seed the rank if they are missing or the number of ranks has changed."""
     own = document["rng"].get(rank) if document["world_size"] == world_size else None
     if own is None:
         seed(document["rng"][0], document["step"], rank)

@@ -41,8 +41,7 @@ def state_of(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the model without its DDP wrapper, which adds "module." to all keys. So a state can be loaded with or
-    without DDP."""
+    """Return the model without its DDP wrapper, so that the keys of its state lack the prefix "module."."""
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
@@ -224,8 +223,7 @@ def _first_difference(error: Exception) -> str:
 
 
 def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with the models' and optimizers' own tensors instead of the loaded ones, to free the memory of
-    the loaded tensors."""
+    """Replace loaded tensors of models and optimizers by the objects' own tensors, to free memory."""
     own = {}
     for name, target in large_of(objects).items():
         with contextlib.suppress(RuntimeError):  # raised by ZeroRedundancyOptimizer, whose state is sharded
