@@ -1,4 +1,4 @@
-"""`init()`: find the other ranks, choose backend and device, leave in order. The training script calls it first.
+"""`init()`: find the other ranks, choose backend and device, leave the group cleanly. The script calls it first.
 
 Works under torchrun and torch.distributed.launch, in processes of torch.multiprocessing.spawn and multiprocessing
 (rank= and world_size=), as plain python with one process per node, and alone. The steps read from top to bottom in
@@ -44,7 +44,7 @@ TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
 END_SECONDS = 2.0  # after a failure the process is ended after this many seconds, even if a destructor hangs
 NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
-_LEFT = "left/{}"  # key in the store, set when this rank has left in order
+_LEFT = "left/{}"  # key in the store, set when this rank has left the group cleanly
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class World:
             _leave(group)
         else:
             group.log_time_out(error)
-            group.broken = True  # do not wait for the peers at the exit: they are in a collective and will not leave it
+            group.broken = True  # do not wait for the peers at the exit: they are in a collective, and stay there
             if isinstance(error, SystemExit):
                 termination.tell(error)  # at the exit the exception is no longer visible
 
@@ -383,7 +383,7 @@ def _default_method(place: RankInfo) -> str:
 
 
 def _prefix() -> str:
-    """Return a prefix with the attempt and ddprun's generation, so that a process left over from an earlier one cannot
+    """Return a prefix with the attempt and ddprun's generation, so that a process of an earlier generation cannot
     join the new group. TORCHELASTIC_RESTART_COUNT cannot be part of it, because torchrun counts it per node."""
     environ = os.environ
     generation = environ.get("DDPJOB_GENERATION", "0")
@@ -410,7 +410,7 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
 
 
 def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
-    """Return the store: rank 0 serves, the others connect.
+    """Return the store: rank 0 serves it, and the other ranks connect.
 
     torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
     torch/distributed/rendezvous.py), even at a port where no agent listens. All ranks would then time out.
@@ -432,7 +432,7 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
     # After a crash the file has addresses of ended processes, and the next run would wait for them until it times out.
-    # So each run has its own keys, and begins only if this rank left the previous run in order.
+    # So each run has its own keys, and begins only if this rank left the group of the previous run cleanly.
     own = PrefixStore(_prefix(), store)
     run = own.add(f"joined/{place.rank}", 1)
     if run > 1 and not PrefixStore(f"run/{run - 1}", own).check([_LEFT.format(place.rank)]):
@@ -513,19 +513,19 @@ _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # text of gloo's errors
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Register a bound method, for instance of a snapshot in progress, to run when the group is left in order. The
+    """Register a bound method, for example one that finishes a save, to run before the group is left cleanly. The
     store still answers then."""
     process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
 def _leave_at_exit() -> None:
-    """Leave in order if the script never closes the group, because the interpreter's exit may abort a gloo group."""
+    """Leave the group cleanly if the script never closes it, because the interpreter's exit may abort a gloo group."""
     group: _Group | None = process.current.group
     if group is None:
         return
     error = termination.ending()
     failed = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if group.broken or failed:  # the peers are in a collective and will not leave it
+    if group.broken or failed:  # the peers are in a collective, and stay there
         group.log_time_out(error)
         _end_soon()
         return

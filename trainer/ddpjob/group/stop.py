@@ -11,8 +11,8 @@ In the training loop, after each step and on every rank:
 The ranks agree through the group's store. A rank that gets SIGTERM sets a key there. Each rank that sees the key
 promises to wait for a decision at its next call of `should_stop`, and writes the step of that call. The last rank to
 promise decides on the highest of these steps. No rank has passed that step, and every rank can still reach it, because
-a thread makes the promise, even while training waits in a collective. A rank that has left the group in order promises
-never to stop; then the others finish as well.
+a thread makes the promise, even while training waits in a collective. A rank that has left the group cleanly promises
+never to stop; then the other ranks finish, too.
 
 This needs no collective: each step only takes a lock, and the thread polls the store twice a second.
 """

@@ -73,7 +73,7 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
 
 @contextlib.contextmanager
 def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
-    """Declare that no step is made for a while: such a phase has a time limit of its own before it counts as a stall.
+    """Declare that no step is made for a while. A pause has its own, longer time limit before it counts as a stall.
 
         with ddpjob.pause("evaluate"):
             loss = held_out_loss(model)

@@ -252,8 +252,8 @@ class Recent:
         self._passes: dict[int, tuple[int, int]] = {}  # row -> (backward passes made, collectives begun)
 
     def add(self, torch: Any, parameter: Any, made: int, collectives: int) -> None:
-        """Store the values of this pass in place of the oldest."""
-        values = parameter.detach()  # at each pass, because a stored reference would keep the memory after training
+        """Store some values of the parameter at this pass, and overwrite those of the oldest pass."""
+        values = parameter.detach()  # not stored, because a reference would keep the memory after training
         if values.is_complex():
             return
         if self._values is None or self._values.device != values.device:

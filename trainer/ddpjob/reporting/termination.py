@@ -5,9 +5,9 @@ In a pod this is the container's termination message; the operator reads it from
     {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
      "time": 1796000000.123, "resumable": false, "parent": 77, "traceback": "the last lines, as many as fit"}
 
-All ranks of a pod share the file. The earliest failure stays, and it replaces the message of a rank that stopped in
-order. A rank that only reports a lost peer writes nothing. `init` and the first `progress` install the hook. A process
-that is killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
+All ranks of a pod share the file. The earliest failure stays, and it replaces the message of a rank that stopped on
+request. A rank that only reports a lost peer writes nothing. `init` and the first `progress` install the hook. A
+process that is killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
 
 Each process removes a failure that is older than its own start, because the ranks have been started again since. If a
 failure is left when the container ends with 0, a shell or a program around the ranks has hidden it
@@ -53,7 +53,7 @@ def install() -> None:
 
 
 def tell(error: BaseException) -> None:
-    """Write how this process failed. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
+    """Write the exception of this process. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
         if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written it
@@ -71,7 +71,7 @@ def tell(error: BaseException) -> None:
 
 
 def tell_stopped(step: int) -> None:
-    """Write that this process was asked to stop and has saved this step; never raises."""
+    """Write that this process was requested to stop and has saved this step. Never raise."""
     with contextlib.suppress(Exception):
         _leave(_of_rank()._replace(exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
@@ -276,7 +276,7 @@ def _lock(descriptor: int) -> None:
 def _stays(written: bytes, message: Failure) -> bool:
     """True if the file explains more than this message."""
     if not written.startswith(_BEGINS):
-        return bool(written)  # written by the script itself
+        return bool(written)  # the script itself has written the file
     try:
         earlier = Failure.from_dict(json.loads(written))
     except ValueError:

@@ -1,8 +1,8 @@
 """The rank's side of ddprun's watchdog: its heartbeat, in memory shared with its agent.
 
 `progress`, `pause` and `report_start` write their values into cells. The agent (`ddprun/heartbeats.py`) reads them, and
-asks the rank where it is when the group is stalled. A daemon thread answers, because a rank that is blocked in a
-collective runs no Python signal handler. It writes where each thread is, and the last collectives of torch's flight
+requests the rank's stacks when the group is stalled. A daemon thread answers, because a rank that is blocked in a
+collective runs no Python signal handler. It writes the stack of each thread, and the last collectives of torch's flight
 recorder, to stderr, and a summary to the agent. If something holds the interpreter lock, this thread cannot run; then
 faulthandler writes the stacks on another signal.
 
@@ -103,7 +103,7 @@ def _notify(pipe: str) -> None:
 
 
 def _serve(page: memoryview, cells: memoryview) -> None:
-    """Poll for requests: a descriptor to wait on would not survive a script that closes all of them."""
+    """Answer the agent's requests. The thread polls, because a script may close all file descriptors."""
     while True:
         time.sleep(POLL_SECONDS)
         if cells[PHASE] <= 1:
@@ -127,7 +127,7 @@ def _has_completed() -> bool:
 
 
 def _of_torch(call: Callable[[], T]) -> T | None:
-    """Return torch's information; None at the end of the process, or if this torch uses other names."""
+    """Return the result of a call into torch; None at the end of the process, or if this torch lacks the function."""
     in_torch = process.current.in_torch
     if in_torch.acquire(blocking=False):
         try:
@@ -203,7 +203,7 @@ def _waits(frames: dict[int, FrameType]) -> dict[str, Any]:
 
 
 def _write_answer(page: memoryview, cells: memoryview, answer: dict[str, Any]) -> None:
-    """Write the answer, or none if it does not fit: the agent ignores shorter ones."""
+    """Write the answer to shared memory, cut to the page's size. The agent ignores an answer that was cut."""
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
     cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
