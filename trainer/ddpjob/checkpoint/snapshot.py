@@ -69,12 +69,12 @@ from ddpjob.reporting.progress import pause, report_resumed, report_save_failed,
 from ddpjob_core.memory import FoundState, Version, is_newer
 
 FORMAT = 1
-STEP_MAX = 10**12 - 1  # the name has 12 digits for the step
+STEP_MAX = 10**12 - 1  # the file name has 12 digits for the step
 HASHED_BYTES = 1024 * 1024
-OFFERS_MAX = 3  # states of one rank waiting in the store; rank 0 is at most one save behind
+OFFERS_MAX = 3  # maximum number of states per rank in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # the writing thread waits this long for other ranks' random states; training goes on meanwhile
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, because Path collapses "//"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a single slash is enough, because Path turns "s3://" into "s3:/"
 _STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
 _WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
 _ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
@@ -141,7 +141,7 @@ class Snapshot:
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None  # the error with which this process must end, raised by `_join`
-        self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
+        self._unwritten: _Unwritten | None = None  # the last state passed to save(), until it is in the folder
         self._owed: _Owed | None = None  # the loaded state, until the folder has this state or a newer one
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
@@ -150,7 +150,7 @@ class Snapshot:
         # summed over all ranks, and an optimizer with a closure (LBFGS) runs the backward pass inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
-        self._told: set[str] = set()  # keys of messages that were logged, each once
+        self._told: set[str] = set()  # keys of messages that are logged only once
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
@@ -239,7 +239,7 @@ class Snapshot:
                 f"{ahead[0]}: a DataLoader iterates this sampler. One with workers takes batches before they are "
                 f"trained, and a resume leaves these out: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
-        self._unwritten = None  # release the previous copy first; otherwise three copies would be in memory
+        self._unwritten = None  # free the previous copy first, because otherwise three copies would be in memory
         document = {
             "format": FORMAT,
             "step": step,
@@ -372,7 +372,7 @@ class Snapshot:
             self._problem = error
         except Exception as error:
             with contextlib.suppress(OSError):
-                if _highest_writer(self.folder) > writer:  # the newer writer removed the file that was being written
+                if _highest_writer(self.folder) > writer:  # the file is gone, because the newer writer has removed it
                     self._problem = self._superseded()
                     return
             self._note_unwritten(unwritten, error)
@@ -503,7 +503,7 @@ class Snapshot:
                 self._taken().add(highest)
                 break
         self._writer = highest
-        folder = self.folder  # a reference to self would keep the Snapshot alive in the thread
+        folder = self.folder  # the thread must not have a reference to self, which would keep the Snapshot alive
         if not (is_shared and writers.running_here(folder, highest)):
             writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
@@ -572,7 +572,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # no log line for a second Snapshot, which may be empty although training resumed from the first
+            # not logged for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
@@ -624,7 +624,7 @@ class Snapshot:
         random_states.continue_from_here()
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         origin = f"the memory on the node{'s'[: len(found.ranks) > 1]} of {_ranks(found.ranks)}"
-        # Without "a copy in" the message claims that no step was lost, but a copy may be some steps old.
+        # Say "a copy in", because otherwise the message claims that no step was lost; a copy may be some steps old.
         origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded, resized=fetched.resized)}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # from an earlier load() of other objects
@@ -712,7 +712,7 @@ class Snapshot:
                 answer = choose()
             except SnapshotError as error:
                 answer = error
-            except Exception as error:  # a bug or a strange file: the other ranks are waiting for an answer
+            except Exception as error:  # any error: the other ranks are waiting for rank 0's answer
                 answer = SnapshotError(f"{self.folder}: {reason(error)}.")
         answer, self._name = self._broadcast((answer, self._name))
         if isinstance(answer, SnapshotError):
@@ -885,13 +885,13 @@ def _write_at_end(owner: "weakref.ref[Snapshot]") -> None:
     """Write the last state at the end of a script that did not call close(). Fail the process if that is impossible."""
     snapshot, error = owner(), termination.ending()
     is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if snapshot is None or is_failure:  # a failure is already reported; nobody should wait for a disk
+    if snapshot is None or is_failure:  # a failure is already reported, and the other ranks should not wait for a disk
         return
     try:
         snapshot.close()
     except SnapshotError as problem:
         stop.fail_at_exit(problem)
-    except Exception as problem:  # atexit: raising would reach nobody
+    except Exception as problem:  # at exit no caller would get an exception
         process.log(str(problem))
 
 
@@ -925,7 +925,7 @@ def _want_names(call: str, unnamed: Sequence[object]) -> None:
 
 def _checked_step(step: Any) -> int:
     try:
-        whole = operator.index(step)  # accepts numpy integers, which torch.load(weights_only=True) would refuse to read
+        whole = operator.index(step)  # converts numpy integers, which torch.load(weights_only=True) cannot read
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:
@@ -953,7 +953,7 @@ def _entries(folder: Path) -> list[_Entry]:
         if match := _STATE_NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 status = (folder / name).lstat()
-                if stat.S_ISREG(status.st_mode):  # links and pipes are ignored, whatever their name
+                if stat.S_ISREG(status.st_mode):  # links and pipes are ignored, whatever their names are
                     entries.append(_Entry(int(match[2]), int(match[1]), status.st_mtime_ns, match[3], folder / name))
     return sorted(entries, reverse=True)
 
@@ -1030,7 +1030,7 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     tmp = writers.tmp_path(folder, writer)
     try:
         writers.write_new(tmp, content.encode())
-        os.link(tmp, path)  # fails if the path exists, and never shows a half-written file
+        os.link(tmp, path)  # fails if the path exists; other processes never see a half-written file
     except FileExistsError:
         return False
     except OSError as error:
@@ -1062,7 +1062,7 @@ def _fsync_folder(folder: Path) -> None:
 def _decoded(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         document = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the bytes are intact, but another torch version may have written them
+    except Exception as error:  # the bytes are intact, but a different torch version may have written them
         raise SnapshotError(
             f"{path}: this torch {torch.__version__} does not read it: {reason(error).splitlines()[0]}"
         ) from error

@@ -22,7 +22,7 @@ from ddpjob.process import at_exit_of_child, log
 HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0  # after this time without a heartbeat, the process is gone or its machine is stopped
 LOOK_SECONDS = 1.0
-_saving: set[Path] = set()  # this process's .alive files that contain "saves"
+_saving: set[Path] = set()  # paths of this process's .alive files that contain "saves"
 
 
 def claim_path(folder: Path, writer: int) -> Path:
@@ -39,7 +39,7 @@ def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
     _write(path)
     work = (path, stopped, is_newest)
     threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
-    leave = weakref.finalize(owner, _leave, path, stopped, pid)  # also at exit, after the last state is written
+    leave = weakref.finalize(owner, _leave, path, stopped, pid)  # called also at exit, after the last save
     at_exit_of_child(leave, 5)
 
 
@@ -57,7 +57,7 @@ def _write(path: Path) -> None:
     with contextlib.suppress(OSError):
         try:
             write_new(tmp, body)
-            os.replace(tmp, path)  # no moment with an empty file, which would mean "exited"; replaces a planted link
+            os.replace(tmp, path)  # replaced, not emptied: an empty file means "exited"; also replaces a planted link
         finally:
             tmp.unlink(missing_ok=True)
 
@@ -141,7 +141,7 @@ def _seen(folder: Path, writer: int) -> tuple[str | None, int]:
             with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
                 modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # not the JSON of `_write`
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # invalid content
                 process = json.loads(text)["process"] if text else ""
             return (process if file == path and isinstance(process, str) else None), modified
     return "", 0

@@ -70,8 +70,8 @@ class Copies:
     """One rank's part of the copies: each rank writes its random states, buffers and settings; the first rank of each
     node also writes parameters and optimizer state."""
 
-    _least = 1  # steps between two copies, at least
-    _later = 0  # number of checks for a new plan by which another rank may be ahead of rank 0
+    _least = 1  # minimum number of steps between two copies
+    _later = 0  # number of plan checks by which another rank may be ahead of rank 0
     _because = ALONE
     _on_device = False
 
@@ -83,22 +83,22 @@ class Copies:
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
         self._plan: CopyPlan | None = None
-        self._next: CopyPlan | None = None  # published plan whose first step is not reached yet
+        self._next: CopyPlan | None = None  # published plan, not used before its first step
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # this step, the one before, and the last that may be copied
-        self._noted: tuple[list[Any], bool] | None = None  # (parameter versions, True if save() or keep() was called)
+        self._step = self._before = self._counted = 0  # current step, previous step, last step that was due
+        self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True for save() or keep()
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has passed a state to save() or keep()
         # True if should_stop() and save() find the same parameters at the same step; None: not known yet
         self._is_placed: bool | None = None
-        self._lock = threading.Lock()  # held while a copy is written
+        self._lock = threading.Lock()  # held while this process writes a copy
         self._written: _Written | None = None
         self._room: threading.Thread | None = None
         self._stopped = False
         self._said: tuple[bool, bool, int] | None = None
         self._ended = 0.0
         self._began = time.perf_counter()
-        self._spent, self._has_copied = 0.0, False  # seconds of all copies; True if one was made under this plan
+        self._spent, self._has_copied = 0.0, False  # seconds of all copies; True after a copy under this plan
         self._paces: collections.deque[float] = collections.deque(maxlen=15)
         self._costs: collections.deque[float] = collections.deque(maxlen=5)
 
@@ -219,7 +219,7 @@ class Copies:
 
     def _copy_saved(self, at: Boundary) -> None:
         """Copy a state for save(). Waits until the areas are reserved."""
-        for _ in range(2):  # twice, because the state may have outgrown the reserved memory
+        for _ in range(2):  # a second time if the state has outgrown the reserved memory
             while self._is_writer and not self._stopped and not self._has_room(at.kept):
                 if self._room is not None:
                     self._room.join()
@@ -253,7 +253,7 @@ class Copies:
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
         own = Version(shared.attempt, shared.generation, at.step)
-        if own in versions:  # the same step is saved again, perhaps with other values
+        if own in versions:  # this step is saved again, perhaps with other values
             slot = COPY_SLOTS[versions.index(own)]
         else:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
@@ -360,7 +360,7 @@ class Copies:
         if self._next is not None and self._step >= self._next.first:
             before, self._plan, self._next = self._plan, self._next, None
             if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # only rank 0 may call save() and see that parameters differ from should_stop()
+                self._misplaced()  # rank 0 has found other parameters at save() than at should_stop()
 
     def _decide(self, at: Boundary) -> None:
         """On rank 0, plan how often to copy, if there is no plan or a better plan is possible."""
@@ -398,7 +398,7 @@ class Copies:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
             self._next = CopyPlan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
-            self._store.get(self._key)  # blocks until the store has it, so the other ranks find it from now on
+            self._store.get(self._key)  # blocks until the store has the plan, so that other ranks find it
         self._told += 1
         before, present = self._said, (named, self.changes, every)
         if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):

@@ -131,8 +131,8 @@ class DeviceCopies(Copies):
         self._flight: _Flight | None = None
         self._left: _Flight | None = None  # a dropped copy that the device may still be writing
         self._looked: StreamMark | None = None  # CUDA event after the first backward pass that follows a check
-        self._has_looked = False  # True from a check until the backward pass after it
-        self._in_torch = threading.Lock()  # held by a thread in torch's C++ code; not released after the exit begins
+        self._has_looked = False  # True from a check until the next backward pass
+        self._in_torch = threading.Lock()  # held while a thread runs torch's C++ code, and from the exit on
         self._pid = os.getpid()
 
     def stop(self) -> None:
@@ -286,7 +286,7 @@ def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> st
     (CleanUpOnly) abort, mode 3 (SkipCleanUp) does not: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp:167-174, torch
     2.13.0.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` changes ddprun's 1 to 3
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` changes the value 1 that ddprun sets to 3
     how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""
     if world_size == 1 or backend != "nccl" or how not in ABORTS:
         return ""

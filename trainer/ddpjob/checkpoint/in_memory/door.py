@@ -98,7 +98,7 @@ class InMemory:
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
-            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # rank 0's pod was not killed
+            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # also in the killed pod
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:

@@ -33,11 +33,11 @@ from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwra
 from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # limit in bytes for one object that is copied at each step
-SAMPLES = 32  # parameters; few are enough, because averaged weights or ranks out of step differ in every parameter
+SAMPLES = 32  # number of sampled parameters; 32 are enough, because different models differ in every parameter
 SAMPLED_BYTES = 8192  # total size of all samples, in bytes
 COMPARED_BYTES = 1 << 16  # number of first bytes of a buffer that are compared
 RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
-READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
+READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
 # types of settings that need no copy, such as a learning rate
@@ -294,7 +294,7 @@ class Kept:
         for name, optimizer in zip(self.optimizers, self._living(), strict=True):
             state = optimizer.state_dict()
             large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
-        self.check()  # last: another thread may add a layer meanwhile
+        self.check()  # checked last, because another thread may add a layer meanwhile
         return large
 
     def buffers_as_they_are(self) -> dict[tuple[str, str], Any]:

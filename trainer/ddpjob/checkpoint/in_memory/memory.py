@@ -56,7 +56,7 @@ LOOSE_STEPS = 2  # steps in a row with changes after should_stop() until they ar
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
     """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
     is_step = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if is_step and (keeper := process.current.keeper) is not None:  # a pass without gradients is an evaluation
+    if is_step and (keeper := process.current.keeper) is not None:  # a forward pass without gradients is an evaluation
         keeper.has_called |= keeper.step_begins()
 
 
@@ -99,7 +99,7 @@ class Keeper:
         self._stepped = True  # True if an optimizer has stepped, but the script has not reported the end of the step
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # names of optimizers whose settings were unchanged as the step began
+        self._repeated: set[str] | None = None  # names of optimizers whose settings had not changed when the step began
         self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
         # The first counts optimizer steps between any calls of should_stop(), keep() and save(), the second only those
@@ -107,12 +107,12 @@ class Keeper:
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
-        self._loose_steps = 0  # steps in a row after whose end a small value changed before the next optimizer step
+        self._loose_steps = 0  # steps in a row after which a small value changed before the next optimizer step
         self._proofs_left = self._proofs_needed
         self._sum: tuple[int, int] | None = None  # (step, sum of all bits of its state), checked before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
-        self._is_unnamed = True  # True until the script calls save() or keep(), or the log has said so
+        self._is_unnamed = True  # True until save() or keep() is called, or the log says that it was not called
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -167,7 +167,7 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # the same parts: only plain values are new
+        if self.kept is None or not kept.has_parts_of(self.kept):  # equal parts: only plain values are new
             self._early.forget()
         with self.lock:
             self.kept, self._outgrown, self._stepped = kept, None, True
@@ -192,7 +192,7 @@ class Keeper:
         """Keep the objects of `load` until the first `save` or `keep`, unless the script trains other objects."""
         if self._is_off or self.kept is not None or self.shared.node[MISCOUNTED]:
             return
-        with contextlib.suppress(StateError):  # save() reports what is wrong with them
+        with contextlib.suppress(StateError):  # save() will report what is wrong with the objects
             if objects and Kept(objects).may_be_assumed():
                 self.register(objects)
                 self.assumed = self._is_unnamed = True
@@ -422,7 +422,7 @@ class Keeper:
         values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
         repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
         new = self.places.step(values, repeated)
-        if self.places.taken and self._repeated is None and self._rank == 0:  # may belong to the step before
+        if self.places.taken and self._repeated is None and self._rank == 0:  # not for changes after the next batch
             process.log(
                 f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
@@ -462,7 +462,7 @@ class Keeper:
         """Describe at which call of its step this rank is. After a restart, all ranks must agree on that call."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
-        moment = self.places.is_named + self.places.counts  # 0: should_stop(), 1: keep(), 2: save()
+        moment = self.places.is_named + self.places.counts  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
         place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
         place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
         place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
@@ -607,7 +607,7 @@ class Keeper:
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
-        if self.kept is not None and self._makers.again(optimizer):  # no backward pass writes EARLY again
+        if self.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
             self._early.give_up(
                 self.shared, "an optimizer makes several steps after one backward pass", RANDOM, FORWARDED
             )

@@ -35,7 +35,7 @@ class Places:
         self._before_save: set[str] = set()
         self._after_save: set[str] = set()
         self._samplers: set[str] = set()
-        self._unknown: set[str] = set()  # names that change before or after save(): not known yet
+        self._unknown: set[str] = set()  # names of values that change before or after save(): not known which
         self.doubted: set[str] = set()
         """Names of values that may change at the top of the loop, and changed at one step so far."""
         self.taken: set[str] = set()

@@ -361,7 +361,7 @@ def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int)
             own = shared.newest(size)
     if len(found.ranks) < world_size:
         if rank == source and own is None:
-            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # all ranks will reject zeros
+            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # an invalid state, which all ranks will reject
         memory = packed.reserved(size) if own is None else own
         gather.broadcast(memory, source, is_written=own is None)
         return packed.in_place(memory)

@@ -58,7 +58,7 @@ class Shared:
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
         self._slots: mmap.mmap | None = None  # this rank's slots
-        self._taken = [0] * memory.SLOTS  # bytes that this process has reserved for each slot
+        self._taken = [0] * memory.SLOTS  # number of bytes that this process has reserved for each slot
         self._areas: dict[int, mmap.mmap] = {}
         self.loaded: Held | None = None
         """The state that this generation has loaded from memory."""
@@ -72,7 +72,7 @@ class Shared:
         try:
             yield descriptor
         finally:
-            with contextlib.suppress(OSError):  # the script may have closed the descriptor
+            with contextlib.suppress(OSError):  # fails if the script has closed the descriptor
                 os.close(descriptor)
 
     def _map(self, offset: int, size: int) -> mmap.mmap:
@@ -126,8 +126,8 @@ class Shared:
                 return
             try:
                 yield True
-            finally:  # unlock explicitly, because a DataLoader worker that was forked meanwhile has the descriptor too
-                with contextlib.suppress(OSError):  # the script may have closed the descriptor
+            finally:  # unlock explicitly, because a DataLoader worker that was forked meanwhile has the descriptor, too
+                with contextlib.suppress(OSError):  # fails if the script has closed the descriptor
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     # ---- the areas: under the lock -------------------------------------------------------------------------

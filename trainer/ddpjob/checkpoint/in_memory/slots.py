@@ -50,7 +50,7 @@ class Early:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._has = rank, {RANDOM, FORWARDED}
-        self._rng: dict[str, Any] | None = None  # random states before the last step
+        self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
         self._content: dict[tuple[str, str], Any] | None = None  # buffers at the end of the last step
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}

@@ -40,7 +40,7 @@ class Numbers:
         """began: the step that `load` returned."""
         self.began = began
         self._last: tuple[int, bool] | None = None  # last reported step, and True if save() or keep() reported it
-        self._marked: int | None = None  # step passed to should_stop since the last optimizer step
+        self._marked: int | None = None  # step passed to should_stop after the last optimizer step
         self.has_worked = False
         """True if a backward pass or an optimizer step followed `load`."""
         self._has_stepped = False
@@ -82,7 +82,7 @@ class Makers:
         self._others_make = False  # True if an optimizer that is not kept has stepped after the last should_stop()
         self._has_made = False  # True if a kept optimizer has ever stepped
         self._has_mixed = False  # True if a backward pass followed a kept optimizer's step
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are not kept and have stepped
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped while nothing was kept
         self._first: int | None = None  # id of the optimizer that stepped first after the last should_stop()
         self._has_hooked = False  # True if a backward pass followed the last optimizer step
 

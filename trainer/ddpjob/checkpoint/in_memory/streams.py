@@ -71,7 +71,7 @@ class Streams:
 
         PyTorch pins shared memory in the same way for torch.distributed's state dicts.
         """
-        with torch.cuda.device(self.device):  # a new thread would use device 0
+        with torch.cuda.device(self.device):  # without this, a new thread would use device 0
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE))
         return f"cudaHostRegister answers {error}" if error else ""

@@ -37,7 +37,7 @@ from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE,
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _BACKWARD = torch.autograd.backward.__code__
-DIRTY_SECONDS = 0.05  # seconds; more than an optimizer step usually takes
+DIRTY_SECONDS = 0.05  # seconds; an optimizer step usually takes less
 TRIES_LEAST = 50  # attempts to write, even after the time limit; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # a main thread that is waiting for CPU time may need this many times the usual duration of a step
 
@@ -85,7 +85,7 @@ class Survivor:
     def __init__(self, keeper: Keeps) -> None:
         self._keeper = keeper
         self._answered = threading.Lock()
-        self._tries, self._wrote = 0, (0, 0.0)  # _wrote: last value of WROTE, and the time of its last change
+        self._tries, self._wrote = 0, (0, 0.0)  # (last value of WROTE, time of its last change)
         self._ends = False  # True if the process ends by an exception, so that no step follows
         self.is_asked = False
         """True if the agent has requested the state by closing its pipe."""
@@ -133,7 +133,7 @@ class Survivor:
                 return
             answer, began = None, time.monotonic()
             self._tries, self._wrote = 0, (shared.node[WROTE], began)
-            try:  # nothing in here may end a training that would succeed without it
+            try:  # an error here must not end a training that would succeed without memory
                 while answer is None and self._has_time(began):
                     answer = self._try_to_save(began)
                     if answer is None:
@@ -239,7 +239,7 @@ class Survivor:
             if packed.total(packed.tensors_of(kept.large())) != loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
-            self._keeper.shared.node[COPIES] = memory.CHANGED  # the next generation makes copies
+            self._keeper.shared.node[COPIES] = memory.CHANGED  # tell the next generation to make copies
             what = name if name == "parameters" else f"{name}: its state"
             raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 
@@ -268,6 +268,6 @@ class Survivor:
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
                 held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)
-                self._check_unchanged(kept, step)  # if the script changes them during the write, the sum will not match
+                self._check_unchanged(kept, step)  # changes during the write make the checksum wrong
                 shared.write_rescued(state, held, threads)
         return SAVED

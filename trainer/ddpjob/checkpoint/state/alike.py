@@ -12,7 +12,7 @@ def same(one: Any, other: Any) -> bool:
     try:
         if bool(one == other):
             return True
-    except (RuntimeError, ValueError, TypeError):  # == of tensors with several values has no truth value
+    except (RuntimeError, ValueError, TypeError):  # `==` of tensors with several values gives no bool
         pass
     return digest(one) == digest(other)  # NaN is not equal to itself
 

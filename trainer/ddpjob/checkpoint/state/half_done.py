@@ -45,7 +45,7 @@ def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str,
         if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
             continue
         for name, scheduler in schedulers.items():
-            # last_epoch == step for a scheduler that steps with each batch
+            # A scheduler that steps with each batch has last_epoch == step, and is left out.
             if state["consumed"] == state["n"] and state["epoch"] + 1 == scheduler.last_epoch < step:
                 return place, name
     return "", ""
@@ -100,7 +100,7 @@ class SinceLastStep:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
-        count = min(len(parameters), WATCHED_MAX)  # evenly spread from the first parameter to the last
+        count = min(len(parameters), WATCHED_MAX)  # number of watched parameters, evenly spread over all
         self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
         settled = self._settled  # a hook that refers to self would keep this object alive
         for parameter in self._watched[optimizer]:

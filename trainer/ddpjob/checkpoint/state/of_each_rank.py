@@ -40,7 +40,7 @@ def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
     if isinstance(value, torch.optim.Optimizer):
-        # parameters have the keys 0, 1, 2 … as in state_dict()
+        # as in state_dict(), parameters have the keys 0, 1, 2 …
         numbered = enumerate(p for group in value.param_groups for p in group["params"]) if of_rank else ()
         moments = {n: value.state[p] for n, p in numbered if id(p) in of_rank and p in value.state}
         groups = value.param_groups
@@ -240,6 +240,6 @@ def _with(whole: Any, part: Mapping[str, Any]) -> Any:
         return {**whole, "state": {**whole["state"], **part["value"]["state"]}, "param_groups": groups}
     merged = type(whole)(whole)
     merged.update(part["value"])
-    if hasattr(whole, "_metadata"):  # versions of the modules, which load_state_dict() reads
+    if hasattr(whole, "_metadata"):  # `_metadata` has the versions of the modules, which load_state_dict() reads
         merged._metadata = whole._metadata
     return merged

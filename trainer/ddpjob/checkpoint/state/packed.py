@@ -200,7 +200,7 @@ def own(value: Any, threads: int = 1) -> Any:
     copies = [_empty(t.dtype, t.shape, t.stride()) for t in tensors]
     with torch_threads(threads):
         for copy, tensor in zip(copies, tensors, strict=True):
-            flat_bytes(copy).copy_(flat_bytes(tensor))  # both are contiguous bytes, in the same order
+            flat_bytes(copy).copy_(flat_bytes(tensor))  # both tensors are contiguous bytes in the same order
     return _filled(skeleton, copies)
 
 
@@ -230,7 +230,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
     small, large = 0, []
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() < SMALL_BYTES:
-            on_host = tensor.cpu()  # a variable, so that the memory is not freed while it is read
+            on_host = tensor.cpu()  # kept in a variable, so that the memory is not freed while it is read
             small = zlib.crc32(_bytes_of(on_host), small)
         else:
             large.append(tensor)
@@ -349,6 +349,6 @@ def _sum(flat: torch.Tensor) -> torch.Tensor:
     if flat.storage_offset() % 8:  # torch views bytes as int64 only at a multiple of 8
         flat = flat.clone()
     rest = len(flat) % 8
-    if not rest:  # the usual case; each torch call takes the GIL from the training thread
+    if not rest:  # the usual case, returned early: each torch call takes the GIL from the training thread
         return flat.view(torch.int64).sum()
     return flat[:-rest].view(torch.int64).sum() + flat[-rest:].sum()

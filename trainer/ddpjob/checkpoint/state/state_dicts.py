@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from ddpjob.errors import StateError
 
-NESTED_MAX = 100  # levels of lists in lists; also ends the copy of a list that contains itself
-INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) cannot read longer integers: pickle's LONG4
+NESTED_MAX = 100  # maximum nesting of lists; also ends the copy of a list that contains itself
+INTEGER_BITS_MAX = 2039  # bits; torch.load(weights_only=True) cannot read longer integers (pickle's LONG4)
 
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
 _WHOLE_LAYOUTS = [
@@ -149,7 +149,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
     if type(value) is dict:
         return items
     same = type(value)(items)  # MultiStepLR's milestones are a Counter
-    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict reads
+    if hasattr(value, "_metadata"):  # `_metadata` has the versions of the modules, which load_state_dict reads
         same._metadata = copied(value._metadata, f"{where} metadata", depth + 1)  # type: ignore[attr-defined]
     return same
 
@@ -211,7 +211,7 @@ def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
         problem = str(error)
         if problem.startswith("Error(s) in loading state_dict"):
             problem = _first_difference(error)
-        elif not problem.startswith("loaded state dict "):  # Optimizer.load_state_dict, a ValueError
+        elif not problem.startswith("loaded state dict "):  # a ValueError of Optimizer.load_state_dict
             raise
         raise StateError(f"{where} holds another {name}: {problem}; give this run another folder.") from error
 
@@ -277,7 +277,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _does_not_fit(target: Any, saved: Any) -> str:
     if hasattr(target, "load_state_dict"):
-        return ""  # no check here, because load_state_dict() checks this
+        return ""  # load_state_dict() itself checks these objects
     if isinstance(target, torch.Tensor):
         if not isinstance(saved, torch.Tensor):
             return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
@@ -304,9 +304,9 @@ def _restore_one(target: Any, saved: Any) -> None:
         inner: Any = getattr(target, "optim", None)
         shares = getattr(inner, "param_groups", None) is target.param_groups
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
-        if shares:  # PostLocalSGDOptimizer would keep the old list, and schedulers change only that
+        if shares:  # PostLocalSGDOptimizer would keep its old list of groups, which schedulers change
             target.param_groups = inner.param_groups
-        if lacked := own.difference(own.intersection(*target.param_groups)):  # of another class; step() would fail
+        if lacked := own.difference(own.intersection(*target.param_groups)):  # another class: step() would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
         target.load_state_dict(_where_they_are(target, saved))
@@ -328,7 +328,7 @@ def _where_they_are(own: Any, saved: Any) -> Any:
     """
     if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved.to(own.device)
-    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # SequentialLR has schedulers among its attributes
+    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # SequentialLR has schedulers as attributes
         own = vars(own)
     if type(own) is type(saved) is dict:
         return {key: _where_they_are(own.get(key), value) for key, value in saved.items()}
