@@ -96,7 +96,7 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
 ) -> None:
     """Without memory every kill loses the training since the last save: for a large model an hour of all its GPUs."""
     kill = {
-        "0": [["forward", 9, 1]],  # no state is saved before this step
+        "0": [["forward", 9, 1]],  # the script has not saved before this step
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
         # The surviving rank has finished the optimizer's step, so its state is a step ahead of the random states that
@@ -138,7 +138,7 @@ def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Laun
     assert began(done) == [0, 8, 8, 13], done[0].stderr
 
 
-# The state has many pieces. Two ranks cannot finish their pieces: one dies, the other is stopped.
+# The state has many pieces. Two ranks do not finish writing: one dies, the other is stopped by SIGSTOP.
 IN_PIECES = """
 import hashlib, json, os, signal, time
 import torch

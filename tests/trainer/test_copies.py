@@ -154,7 +154,7 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
         world = ddpjob.init()
         objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
-            if step > 8:  # the first eight steps did not show that the script clips
+            if step > 8:  # the script clips only after the first eight steps
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:

@@ -82,7 +82,7 @@ def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of a saved state must become valid some steps after save(), not only at the next save()."""
-    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
+    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states, however much copies cost
 
     def only_saves(until: int) -> Any:
         world = ddpjob.init()
@@ -211,7 +211,7 @@ def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
     """The host copy of a small GPU tensor must live until its checksum is computed."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a tensor on a GPU returns a copy
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # `cpu()` of a tensor on a GPU returns a copy
     assert packed.total(tensors) == total
 
 

@@ -32,7 +32,7 @@ def test_the_first_script_of_the_library_page_runs_in_a_new_interpreter(tmp_path
     """The other tests fork a process that has imported torch and ddpjob, so they would not notice a missing import."""
     block = next(b for b in documents.blocks("python") if b.page.name == "library.md")
     (tmp_path / "train.py").write_text(block.text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in a job; more threads than idle cores would be slow
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads than idle cores would be slow
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,

@@ -234,7 +234,7 @@ class Recorded:
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
-            "    time.sleep(0.01)\n"  # slow enough for a test that waits for a step
+            "    time.sleep(0.01)\n"  # slow enough for a test that waits for a certain step
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )
@@ -368,7 +368,7 @@ def test_the_example_job_uses_only_existing_options_of_the_script(script):
     trainer = job["spec"]["template"]["spec"]["containers"][0]
     launcher, path, *options = trainer["command"]
     mounted = [mount["mountPath"] for mount in trainer["volumeMounts"]]
-    expected = "ddprun" if script == "digits" else "torchrun"  # the first example shows a restart in place
+    expected = "ddprun" if script == "digits" else "torchrun"  # the digits example shows a restart in place
     assert (job["kind"], trainer["name"], launcher) == ("DDPJob", "trainer", expected)
     assert (REPOSITORY / path).samefile(REPOSITORY / "trainer" / "examples" / f"{script}.py")
     assert SCRIPTS[script].options(options).snapshot in mounted

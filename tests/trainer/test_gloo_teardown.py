@@ -44,7 +44,7 @@ def test_only_a_computing_thread_of_gloo_is_waited_for() -> None:
     def work(name: bytes, rounds: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
         begun.wait()
-        hashlib.pbkdf2_hmac("sha512", b"", b"", rounds)  # this releases the interpreter lock
+        hashlib.pbkdf2_hmac("sha512", b"", b"", rounds)  # this call releases the interpreter lock
         ended.append(name)
 
     begun = threading.Barrier(3)
@@ -101,7 +101,7 @@ def test_without_a_flight_recorder_only_the_threads_are_checked(monkeypatch: pyt
 def test_the_wait_for_endless_work_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_teardown, "has_work", lambda: True)
     gloo_teardown.settle(failed=False, seconds_max=0.05)
-    gloo_teardown.settle(failed=True, seconds_max=30)  # returns although there is work, because the rank has failed
+    gloo_teardown.settle(failed=True, seconds_max=30)  # returns although work is pending: the rank has failed
 
 
 # Three ranks run one after the other. Their watchdogs call C++ for 20 ms at a time without the interpreter lock.

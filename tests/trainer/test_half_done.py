@@ -30,7 +30,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
         step += 1
         if step % every == 0:
             optimizer.step()
-            if every > 1:  # if `every` is 1, the gradients stay until the next step
+            if every > 1:  # if `every` is 1, the gradients stay until the next optimizer step
                 optimizer.zero_grad()
         if step == 4:
             snapshot.save(step, model=model, optimizer=optimizer)

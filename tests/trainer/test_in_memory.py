@@ -51,7 +51,7 @@ def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Nod
     def objects_of() -> dict[str, Any]:
         first = Keeping if who_keeps == "a layer" else torch.nn.Linear
         model = torch.nn.Sequential(first(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-        if who_keeps == "the model":  # some scripts set assign=True to use less memory
+        if who_keeps == "the model":  # some scripts set assign=True to save memory
             model.load_state_dict = functools.partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
@@ -512,7 +512,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
         if step % every == 0:
             snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
         settle()
-    torch.distributed.barrier()  # no rank dies before all ranks are here
+    torch.distributed.barrier()  # no rank dies before all ranks have come here
     if dies != int(os.environ["RANK"]):
         rescue()
     return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))

@@ -105,7 +105,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (4, 3, "gloo", "cpu", {}, ("gloo", "cpu")),
         (4, 3, None, "cpu", {}, ("gloo", "cpu")),
         (2, 3, "gloo", None, {}, ("gloo", "cuda:1")),
-        (1, 3, None, None, {}, ("nccl", "cuda:0")),  # each process may see a GPU of its own
+        (1, 3, None, None, {}, ("nccl", "cuda:0")),  # a launcher may let each process see only one GPU
         (4, 0, None, None, {"DDPJOB_BACKEND": "gloo"}, ("gloo", "cuda:0")),
         (4, 0, None, None, {"DDPJOB_BACKEND": "auto"}, ("nccl", "cuda:0")),
         (4, 0, "nccl", None, {"DDPJOB_BACKEND": "gloo"}, ("nccl", "cuda:0")),
@@ -139,7 +139,7 @@ def summed(**arguments: Any) -> tuple[float, int, int]:
 
 def test_a_single_process_needs_no_variables_and_no_port(run_ranks):
     def body(rank: int) -> Any:
-        first, again = summed(), summed()  # the second call follows the end of the first group
+        first, again = summed(), summed()  # the second group is formed after the first has ended
         assert not dist.is_initialized()
         return first, again
 
@@ -153,7 +153,7 @@ def test_ranks_meet_by_variables_by_port_and_by_file(run_ranks, free_port, meeti
     assert run_ranks(lambda rank: summed(rank=rank, world_size=2), 2) == expected
     assert run_ranks(lambda rank: summed(init_method=meeting_file, rank=rank, world_size=2), 2) == expected
     url = f"tcp://127.0.0.1:{free_port}"
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with it torch's own tcp:// would wait for ever
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with this variable torch's tcp:// waits for ever
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run_ranks(lambda rank: summed(init_method=url, rank=rank, world_size=2), 2) == expected
 
@@ -227,7 +227,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
             ddpjob.progress(1)
             dist.all_reduce(torch.ones(1))
         else:
-            with contextlib.suppress(RuntimeError):  # wait for rank 0 to give up
+            with contextlib.suppress(RuntimeError):  # wait until rank 0's all_reduce has timed out
                 dist.recv(torch.ones(1), src=0)
             os._exit(0)
         del world
@@ -277,7 +277,7 @@ def test_a_rank_that_times_out_names_the_limit(end_ranks, meeting_file, capfd, c
             ddpjob.progress(1)
             if rank == 0:
                 dist.all_reduce(torch.ones(1))
-            with contextlib.suppress(RuntimeError):  # wait for rank 0 to give up
+            with contextlib.suppress(RuntimeError):  # wait until rank 0's all_reduce has timed out
                 dist.recv(torch.ones(1), src=0)
             os._exit(0)
 
@@ -384,7 +384,7 @@ def test_ranks_that_finish_together_print_nothing_like_a_failure_on_stderr(end_r
     """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
 
     def body(rank: int) -> None:
-        if rank != 0:  # checks so seldom that the others have ended long before
+        if rank != 0:  # poll so rarely that the other ranks have ended long before
             stop.COUNT_SECONDS = 0.3
         stop.LEAVE_LAST_SECONDS = 30.0  # longer than any delay on this machine
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)

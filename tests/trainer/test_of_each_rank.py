@@ -79,7 +79,7 @@ def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, 
             ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, and there are 3 now"
         ):
             snapshot.load(reader=Reader(9))
-        snapshot.load()  # objects that are not passed are not checked
+        snapshot.load()  # load() without objects checks none
         return str(snapshot.state["lr"])
 
     in_ranks(run_ranks, tmp_path, "a", 2, save_readers)

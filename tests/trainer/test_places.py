@@ -100,7 +100,7 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
     assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
     assert mixed_up([evaluated, before], 20).startswith(said)
-    alone = Left(False, {19: left(later=draws)})  # only this lost rank evaluates after should_stop()
+    alone = Left(False, {19: left(later=draws)})  # random numbers may change on the lost rank only
     assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
     assert mixed_up([evaluated, of_another_node], 20) == ""

@@ -58,7 +58,7 @@ class Unreadable(torch.nn.Module):
         raise RuntimeError("the shard is elsewhere")
 
 
-WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # "" if there is no difference
+WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # the expected error; "" if the ranks are equal
     "equal": (lambda rank: net(), ""),
     "every kind of tensor, equal": (lambda rank: every_dtype(), ""),
     "nothing at all": (lambda rank: torch.nn.Identity(), ""),
@@ -159,7 +159,7 @@ def test_a_single_rank_has_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
-CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # a word has an element's bits
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # words: the bits of the elements
     "signs": lambda draw, words: words ^ (some(draw, words) * torch.tensor(-(2**31), dtype=torch.int32)),
     "one bit in several words": lambda draw, words: words ^ (some(draw, words) << draw(st.integers(0, 30))),
     "several bits in several words": lambda draw, words: words ^ (some(draw, words) * draw(st.integers(1, 2**31 - 1))),

@@ -209,7 +209,7 @@ def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, 
     begun: list[threading.Event] = []
 
     def slow_sync(descriptor: int) -> None:
-        if len(begun) < 2:  # the writes of both files call this function
+        if len(begun) < 2:  # both Snapshots write through this function
             begun.append(may_end[len(begun) + 1])
             begun[-1].wait(20)
         sync(descriptor)
@@ -302,7 +302,7 @@ def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt,
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
     (folder / damaged).write_bytes(content)
     for path in folder.iterdir():
-        os.utime(path, (1, 1))  # old enough to count as dead
+        os.utime(path, (1, 1))  # old enough that the process counts as dead
     assert attempt(1).load() == 0
 
 
@@ -602,7 +602,7 @@ def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
     """A script that only loads, for example a notebook, must not block a training in the same folder."""
 
     def training(folder: Path, step: int) -> None:
-        ddpjob.process.current.writers.clear()  # the list was inherited from the parent process
+        ddpjob.process.current.writers.clear()  # a forked process inherits the writer numbers of its parent
         saved(ddpjob.Snapshot(folder), step)
 
     in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
@@ -647,7 +647,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
                 os.write(saying, b".")
                 signal.pause()
             finally:
-                del snapshot  # objects are released before the interpreter exits
+                del snapshot  # the interpreter releases objects before it exits
                 os._exit(0)
         os.close(saying)
         assert os.read(said, 1) == b"."

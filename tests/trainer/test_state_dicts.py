@@ -338,7 +338,7 @@ def test_every_scheduler_of_torch_continues_from_a_snapshot(tmp_path, name):
 
     def step(scheduler: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer makes no step here, about which torch warns
+            warnings.simplefilter("ignore")  # torch warns because the optimizer makes no step here
             scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
 
     (optimizer, one), (fresh, other) = made(), made()
@@ -424,7 +424,7 @@ def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ra
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     shell = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    torch.nn.Module.__init__(shell)  # other steps of its constructor need a group and a GPU
+    torch.nn.Module.__init__(shell)  # only a part of FSDP's constructor, because the rest needs a group and a GPU
     snapshot = ddpjob.Snapshot(tmp_path)
     for call in (snapshot.load, lambda model: snapshot.save(1, model=model)):
         with pytest.raises(ddpjob.StateError, match="model: a model in FullyShardedDataParallel"):
@@ -486,9 +486,9 @@ def test_a_snapshot_of_another_model_is_reported_as_such():
 def test_the_state_of_another_kind_of_optimizer_is_reported_as_such():
     """torch accepts the state, and the first step ends with KeyError: 'betas'."""
     sgd, adam = torch.optim.SGD([torch.zeros(1)], 0.1), torch.optim.Adam([torch.zeros(1)])
-    torch.optim.lr_scheduler.StepLR(adam, 3)  # this adds initial_lr to the groups
+    torch.optim.lr_scheduler.StepLR(adam, 3)  # a scheduler adds initial_lr to the groups
     older = adam.state_dict()
-    for name in ("fused", "foreach", "initial_lr"):  # torch itself adds what an older optimizer lacked
+    for name in ("fused", "foreach", "initial_lr"):  # torch itself adds settings that an older optimizer lacked
         del older["param_groups"][0][name]
     state_dicts.restore({"optimizer": adam}, {"optimizer": older}, "/runs/step-300")
     said = (

@@ -134,7 +134,7 @@ class Copies:
             self._written = None
 
     def forget(self) -> None:
-        """Invalidate this generation's copies, except those made for save()."""
+        """Invalidate copies by ranks of this generation, except copies made for `save`."""
         self.count_saved()
         self.give_up_last()
         self._room = None
@@ -156,7 +156,8 @@ class Copies:
     # ---- at a boundary -------------------------------------------------------------------------------------
 
     def boundary(self, at: Boundary) -> None:
-        """At the first call of a step, check for a new copy plan, and copy if due. Raises StateError, OSError."""
+        """At the first `should_stop` or `save` of a step, read a new copy plan, and copy if due. Raises StateError,
+        OSError."""
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
         if at.step != self._step:
@@ -218,7 +219,7 @@ class Copies:
             self._copy(at, plan.next_within)
 
     def _copy_saved(self, at: Boundary) -> None:
-        """Copy a state for save(). Waits until the areas are reserved."""
+        """Copy a state for `save`. Waits until memory is reserved."""
         for _ in range(2):  # a second time if the state has outgrown the reserved memory
             while self._is_writer and not self._stopped and not self._has_room(at.kept):
                 if self._room is not None:
@@ -261,7 +262,7 @@ class Copies:
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
         """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;
-        None if the state has outgrown the areas.
+        None if the state has outgrown the reserved memory.
 
         Raises StateError, OSError.
         """
@@ -381,7 +382,8 @@ class Copies:
             self._tell(every, named)
 
     def _try(self, at: Boundary) -> bool:
-        """Make a first copy to measure its cost. Return False if the state does not fit. Raises StateError, OSError."""
+        """Make a first copy to measure its cost. Return False if too little memory is reserved. Raises StateError,
+        OSError."""
         began = time.perf_counter()
         with self._lock:
             self._written = None
@@ -422,7 +424,7 @@ class Copies:
         return not self._room.is_alive()
 
     def _value(self, kept: Kept) -> dict[str, Any]:
-        """Return the large values (parameters, optimizer state) that are copied to an area."""
+        """Return the values to copy: parameters and optimizer state."""
         return kept.large()
 
     def _reserve(self, size: int) -> None:

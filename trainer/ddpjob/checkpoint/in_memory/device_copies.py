@@ -115,7 +115,7 @@ class _Flight:
 
 
 class DeviceCopies(Copies):
-    """One rank's part of the copies from a device."""
+    """One rank's part of the copies of a state on a GPU."""
 
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE

@@ -126,7 +126,7 @@ class Kept:
         return self.wrapped - set(self.broadcast)
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""
+        """Yield (optimizer, its parameters) pairs, and last (None, parameters that belong to no optimizer)."""
         left = dict(parameters)
         for optimizer in self._living():
             yield (
@@ -150,7 +150,7 @@ class Kept:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The objects by name. Raises ReplacedError if the script has dropped one."""
+        """The kept objects by name. Raises ReplacedError if the script has dropped an object."""
         return {name: self._get(name) for name in self._objects}
 
     def _get(self, name: str) -> Any:
@@ -174,7 +174,7 @@ class Kept:
         return [optimizer for name in self.optimizers if (optimizer := self._objects[name]()) is not None]
 
     def has(self, optimizer: Any) -> bool:
-        """True if this optimizer's state is kept."""
+        """True if this optimizer's state is kept in memory."""
         return any(optimizer is self._objects[name]() for name in self.optimizers)
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -195,7 +195,7 @@ class Kept:
             raise OutgrownError("the model has other parameters")
 
     def has_parts_of(self, other: "Kept") -> bool:
-        """True if both have the same parameters and optimizers."""
+        """True if this Kept and the other one have the same parameters and optimizers."""
         return self._parts == other._parts
 
     def _counts_now(self) -> list[list[int]]:
@@ -314,7 +314,7 @@ class Kept:
                 own.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take over the recorded counters of another Kept with the same optimizers."""
+        """Take over the version counters of another Kept with the same optimizers."""
         if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
             self._counters, self._sampled = other._counters, other._sampled
 

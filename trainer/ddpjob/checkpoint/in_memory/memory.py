@@ -262,10 +262,9 @@ class Keeper:
             self.give_up(error)
 
     def _has_other(self, step: int) -> bool:
-        """True if a copy with this step number exists and an optimizer has stepped since.
+        """True if memory has a copy with this step number, and an optimizer has stepped after it.
 
-        Memory keeps the first copy: a later one would mix the values and random states of one step with the parameters
-        of another.
+        The first copy stays: a second copy would mix values and random states of one step with parameters of another.
         """
         saved = None if self.copies is None else self.copies.saved
         return saved is not None and saved.step == step and not self._is_copied
@@ -422,7 +421,7 @@ class Keeper:
         values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
         repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
         new = self.places.step(values, repeated)
-        if self.places.taken and self._repeated is None and self._rank == 0:  # not for changes after the next batch
+        if self.places.taken and self._repeated is None and self._rank == 0:  # no batch showed where the step begins
             process.log(
                 f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
@@ -557,7 +556,7 @@ class Keeper:
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Called before each step of each optimizer of this process."""
+        """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
         if self.kept is not None:
             self.kept.release()
         self._count_step(optimizer)
@@ -585,8 +584,8 @@ class Keeper:
             self.shared.cells[CLOCK] |= 1
 
     def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
-        """Called before the first optimizer step after the end of a step: check that parameters are unchanged, then
-        make the last copy valid, or write random states and buffers to the slot EARLY."""
+        """Called when the first optimizer of a new step steps: check that parameters are unchanged, then make the last
+        copy valid, or write random states and buffers to the slot EARLY."""
         if self.copies is not None:
             self.copies.count_saved()
         kept.check_counts()
