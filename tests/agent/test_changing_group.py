@@ -256,7 +256,7 @@ def test_whatever_happens_the_rules_hold() -> None:
     assert sum(walk.growths for walk in walks) > WALKS / 2
 
 
-@pytest.mark.long  # too slow for each commit; the test above with fewer random walks finds each bug below, too
+@pytest.mark.long  # slow; the random walks by day find each bug below too
 def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
     for seed in range(20_000):
         walk(seed)

@@ -99,8 +99,8 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
         "0": [["forward", 9, 1]],  # the script has not saved before this step
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
-        # The surviving rank has finished the optimizer's step, so its state is a step ahead of the random states that
-        # the killed rank wrote. After the restart the killed rank's dropout must use the same random numbers.
+        # The survivor has finished the optimizer's step, so it is a step ahead of the last state that the killed rank
+        # wrote. After the restart the killed rank must drop out the same neurons.
         "3": [["optimizer", 20, 1]],
         "4": [["optimizer", 21, 0]],
         "5": [["forward", 23, 0]],

@@ -8,8 +8,8 @@ import killed_training
 from agents import Launcher
 from killed_training import began, words
 
-# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The size of the model depends on the
-# step, so the script reads the step first: it calls `load` without objects, and then loads from `state`.
+# At step 10 a layer with a BatchNorm is added, with equal weights on all ranks. The script reads the step before it
+# builds the model, because the size depends on the step: `load` without objects, then `state`.
 TRAIN = """
 import hashlib, json, os, signal
 import torch

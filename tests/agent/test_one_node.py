@@ -289,8 +289,7 @@ def test_modules_of_another_interpreter_are_not_judged_before_it_is_started(laun
 
 
 def test_a_module_found_missing_only_by_python_is_not_retried(launcher: Launcher) -> None:
-    """A missing package in `-m package.module` is noticed only by the import. The agent must report it without a
-    restart, although Python's message looks like that of a SystemExit."""
+    """Only an import shows that a package is missing, and Python's message then begins like that of a SystemExit."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
     assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr

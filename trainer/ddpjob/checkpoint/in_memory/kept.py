@@ -32,12 +32,12 @@ from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
-SMALL_BYTES_MAX = 4 << 20  # limit in bytes for one object that is copied at each step
-SAMPLES = 32  # number of sampled parameters; 32 are enough, because different models differ in every parameter
-SAMPLED_BYTES = 8192  # total size of all samples, in bytes
-COMPARED_BYTES = 1 << 16  # number of first bytes of a buffer that are compared
-RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
-READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
+SMALL_BYTES_MAX = 4 << 20  # limit for one object, because it is copied at each step
+SAMPLES = 32  # parameters; few are enough, because averaged weights or ranks out of step differ in every parameter
+SAMPLED_BYTES = 8192  # total size of all samples
+COMPARED_BYTES = 1 << 16  # bytes of a buffer that are compared
+RECORD_STEPS = 64  # boundaries between two reads of all version counters; such a read is the slowest part of a boundary
+READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
 # types of settings that need no copy, such as a learning rate
@@ -92,7 +92,7 @@ class Kept:
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = _Views([], [], [], [])
-        self._sampled = b""  # bytes of the samples at the end of the last step
+        self._sampled = b""  # bytes of the samples at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
         own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
         self._untrained = {
@@ -101,7 +101,7 @@ class Kept:
             if self.optimizers and own.isdisjoint(map(id, module.parameters()))
         }
         self.buffered = {f"buffers of {name}": places for name, (_, places) in self._modules.items() if places}
-        """The buffers of each module, by the name under which the log reports that they have changed."""
+        """The buffers of each module, under the names by which their changes are reported."""
         others = {name: unwrapped(objects[name]) for name in self._others}
         self.idle = [*self._untrained, *(name for name, value in others.items() if isinstance(value, LRScheduler))]
         """Names of objects that a script changes somewhere in its loop: averages of weights, and schedulers."""
@@ -260,13 +260,13 @@ class Kept:
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
     def buffer_versions(self) -> dict[str, Any]:
-        """Return version counters of each module's buffers. They change if a BatchNorm counts a batch."""
+        """Version counters of each module's buffers. A BatchNorm counts its batches in one of them."""
         return {
             name: [of_module[leaf]._version for _, of_module, leaf in places] for name, places in self.buffered.items()
         }
 
     def buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """Return the buffers of the modules, not copied. leaves_out: (module name, key) pairs to leave out."""
+        """Live buffers of the modules. leaves_out: (module name, key) pairs to leave out."""
         return {
             name: {key: of_module[leaf] for key, of_module, leaf in places if (name, key) not in leaves_out}
             for name, (_, places) in self._modules.items()
@@ -298,8 +298,8 @@ class Kept:
         return large
 
     def buffers_as_they_are(self) -> dict[tuple[str, str], Any]:
-        """Return a fingerprint of each buffer, to find out if the buffer has changed. Version counters are not enough,
-        because a forward pass in C++ that writes BatchNorm statistics does not move them.
+        """Fingerprint of each buffer, to find out if it has changed. Version counters are not enough: a forward pass in
+        C++ that writes BatchNorm statistics does not move them.
         """
         return {
             (name, key): _content(of_module[leaf])
@@ -472,7 +472,7 @@ def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
 
 
 def _content(tensor: Any) -> Any:
-    """Return a fingerprint of a buffer. For a large buffer: checksum of its first bytes, version counter and id."""
+    """Fingerprint of a buffer. For a large one: a checksum of its first bytes, its version counter and its id."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor._version, id(tensor)
     size = tensor.untyped_storage().nbytes()

@@ -290,7 +290,7 @@ class Keeper:
             )
         rng, settings = random_states.compact(), kept.settings()
         values = self._watched_with(kept, kept.buffer_versions() | {RANDOM: random_states.mark(rng)}, settings)
-        # Plain values are included to compare those passed to keep() with those passed to save() at the same step.
+        # include plain values: those passed to keep() are compared with those passed to save() at the same step
         self._learn(kept, step, values | settings if named else values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
@@ -368,8 +368,8 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffer_versions() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
-        if places.counts or not places.trusts(RANDOM):  # after save(), this shows where the script draws numbers
+        # read random states only if a lost draw would do harm: the read takes a fifth of the cost per step
+        if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
         if from_sampler:  # a restart does not repeat changes made before a batch is taken

@@ -50,8 +50,8 @@ class Early:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._has = rank, {RANDOM, FORWARDED}
-        self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
-        self._content: dict[tuple[str, str], Any] | None = None  # buffers at the end of the last step
+        self._rng: dict[str, Any] | None = None  # random states before the last step
+        self._content: dict[tuple[str, str], Any] | None = None  # buffers at the last boundary
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
@@ -70,16 +70,16 @@ class Early:
         self._rng, self._content, self._forwarded = None, None, {}
 
     def boundary(self, kept: Kept, rng: dict[str, Any], shared: Shared) -> None:
-        """Begin the next step. Give up random states if the script drew numbers after the backward pass.
+        """Begin a step. Give up random states if the script drew numbers after the gradients.
 
-        rng: random states at the end of the last step.
+        rng: random states at this boundary.
         """
         if RANDOM in self._has and self._rng is not None and rng != self._rng:
             self.give_up(shared, "random numbers are drawn after the gradients", RANDOM)
         self._rng, self._content, self._forwarded = None, kept.buffers_as_they_are(), {}
 
     def check_buffers(self, kept: Kept, shared: Shared) -> None:
-        """Give up buffers if the script changes them after the backward pass."""
+        """Give up buffers if the script changes them too, not only the forward pass."""
         content = kept.buffers_as_they_are() if self._forwarded else {}
         if any(content.get(key) != was for key, was in self._forwarded.items()):
             self.give_up(shared, "buffers change after the gradients", FORWARDED)
@@ -93,8 +93,8 @@ class Early:
             return
         self._rng = rng
         step, content = shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
-        # Leave out buffers that the forward pass did not change, for example a weight average that is updated after the
-        # optimizer step: its value here would be one step older than on the ranks that finish the step.
+        # Leave out buffers that the forward pass did not change: a weight average that is updated after the step would
+        # be one step older here than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
         if before is None:  # in the first step it is not known which buffers the forward pass changes
             before, own = content, kept.wrapped
