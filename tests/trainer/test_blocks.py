@@ -1,4 +1,4 @@
-"""Each building block in the notes checks its own behaviour with asserts, and the test runs it on every rank."""
+"""Each script in trainer/examples/notes asserts its own behaviour, and the test runs the script on every rank."""
 
 import contextlib
 import os

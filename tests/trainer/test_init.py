@@ -1,4 +1,4 @@
-"""init() meets the other ranks however they are started, or says why not. Every way to leave the group ends."""
+"""init() finds the other ranks however they are started, or names the reason. Leaving the group never hangs."""
 
 import contextlib
 import os
@@ -239,7 +239,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, stall):
-    """Half an hour of evaluation on rank 0 must not end the ranks that wait for it, also after each restart."""
+    """Collectives must not time out while rank 0 evaluates for half an hour, also after a restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
@@ -250,7 +250,7 @@ def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, 
 def test_an_evaluation_on_rank_0_alone_ends_no_rank_before_or_after_the_first_step(
     run_ranks, meeting_file, monkeypatch
 ):
-    """Seconds stand for quarters of an hour. The evaluation takes longer than the time that the ranks had to meet."""
+    """An evaluation on rank 0 must end no rank, even if it takes longer than the time limit of the rendezvous."""
     monkeypatch.setattr(stall_limits, "PAUSE_SECONDS", 4.0)
 
     def body(rank: int) -> float:
@@ -319,7 +319,7 @@ def train_a_little(rank: int, url: str, world_size: int) -> None:
 
 
 def test_finished_jobs_never_abort_or_hang_even_if_the_script_closes_nothing(tmp_path):
-    """At the interpreter's exit gloo's groups may abort (SIGABRT) or hang, after all work is done."""
+    """A finished job must not abort or hang at the interpreter's exit, although the script closes no group."""
     for job in range(5):
         ended = finish(lambda rank, job=job: train_a_little(rank, f"file://{tmp_path}/{job}", 2), 2)
         assert {code for code, _ in ended.values()} == {0}, f"job {job} of 5: {ended}"
@@ -335,8 +335,7 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
 
 
 def test_a_rank_that_fails_within_a_collective_exits_at_once_with_1(tmp_path):
-    """A launcher sees the failure only when the process has ended. gloo could delay that until the collective's
-    time-out."""
+    """A rank that fails within a collective must exit at once with 1, not after the collective's time-out."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):
@@ -381,7 +380,7 @@ def test_tcp_works_under_torchrun_although_torch_itself_waits_for_ever(tmp_path,
 
 
 def test_ranks_that_finish_together_print_nothing_like_a_failure_on_stderr(end_ranks, capfd, free_port):
-    """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
+    """Ranks that finish together must print no error: if rank 0 left first, torch would print a trace of 20 lines."""
 
     def body(rank: int) -> None:
         if rank != 0:  # poll so rarely that the other ranks have ended long before
