@@ -213,8 +213,7 @@ sys.exit(1)
 
 
 def test_a_rank_that_does_not_write_the_state_delays_the_restart_only_by_its_time_limit(launcher: Launcher) -> None:
-    """A rank that is stopped or waits for a disk must not delay the restart for long, because a late restart costs more
-    than the steps that it saves."""
+    """A rank that is stopped or waits for a disk must not delay the restart beyond the time limit."""
     began = time.monotonic()
     done = launcher.done("--nproc", 2, "--no-preload", launcher.script(SILENT))
     assert done.returncode == 0, done.stderr

@@ -107,7 +107,7 @@ def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
 
 
 def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node: Node) -> None:
-    """If a script clips weights before the forward pass, the device must finish the copy before it clips."""
+    """If a script clips weights before each forward pass, the clipping on the device must wait for the copy."""
     _, undisturbed = node.run(0, lambda: train(40, clips=True))
     node.lose(0)
     Path("snapshots").rename("others")

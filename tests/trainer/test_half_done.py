@@ -134,7 +134,7 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
 def test_a_save_at_an_epoch_end_after_the_scheduler_step_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
 ) -> None:
-    """A save after the epoch's last batch and the scheduler's step must get a warning: a resume steps it again."""
+    """A save after an epoch's last batch and a scheduler's step must get a warning: a resume repeats that step."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

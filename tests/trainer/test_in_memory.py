@@ -164,7 +164,7 @@ def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> N
 
 
 def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """A second load() must raise if its object is only in the folder, at an earlier step than the first one's."""
+    """A second load() must raise if its object is only in the folder, at an earlier step than the first object."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):

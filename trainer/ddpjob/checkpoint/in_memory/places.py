@@ -80,7 +80,7 @@ class Places:
         return new
 
     def _of_open(self, names: Collection[str]) -> set[str]:
-        """Return the names, or an empty set if a folder has the values of the last step, too."""
+        """Return the names of values that memory may lack: none if a folder has the same values as memory."""
         return set() if self.counts else set(names)
 
     def step(self, values: Mapping[str, Any], repeated: Collection[str] = ()) -> set[str]:

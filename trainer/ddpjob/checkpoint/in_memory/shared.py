@@ -103,7 +103,7 @@ class Shared:
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
     def clocks_of_others(self) -> tuple[list[int], list[int]]:
-        """Return the CLOCK cells of the ranks in `others`, and those of killed ranks, also from other nodes."""
+        """Return the steps (CLOCK cells) of living ranks of this node, and of killed ranks, also of other nodes."""
         living = self.others()
         gone = [self._all[rank][memory.CLOCK] for rank in self._unanswered() if rank not in living]
         return [self._all[rank][memory.CLOCK] for rank in living], [*gone, self.node[memory.FURTHEST]]

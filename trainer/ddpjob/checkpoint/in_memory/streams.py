@@ -67,7 +67,7 @@ class Streams:
         self._side: Any = None
 
     def pin(self, memory: torch.Tensor) -> str:
-        """Pin `memory`, so that the device can write to it asynchronously. Return "" or why that failed.
+        """Pin `memory`, so that the device can write to it asynchronously. Return the error; "" if there was none.
 
         PyTorch pins shared memory in the same way for torch.distributed's state dicts.
         """
@@ -98,7 +98,7 @@ class Streams:
         return StreamMark(self.device)
 
     def is_recording(self) -> bool:
-        """True if the current stream is being captured into a CUDA graph, so that queued work is not done now."""
+        """True if the current stream is being captured into a CUDA graph: queued work runs only when it is replayed."""
         return torch.cuda.is_current_stream_capturing()
 
 

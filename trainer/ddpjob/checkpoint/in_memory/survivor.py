@@ -98,7 +98,7 @@ class Survivor:
         return self._answered.locked()
 
     def _wait(self) -> None:
-        """Write the state when the agent closes its end of the pipe, because a rank of the group has failed."""
+        """Wait for the failure of a rank, after which the agent closes its end of the pipe. Then write the state."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
             self.is_asked = True

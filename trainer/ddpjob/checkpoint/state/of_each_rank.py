@@ -162,7 +162,7 @@ class Handed(NamedTuple):
 
 
 def from_bytes(data: bytes) -> Handed:
-    """Parse `Handed.as_bytes`."""
+    """Parse the bytes that `Handed.as_bytes` returned."""
     return Handed(**torch.load(io.BytesIO(data), weights_only=True))
 
 

@@ -332,7 +332,7 @@ def is_one_run(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Return the tensor's memory to read from; the tensor must outlive it. Raises StateError if it is on a device."""
+    """Return the tensor's memory as bytes to read; the tensor must outlive them. Raises StateError for a GPU tensor."""
     if tensor.device.type != "cpu":
         raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
     size = tensor.numel() * tensor.element_size()
