@@ -1127,7 +1127,7 @@ def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) 
 def test_a_training_that_resumed_from_memory_has_its_last_state_in_the_folder_at_its_end(
     node: Node, more: int, ranks: int
 ) -> None:
-    """If the save of the last step failed, the next generation must write that state, although it makes no step."""
+    """A training that resumed from memory must write its last state to the folder, also if it made no step."""
 
     def train(until: int) -> Any:
         objects, _snapshot, step = begin()

@@ -229,7 +229,7 @@ class Snapshot:
         if self.rank != 0:
             self._offer(step, state, rng)
             return
-        if not self._repeats:  # at a new step, all other ranks have passed the previous save
+        if not self._repeats:  # at a new step all ranks have passed the previous save, which need not wait for them
             self._others_pass_at = 0
         self._join()
         process.current.unsaved.add(self)

@@ -85,7 +85,7 @@ class Copies:
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published plan, not used before its first step
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # current step, previous step, last step that was due
+        self._step = self._before = self._counted = 0  # this step, the one before, and the last that may be copied
         self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True for save() or keep()
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has passed a state to save() or keep()

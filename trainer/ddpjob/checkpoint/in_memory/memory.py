@@ -536,7 +536,7 @@ class Keeper:
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
-        """Become READY if only optimizers change the parameters and memory is reserved; reserve it if it is not."""
+        """Once it is known that only optimizers change parameters, reserve memory; become READY if it is reserved."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size

@@ -61,8 +61,8 @@ class Places:
         self._within, self._before_save, self._after_save, self._unknown = map(set, learned)
 
     def boundary(self, values: Mapping[str, Any], *, named: bool, counts: bool = False) -> None:
-        """Called at the first should_stop(), keep() or save() after an optimizer step. named: it is save() or keep().
-        counts: it is save(), or load() has returned this state."""
+        """Called at the first should_stop(), keep() or save() after an optimizer step. named: True for save(), keep().
+        counts: True for save(), and for a state that load() has returned."""
         if self._started is not None:
             known = self._within
             self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})

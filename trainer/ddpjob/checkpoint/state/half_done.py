@@ -23,7 +23,7 @@ from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
 COMPARED_STEPS = 3  # number of first steps whose random states are compared, to see if training draws random numbers
-SCANS = 3  # the first saves that search for a DataLoader that draws a seed
+SCANS = 3  # number of first saves that search for a DataLoader that draws a seed
 WATCHED_MAX = 8  # hooks per optimizer; a hook on each parameter would cost time at each step
 
 
