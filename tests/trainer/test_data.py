@@ -242,7 +242,7 @@ def test_a_resume_draws_no_additional_seed_for_a_loader(tmp_path, workers):
         raise AssertionError("it was to be left")
 
     whole = {step: train(step, f"whole-{step}") for step in (5, 6, 9, 11)}
-    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at the start of one
+    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # steps within and across epochs
         train(first, f"{first}-{second}")
         assert train(second, f"{first}-{second}") == whole[second]
 

@@ -92,8 +92,8 @@ class GlobalBatchSampler:
         self.drop_last = drop_last
         self._epoch = 0
         self._consumed = 0
-        self._began = (0, 0)  # epoch and sample at which the loaded state continued
-        self._begins = (0, 0)  # epoch, and how often a DataLoader has begun it
+        self._began = (0, 0)  # (epoch, sample) at which the loaded state continued
+        self._begins = (0, 0)  # (epoch, number of times that a DataLoader has begun it)
         self._has_warned_of_workers = False
         self.reads_ahead = False
         """True if a DataLoader iterates the sampler and may have taken batches that are not trained yet."""
@@ -101,7 +101,7 @@ class GlobalBatchSampler:
         """True if this DataLoader may have workers, which read ahead."""
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
-        self._has_drawn_for_all = False  # True if the DataLoader's workers persist, so it draws one seed for all epochs
+        self._has_drawn_for_all = False  # True if the DataLoader's workers persist: it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -175,7 +175,7 @@ class GlobalBatchSampler:
         return self._one_epoch(self._epoch)
 
     def _one_epoch(self, epoch: int) -> Iterator[Batch]:
-        self._note_begin()  # here, because a DataLoader with workers calls __iter__ twice and uses one iterator
+        self._note_begin()  # not in __iter__, which a DataLoader with workers calls twice but iterates once
         yield from self.epoch(epoch)
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """
         if self._stopped:
             control.should_evaluate = control.should_save = False
-            state.best_model_checkpoint = None  # after the save, so the checkpoint has it; no best model is loaded now
+            state.best_model_checkpoint = None  # load no best model now; the saved checkpoint has its name
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

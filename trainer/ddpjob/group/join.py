@@ -111,7 +111,7 @@ class World:
             group.log_time_out(error)
             group.broken = True  # do not wait for the peers at the exit: they are in a collective, and stay there
             if isinstance(error, SystemExit):
-                termination.tell(error)  # at the exit the exception is no longer visible
+                termination.tell(error)  # now, because the exception is not visible at the interpreter's exit
 
 
 def init(
@@ -350,7 +350,7 @@ def _join(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        environ = os.environ  # the message names the address, because some versions of torch do not
+        environ = os.environ  # the error names the address, which errors of some versions of torch do not
         address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
             f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "
@@ -394,7 +394,7 @@ def _prefix() -> str:
 def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     """Return a store in which keys of other groups are invisible."""
     if where == "alone":
-        return HashStore()  # a store without a port, because this rank is alone
+        return HashStore()  # HashStore needs no port, and this rank is alone
     scheme = urlsplit(where).scheme
     if scheme == "file":
         return _store_in_file(where, place, timeout)
@@ -489,14 +489,14 @@ class _Group:
         """Use timeout_step_seconds for collectives that start from now on, under gloo and nccl."""
         if not self.stepping:
             self.stepping = True
-            # torch 2.15 has a public function, and the old one warns there on every rank.
+            # torch 2.15 has a public function; the private one warns in that version, on every rank.
             change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             with contextlib.suppress(Exception):
                 change(timedelta(seconds=self.world.timeout_step_seconds))
 
     def log_time_out(self, error: BaseException | None) -> None:
         """Name the limit that was reached and how to raise it, because torch's message has only milliseconds."""
-        if isinstance(error, SystemExit):  # sys.exit(1) in an except block
+        if isinstance(error, SystemExit):  # for example sys.exit(1) in an except block
             error = error.__cause__ or error.__context__
         waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
         if waited is None or self.time_out_logged or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
@@ -569,9 +569,9 @@ def wait_for_others(group: _Group, limit_seconds: float) -> None:
     """
     store, world = group.store, group.world
     if store is None and process.current.stopped_at is not None:
-        store = stop.store_of_group()  # the script made the group; rank 0 may still be writing a snapshot
+        store = stop.store_of_group()  # in a group that the script made: rank 0 may still be writing a snapshot
     if store is None:
         return
-    with contextlib.suppress(RuntimeError):  # rank 0 serves the store, and leaves when all ranks are leaving
+    with contextlib.suppress(RuntimeError):  # the store is gone if rank 0, which serves it, has left
         store.set(_LEFT.format(world.rank), "1")
         stop.wait_for_all(store, world.rank, world.world_size, limit_seconds)

@@ -140,7 +140,7 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
-        state.cells[_STEP] = 0  # the step was loaded, not made by this process
+        state.cells[_STEP] = 0  # the last step was loaded, not made by this process
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         with contextlib.suppress(Exception):

@@ -132,7 +132,7 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # backward passes so far, and the next one to sum (0: none)
+        self._made, self._next = 0, 1  # number of backward passes so far, and number of the next one to sum (0: none)
         self._passes: list[tuple[int, int, str]] = []
         # Compare values of matrices only: a bias may get equal gradients on ranks with different data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
@@ -338,7 +338,7 @@ def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> 
         length += sum(map(len, own))
         ends.append(length)
     words = torch.cat([torch.zeros(1, dtype=torch.int64, device=parameters[0].device), *parts])
-    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # checksum factors: -1 for the 0, then 1, 3, 5, …
+    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # checksum factors: -1 (for the zero), 1, 3, 5, …
     sums = torch.stack([words.cumsum(0), words.mul_(weights).cumsum(0)])[:, [0, *ends]].tolist()
     return [
         weighted[1] - weighted[0] - 2 * begin * (plain[1] - plain[0]) & 0xFFFFFFFFFFFFFFFF

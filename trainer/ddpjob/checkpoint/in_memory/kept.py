@@ -323,7 +323,7 @@ class Kept:
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
-        self._held = self._living()  # so that their state stays alive if the script's main() returns
+        self._held = self._living()  # keeps optimizer state alive if the script's main() returns
 
     def release(self) -> None:
         """Drop the references to optimizers, to notice an optimizer that the script drops."""
