@@ -136,8 +136,7 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. In an epoch that a restart has interrupted, stay at the interrupted
-        batch."""
+        """Go to the beginning of an epoch. In an epoch that a restart has interrupted, stay at that batch."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
             self._epoch, self._consumed = epoch, 0
@@ -324,8 +323,7 @@ def accumulate(
 
 
 def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DDP models in a module, also inside a compiled one. Raise ConfigurationError if there are none for
-    several ranks."""
+    """Return the DDP models in a module, also a compiled one. Raise ConfigurationError if several ranks have none."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         return [inner]

@@ -244,8 +244,7 @@ def place() -> RankInfo:
 
 
 def torch_group() -> tuple[int, int] | None:
-    """Return rank and size of torch's default group, also if the script created it; None without one. Does not import
-    torch."""
+    """Return rank and size of torch's default group, also the script's; None without one. Does not import torch."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None

@@ -257,8 +257,7 @@ def store_of_group() -> Any:
 
 
 def fail_at_exit(problem: BaseException) -> None:
-    """Make this process fail in `end_as_it_must`: the last state is not saved, and nobody can catch an exception any
-    more."""
+    """Make this process fail in `end_as_it_must`, because the last state is not saved, and it is too late to raise."""
     termination.tell(problem)
     process.log(str(problem))
     process.current.fails_at_exit = True

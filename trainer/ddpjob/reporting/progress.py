@@ -116,8 +116,7 @@ def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any
 
 
 def report_saved(step: int) -> None:
-    """Report that the checkpoint of this step is on disk, so that a restart resumes from it. Called by the writing
-    thread."""
+    """Report that this step's checkpoint is on disk, for a restart. Called by the writing thread."""
     _write_saved(step)
     process.current.save_failed = ""
     _post_save()

@@ -125,8 +125,7 @@ def cause_line(error: BaseException) -> str:
 
 
 def exit_sentence(error: BaseException) -> str:
-    """Return the line that argparse printed when it ended the process: train.py: error: unrecognized arguments:
-    --lrr"""
+    """Return the line that argparse printed before it exited: train.py: error: unrecognized arguments: --lrr"""
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -285,8 +284,7 @@ def _stays(written: bytes, message: Failure) -> bool:
 
 
 def write_over(descriptor: int, message: dict[str, Any]) -> None:
-    """Overwrite the file in place: in a pod it is a mount of its own, and a rename over it fails with EBUSY. Raise
-    OSError."""
+    """Overwrite the file in place: in a pod it is a mount, and a rename over it fails with EBUSY. Raise OSError."""
     body = encode(message)
     os.pwrite(descriptor, body, 0)
     os.ftruncate(descriptor, len(body))

@@ -170,8 +170,7 @@ NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
 
 
 def collectives_begun() -> int | None:
-    """Return the collectives begun in the default group; None without one. Takes 5 µs, because it asks the group and
-    not its backend's devices."""
+    """Return the number of collectives begun in the default group; None without a group. Takes 5 µs."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d._world.default_pg
     return None if group is None else int(group._get_sequence_number_for_group())

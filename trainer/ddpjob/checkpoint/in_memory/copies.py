@@ -156,8 +156,7 @@ class Copies:
     # ---- at a boundary -------------------------------------------------------------------------------------
 
     def boundary(self, at: Boundary) -> None:
-        """At the first `should_stop` or `save` of a step, read a new copy plan, and copy if due. Raises StateError,
-        OSError."""
+        """At the first `should_stop` or `save` of a step, read a new plan, copy if due. Raises StateError, OSError."""
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
         if at.step != self._step:
@@ -382,8 +381,7 @@ class Copies:
             self._tell(every, named)
 
     def _try(self, at: Boundary) -> bool:
-        """Make a first copy to measure its cost. Return False if too little memory is reserved. Raises StateError,
-        OSError."""
+        """Make a first copy to measure its cost; False if it does not fit into memory. Raises StateError, OSError."""
         began = time.perf_counter()
         with self._lock:
             self._written = None

@@ -383,8 +383,7 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """Return a reference that is called to get the object, or None if the script has dropped the object. References to
-    modules keep them alive."""
+    """Return a reference to call for the object, or for None if the script has dropped it; keeps modules alive."""
     if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)

@@ -269,8 +269,7 @@ def _of_all(own: memory.Left, numbering: _Numbering) -> list[memory.Left]:
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
-    """Hash the small values of a step, to compare ranks. Buffers of models and numbers such as the last loss are left
-    out, because they may differ between ranks."""
+    """Hash the small values of a step that must be equal on all ranks; not buffers, and numbers such as a loss."""
     place = small.pop(PLACE)
     of_models = place["models"]
     return {

@@ -99,8 +99,7 @@ def mark(state: Mapping[str, Any]) -> int:
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the result of `compact` to that of `current`. In a state from shared memory, torch's random state is
-    already a tensor."""
+    """Convert the result of `compact` to that of `current`. torch's random state may already be a tensor."""
     version, words, gauss = state["python"]
     full: dict[str, Any] = {
         "python": (version, tuple(array.array("I", words)), gauss),
