@@ -412,7 +412,7 @@ def knows_others() -> bool:
 
 
 def has_run_backward(torch: Any) -> bool:
-    """True if autograd has run in this process. It numbers its runs from 0, and a run can read only its own number."""
+    """True if autograd has run in this process. Autograd numbers its runs from 0, so a new run shows earlier ones."""
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

@@ -135,8 +135,8 @@ def exit_sentence(error: BaseException) -> str:
 
 
 def exit_words(error: SystemExit) -> tuple[str, str]:
-    """Return the line for an exit with a code other than 0, and the part of it that is in the log; both "" if only the
-    code is known."""
+    """Return (line that explains an exit with a code other than 0, its part that is in the log). Both are "" if only
+    the exit code is known."""
     if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
         return "", ""
     printed = exit_sentence(error)

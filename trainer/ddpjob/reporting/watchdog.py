@@ -122,7 +122,7 @@ def _serve(page: memoryview, cells: memoryview) -> None:
 
 
 def _has_completed() -> bool:
-    """True if the only collective so far is done. (The recorder is read only then, because it is still short.)"""
+    """True if the first collective is done. Called only before the second one, when the flight recorder is short."""
     return any(is_done(entry) for entry in _of_torch(_recorded) or [])
 
 
@@ -258,17 +258,17 @@ def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
-    """Return the last collective of the default group if nothing was begun after it; else 0. A failed collective is
-    recorded as done. begun: count of the default group."""
+    """Return the number of the default group's last collective; 0 if another operation was begun after it. A failed
+    collective is recorded as done. begun: number of operations that the default group has begun."""
     if not recorded or not begun or _is_apart(recorded[-1]) or waits_apart(recorded, begun):
         return 0
     return int(last_collective(recorded)["sequence"])
 
 
 def waits_apart(recorded: list[dict[str, Any]], begun: int | None) -> bool:
-    """True if the rank may wait in another group or in a send or recv, or its numbers differ from other ranks'. gloo
-    counts sends and recvs like collectives, and does not record them. begun: count of the default group; None after it
-    was left."""
+    """True if the rank may wait in another group, or in a send or recv, so that its last collective is not the cause.
+    gloo counts sends and recvs like collectives, but does not record them. begun: number of operations that the default
+    group has begun; None after the group was left."""
     numbers = [entry["collective_seq_id"] for entry in recorded if not _is_apart(entry)]
     is_counted = not numbers or max(numbers) - min(numbers) < len(numbers)
     is_newest = begun is None or begun == max(numbers, default=begun)
