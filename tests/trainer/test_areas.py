@@ -1,4 +1,4 @@
-"""A node's memory has two areas for states. Surviving ranks write to them after a failure, and ranks that make copies."""
+"""A node's memory has two areas for states. Surviving ranks, and ranks that make copies, write to these areas."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def newest(rank: Shared) -> tuple[int, float]:
 
 @pytest.mark.parametrize("area", range(memory.AREAS))
 def test_a_rescue_that_is_cut_short_keeps_the_last_saved_state(ranks: list[Shared], area: int) -> None:
-    """A write that is cut short must leave the last saved state complete, because a job without a folder has no other."""
+    """A write that is cut short must leave the last saved state complete: without a folder there is no other."""
     copy(ranks[0], 3, 1 - area)
     copy(ranks[0], 5, area)
     assert not write(ranks[0], 8, pieces=1)

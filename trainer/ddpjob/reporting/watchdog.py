@@ -266,9 +266,9 @@ def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
 
 
 def waits_apart(recorded: list[dict[str, Any]], begun: int | None) -> bool:
-    """True if the rank may wait in another group, or in a send or recv, so that its last collective is not the cause.
-    gloo counts sends and recvs like collectives, but does not record them. begun: number of operations that the default
-    group has begun; None after the group was left."""
+    """True if the rank may wait in another group or in a send or recv, or if its collectives may have other numbers
+    than on other ranks. gloo counts sends and recvs like collectives, but does not record them. begun: number of
+    operations that the default group has begun; None after the group was left."""
     numbers = [entry["collective_seq_id"] for entry in recorded if not _is_apart(entry)]
     is_counted = not numbers or max(numbers) - min(numbers) < len(numbers)
     is_newest = begun is None or begun == max(numbers, default=begun)
