@@ -1,6 +1,7 @@
-"""A rank is killed, and the survivors write the state into their agent's memory: no step is repeated. Each test trains
-with torch: keep the tests few, and check many things in one training. The agents are forked from this process, which
-has imported torch (tests/support/warm.py)."""
+"""A rank is killed, and the surviving ranks write the state to their agent's memory, so no step is repeated.
+
+Each test trains with torch: keep the tests few, and check many things in one training. The agents are forked from this
+process, which has imported torch (tests/support/warm.py)."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
 ) -> None:
     """Without memory every kill loses the training since the last save: for a large model an hour of all its GPUs."""
     kill = {
-        "0": [["forward", 9, 1]],  # no state is saved before this step
+        "0": [["forward", 9, 1]],  # the script has not saved before this step
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
         # The survivor has finished the optimizer's step, so it is a step ahead of the killed rank's last state.
@@ -115,7 +116,7 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
 def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """With one GPU per pod, the pod of the killed rank has no survivor that could write into its memory."""
+    """With one GPU per pod, the pod of the killed rank has no other rank that could write the state to its memory."""
     done = trained(launcher, TRAIN, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
     assert began(done) == [0, 8, 12], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
@@ -124,7 +125,7 @@ def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node
 
 
 def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Launcher) -> None:
-    """DataLoader workers read ahead. With the sampler's own position a restart would leave out samples."""
+    """DataLoader workers read ahead, so the script passes the position: the sampler's own one would skip samples."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
     )
@@ -137,7 +138,7 @@ def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Laun
     assert began(done) == [0, 8, 8, 13], done[0].stderr
 
 
-# The state has many pieces. Two ranks cannot finish their pieces: one dies, the other is stopped.
+# The state has many pieces. Two ranks do not finish writing: one dies, the other is stopped by SIGSTOP.
 IN_PIECES = """
 import hashlib, json, os, signal, time
 import torch
@@ -185,8 +186,8 @@ with ddpjob.init() as world:
 def test_another_survivor_writes_the_state_if_the_first_dies_and_a_stopped_one_costs_its_time_limit(
     launcher: Launcher,
 ) -> None:
-    """A second failure during the writing must not lose steps. A rank that is stopped while writing blocks the
-    others until its agent ends it. Then the ranks restart from the folder."""
+    """If a rank dies while it writes the state, another rank must write it. A rank that is stopped by SIGSTOP while it
+    writes blocks the others until its agent ends it; then the ranks restart from the folder."""
     done = trained(launcher, IN_PIECES, {}, nproc=4)
     assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
     assert began(done)[:2] == [0, 8], done[0].stderr
@@ -212,7 +213,7 @@ sys.exit(1)
 
 
 def test_a_rank_that_does_not_write_the_state_delays_the_restart_only_by_its_time_limit(launcher: Launcher) -> None:
-    """The rank may be stopped or wait for a disk. A delayed restart costs more than the steps since the last save."""
+    """A rank that is stopped or waits for a disk must not delay the restart beyond the time limit."""
     began = time.monotonic()
     done = launcher.done("--nproc", 2, "--no-preload", launcher.script(SILENT))
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""If a rank dies and no survivor can write its state, the job resumes from a copy, with the same bits."""
+"""If a rank dies and no other rank has a valid state, the job resumes from a copy in memory, with the same bits."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
 
 
 def test_weights_changed_by_the_script_itself_are_restored_bitwise_from_a_copy(tmp_path: Path) -> None:
-    """If a script changes weights, a survivor's state may belong to no step. First the last rank is killed, then the
-    rank that writes, in the middle of a copy, then all ranks at once."""
+    """If a script itself changes weights, the state of a surviving rank can be wrong, so copies are used. First
+    the last rank is killed, then the rank that is writing a copy, then all ranks at once."""
     how: dict[str, Any] = {"nodes": 2, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
     kill = {

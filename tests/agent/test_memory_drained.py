@@ -1,4 +1,4 @@
-"""One pod is told to stop and the others stay: all ranks end after the same step, and must not lose their state."""
+"""One pod gets SIGTERM and the other pods stay: all ranks end after the same step, and must not lose their state."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_ag
 def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(
     launcher: Launcher,
 ) -> None:
-    """A model that is never kept loses all steps since the last save at each failure, and nobody sees why."""
+    """A model that is never kept in memory loses all steps since the last save at each failure. The log says why."""
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
@@ -122,7 +122,7 @@ def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the
 def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher,
 ) -> None:
-    """If a state of the larger model were loaded, load_state_dict() would fail on all ranks, which ends the job."""
+    """Memory has the state of a larger model, with which load_state_dict() would fail on all ranks and end the job."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
     assert began(done) == [0, 3], done[0].stderr
@@ -132,7 +132,7 @@ def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_t
 
 
 def test_a_save_without_the_new_optimizer_makes_a_restart_use_the_folder(launcher: Launcher) -> None:
-    """Memory has the old optimizer's moments, which must not be loaded into the new optimizer."""
+    """Memory has the moments of the old optimizer. A restart must not load them into the new optimizer."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")

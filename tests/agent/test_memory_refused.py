@@ -29,7 +29,7 @@ def test_memory_works_with_memfd_noexec_2_and_on_a_kernel_without_the_flag(
 
 
 def test_a_kernel_that_refuses_memfd_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the kernel refuses memfd_create(), the job restarts from its folder."""
+    """If the kernel refuses memfd_create(), the agent goes on without shared memory."""
 
     def none(*_: object) -> int:
         raise OSError(errno.ENOMEM, "none")
@@ -92,7 +92,7 @@ def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable
 def test_a_job_whose_agent_gets_no_memory_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """seccomp may refuse memfd_create(). Ranks must start all the same, and the log must report it."""
+    """seccomp may refuse memfd_create(). Ranks must start all the same, and the log must name the reason."""
 
     def refused(*_: object) -> int:
         raise OSError(errno.EPERM, "refused")

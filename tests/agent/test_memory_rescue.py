@@ -1,4 +1,4 @@
-"""A rank dies, and the survivors do not write the state immediately: another rank is killed meanwhile, or is late."""
+"""A rank dies, and the other ranks cannot write the state immediately: a second rank is killed, or a rank is slow."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
 def test_a_survivor_killed_while_writing_costs_no_step_as_long_as_a_third_rank_lives(
     launcher: Launcher,
 ) -> None:
-    """The cause of a failure (a bad node, too little memory) often hits a second rank a moment later. The steps must
-    not be lost, and a partial state must not be used."""
+    """The cause of a failure (a bad node, too little memory) often kills a second rank while it writes the state. The
+    third rank must write the complete state, and the partial state must not be used."""
     _, undisturbed, _ = trained(launcher, UNDISTURBED="yes")
     began, ended, said = trained(launcher)
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -108,7 +108,7 @@ with ddpjob.init() as world:
 
 
 def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(launcher: Launcher) -> None:
-    """With one GPU per node, only the late survivor can finish the dead rank's step, whose loss is already printed."""
+    """With one GPU per node, only the slow surviving rank can complete the step that the dead rank has completed."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -118,7 +118,7 @@ def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(lau
 
 @pytest.mark.parametrize("clock", [-2, 1 << 53, True, 7.5, "9", None, [1]])
 def test_an_invalid_step_number_hides_no_failure(clock: object) -> None:
-    """A script may count its steps from a negative number. Its exception must not look like a lost node."""
+    """A script may use negative step numbers. The exception of such a script must not be reported as a lost node."""
     assert clock_of({"event": "failed", "clock": clock}) == 0
     assert clock_of({"event": "failed"}) == 0
     assert clock_of({"event": "failed", "clock": 16}) == 16
@@ -164,7 +164,7 @@ with ddpjob.init() as world:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
 def test_a_rank_does_not_begin_a_step_that_needs_the_dead_rank(launcher: Launcher, nodes: int, ranks: int) -> None:
-    """A survivor that begins a step which needs the dead rank can never leave the step, and its state is lost."""
+    """A surviving rank must not begin a step that needs the dead rank, because it could never complete that step."""
     words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
     agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]

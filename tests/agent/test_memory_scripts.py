@@ -13,7 +13,7 @@ from agents import Launcher, finish
 
 EXAMPLES = Path(__file__).parents[2] / "trainer" / "examples"
 
-# Runs an example and kills a rank right after a step, before should_stop. Rank 0 records each step.
+# The script runs an example and kills a rank right after a step, before should_stop. Rank 0 records each step.
 EXAMPLE = """
 import json, os, runpy, signal
 import ddpjob
@@ -40,9 +40,9 @@ def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **
     script = launcher.script(text)
     done = finish(
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
-    )  # seconds; shorter than pytest's own limit
+    )  # seconds; shorter than the time limit of pytest
     assert done.returncode == 0, done.stderr
-    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # killed processes cannot remove these folders
+    for folder in (launcher.folder / "tmp").glob("pymp-*"):  # remove temporary folders that killed processes have left
         shutil.rmtree(folder)
     return done
 

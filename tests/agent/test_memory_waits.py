@@ -1,4 +1,4 @@
-"""An agent waits for ranks that may still write the state into its memory, before it ends them."""
+"""After a failure an agent waits for ranks that may still write the state to its memory, before it ends the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
 
 
 class Node:
-    """An agent's memory, and what its ranks write into it."""
+    """The memory of an agent. The test writes to it what ranks would write."""
 
     def __init__(self) -> None:
         self.agents = Memory(2)
@@ -32,12 +32,12 @@ class Node:
         os.close(descriptor)
 
     def rank(self, local_rank: int, *, step: int, is_dirty: bool = False) -> None:
-        """Register a rank. step: its last completed step. is_dirty: it is inside its next optimizer step."""
+        """Register a rank. step: its last completed step. is_dirty: True if it is inside its next optimizer step."""
         page = (1 + local_rank) * memory.PAGE_BYTES // 8
         self.cells[page + memory.PID], self.cells[page + memory.CLOCK] = 1, 2 * step + is_dirty
 
     def whole(self, step: int, generation: int = 3) -> None:
-        """Write a complete state of this step into the memory."""
+        """Write a complete state of this step to the memory."""
         for cell, value in ((memory.AREA_GENERATION, generation), (memory.AREA_STEP, step)):
             self.cells[memory.area_cell(0, cell)] = value
 
@@ -61,7 +61,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 
 def settled(pid: int, *, is_held_up: bool) -> int:
-    """Wait until `is_held_up` of ddprun's threads is as given: True if a process gets no CPU time. Return its pid."""
+    """Wait until `threads.is_held_up` returns this value: True if the process waits for CPU time. Return its pid."""
     until = time.monotonic() + 60
     while threads.is_held_up(pid) is not is_held_up:
         assert time.monotonic() < until
@@ -72,8 +72,7 @@ def settled(pid: int, *, is_held_up: bool) -> int:
 def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
     child: Callable[[Callable[[], object]], int],
 ) -> None:
-    """A rank may be stopped by SIGSTOP or wait for a lock. After the limit the job must restart, even if it repeats
-    the steps since the last save."""
+    """If a rank is stopped by SIGSTOP or waits for a lock, the job must restart without its state after the limit."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
         node.rank(0, step=5)
@@ -84,7 +83,7 @@ def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
 
 
 def test_a_rank_without_cpu_time_gets_ten_more_seconds(child: Callable[[Callable[[], object]], int]) -> None:
-    """On a busy node the rank may get no CPU time for half a second. The agent must wait longer, or steps are lost."""
+    """A rank that gets no CPU time on a busy node must be waited for longer, because otherwise steps are lost."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(lambda: None), is_held_up=True)
@@ -106,7 +105,7 @@ def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callab
 
 
 def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
-    """If memory already has the step of a stopped survivor, the restart must not be delayed by half a second."""
+    """If memory already has the step of a rank that is stopped by SIGSTOP, the agent must not wait for this rank."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)
@@ -135,8 +134,8 @@ def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str, is_
 
 
 def test_progress_reported_by_another_node_counts_only_in_its_generation() -> None:
-    """The next generation must start with an empty FURTHEST, the furthest step of any rank. Otherwise each of its ranks
-    waits for a step that no rank has passed."""
+    """The next generation must start with FURTHEST 0 (the furthest step of any rank), because otherwise each of its
+    ranks waits for a step that no rank has completed."""
     node = Node()
     node.agents.order(furthest=12)
     node.agents.begin(4)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # the first DistributedDataParallel imports it: 1 to 5 s in every rank
+import torch._dynamo  # imported once here, because otherwise each rank's first DistributedDataParallel needs 1 to 5 s
 from free_port import free_port
 from memory_node import Node
 
@@ -33,7 +33,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
 
-torch.set_num_threads(1)  # threads of a pool do not survive a fork
+torch.set_num_threads(1)  # a thread pool does not survive a fork
 
 
 class Outcome(NamedTuple):
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
     try:
-        # send() would share tensors with this process, which is about to end
+        # send() would share tensors with this process, which ends now
         answer.send_bytes(pickle.dumps((body(rank), "")))
     except BaseException as error:
         answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))
@@ -118,7 +118,7 @@ Script = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start_script(tmp_path: Path) -> Iterator[Script]:
-    """Return a function that starts a script in a new interpreter. A script that does not import torch starts fast."""
+    """Return a function that starts a script in a new interpreter."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, **environ: object) -> "subprocess.Popen[str]":
@@ -160,7 +160,7 @@ def same(values: Sequence[Any]) -> bool:
 
 
 class Receiver:
-    """HTTP server on loopback that keeps reports. It answers with `answers`, then with 200."""
+    """HTTP server on loopback that records reports. It answers with the status codes in `answers`, then with 200."""
 
     def __init__(self) -> None:
         self.posts: queue.Queue[tuple[dict[str, Any], dict[str, str]]] = queue.Queue()

@@ -1,4 +1,4 @@
-"""A node's memory has two areas for states. Survivors of a failure and ranks that copy saved states write to them."""
+"""A node's memory has two areas for states. Surviving ranks, and ranks that make copies, write to these areas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
 
 
 def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
-    """Copy a state that the script has saved."""
+    """Write a copy of a state that the script has passed to `save`."""
     state = packed_state(step)
     held = Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors))
     rank.write_copy(area, state, held)
@@ -49,7 +49,7 @@ def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
 
 
 def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -> bool:
-    """Write a state like a survivor that is killed after this many pieces; return True if the state is complete."""
+    """Write a state like a surviving rank that is killed after this many pieces; return True if it is complete."""
     state, written, copy_piece = packed_state(step), [], packed.copy_piece
 
     def copy_some(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -
 
 
 def newest(rank: Shared) -> tuple[int, float]:
-    """Return the step that a restart would use, and a value of the state of that step."""
+    """Return the step that a restart would use, and a value of its state."""
     held = rank.held()
     assert held is not None
     return held.version.step, float(packed.in_place(rank.newest(held.size))["weight"][-1])
@@ -80,7 +80,7 @@ def newest(rank: Shared) -> tuple[int, float]:
 
 @pytest.mark.parametrize("area", range(memory.AREAS))
 def test_a_rescue_that_is_cut_short_keeps_the_last_saved_state(ranks: list[Shared], area: int) -> None:
-    """Without a folder no other state is complete: training would go back to an earlier save, or to step 0."""
+    """A write that is cut short must leave the last saved state complete: without a folder there is no other."""
     copy(ranks[0], 3, 1 - area)
     copy(ranks[0], 5, area)
     assert not write(ranks[0], 8, pieces=1)
@@ -90,7 +90,7 @@ def test_a_rescue_that_is_cut_short_keeps_the_last_saved_state(ranks: list[Share
 
 
 def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complete(ranks: list[Shared]) -> None:
-    """A rank that writes a newer state may be killed. Then the state before it must still be complete."""
+    """If a rank is killed while it writes a newer state, the older state must still be complete."""
     for step in range(1, 6):
         assert not write(ranks[0], step, pieces=2)
         assert step == 1 or newest(ranks[1]) == (step - 1, step - 1.0)
@@ -99,7 +99,7 @@ def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complet
 
 
 def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shared]) -> None:
-    """A copy by `save` and a survivor's state may have the same step. Only the saved copy may then count."""
+    """A copy for `save` must replace a state of the same step that has only the objects of `load`."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
@@ -107,7 +107,7 @@ def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shar
 
 
 def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared]) -> None:
-    """A copy that is half overwritten mixes two states, so it must not count."""
+    """A copy that a surviving rank is overwriting mixes two states, so a restart must not use it."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, pieces=1)
@@ -118,7 +118,7 @@ def test_a_copy_does_not_count_while_survivors_overwrite_it(ranks: list[Shared])
 
 
 def test_a_rank_that_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
-    """A copying rank and a survivor must not write into the older area at the same time."""
+    """A rank that copies must wait for a surviving rank that is writing, because both write to the older area."""
     began, done = threading.Event(), threading.Event()
 
     def copies() -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_copies_waits_until_a_survivor_has_written(ranks: list[Share
 
 
 def test_one_rank_writes_at_a_time_and_a_dead_writer_releases_the_lock(ranks: list[Shared]) -> None:
-    """With two writers a state could have parts of two steps."""
+    """Only one rank may write at a time, because with two writers a state could have parts of two steps."""
     (read, write_end), (release, hold) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
         with ranks[0].locked():
@@ -153,8 +153,7 @@ def test_one_rank_writes_at_a_time_and_a_dead_writer_releases_the_lock(ranks: li
 
 
 def test_a_process_forked_meanwhile_does_not_block_the_others_from_writing(ranks: list[Shared]) -> None:
-    """A DataLoader may fork workers while a thread reserves memory. The workers must not hold its lock until they
-    end."""
+    """DataLoader workers that are forked while a thread has the memory's lock must not keep the lock."""
     with ranks[0].locked() as has_lock:
         assert has_lock
         if (worker := os.fork()) == 0:

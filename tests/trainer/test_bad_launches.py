@@ -1,4 +1,4 @@
-"""A wrong launch is reported in a sentence and ends. No rank hangs or silently trains alone."""
+"""A wrong launch ends with a sentence that names the mistake. No rank hangs or silently trains alone."""
 
 import os
 import re
@@ -67,7 +67,8 @@ def test_one_process_needs_no_group(monkeypatch, world_size):
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_ranks_that_expect_different_world_sizes_report_it_within_their_limit(end_ranks, meeting_file, sizes):
-    """Without the report one rank trains as if two were all, and the other waits half an hour for a third rank."""
+    """Ranks that expect two and three ranks must report it. Otherwise one rank trains with two ranks, and the other
+    waits half an hour for a third rank."""
 
     def body(rank: int) -> None:
         place = {"init_method": meeting_file, "rank": rank, "world_size": sizes[rank]}
@@ -94,7 +95,7 @@ def test_two_processes_with_the_same_rank_both_fail_and_name_themselves(end_rank
 
 
 def test_a_port_in_use_by_another_program_is_named_at_once(end_ranks):
-    """Rank 0 must end, and with it the job, or the other ranks wait for an answer of the program on its port."""
+    """If another program uses the port, rank 0 must end, because the other ranks would wait for that program."""
     with socket.create_server(("", 0)) as other_program:
         port = other_program.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""Each building block in the notes checks its own behaviour with asserts, and the test runs it on every rank."""
+"""Each script in trainer/examples/notes asserts its own behaviour, and the test runs the script on every rank."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def test_every_building_block_keeps_its_promise_on_three_ranks(
         os.environ |= {name: str(value) for name, value in where.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "CUDA_VISIBLE_DEVICES": ""}
         tempfile.tempdir = str(tmp_path)
-        sys.path.insert(0, str(NOTES))  # Python does this for a script
+        sys.path.insert(0, str(NOTES))  # Python adds the folder of a script, too
         with open(tmp_path / f"out-{rank}", "w") as out, contextlib.redirect_stdout(out):
             runpy.run_path(str(NOTES / "blocks_all.py"), run_name="__main__")
 

@@ -1,5 +1,5 @@
-"""Periodic copies of the state in memory are used when no rank could write its state after a failure. A rank that is
-killed here ends without writing."""
+"""Periodic copies of the state in memory are used if no rank can write its state after a failure. A rank that is killed
+in these tests ends without writing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ddpjob_core import copies
 
 @pytest.fixture
 def node(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Return a node where copies are free, so that each step is copied."""
+    """Return a node where copies cost nothing, so that each step is copied."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return node
 
 
 @pytest.fixture
 def nodes(nodes: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Return two nodes where copies are free, so that each step is copied."""
+    """Return two nodes where copies cost nothing, so that each step is copied."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return nodes
 
@@ -42,8 +42,7 @@ def digest(model: Any) -> str:
 
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Train with weights clipped at this place in each step, and save at these steps. Return the first step, and a
-    hash of the parameters."""
+    """Clip weights at this place of each step, and save at these steps. Return first step and hash of parameters."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -65,7 +64,7 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
 
 
 def test_a_single_killed_rank_resumes_from_the_last_copy(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
-    """No rank survives. Without a copy all steps since the last save would be lost."""
+    """A single rank that is killed must resume from the last copy, because no other rank can write its state."""
 
     def train(until: int) -> int:
         objects, _, step = begin()
@@ -81,7 +80,7 @@ def test_a_single_killed_rank_resumes_from_the_last_copy(node: Node, capfd: pyte
 
 
 def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -> None:
-    """A rank that raises can still write its state, which is newer than the last copy."""
+    """A single rank that ends with an exception must still write its state, which is newer than the last copy."""
 
     def train(until: int) -> int:
         objects, _, step = begin()
@@ -111,7 +110,7 @@ def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwis
 
 
 def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_them(node: Node) -> None:
-    """A step begins with clipped weights, so a restart with the weights at should_stop() would change the result."""
+    """A copy must have the weights that save() finds, because the next step begins with these clipped weights."""
     _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -120,14 +119,14 @@ def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_th
 
 
 def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
-    """Copies at saves are rare, so they are often many steps behind the ranks."""
+    """Copies at saves must be used although they are many steps behind the ranks."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
 
 
 def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(node: Node) -> None:
-    """Before the first save the library cannot know if a step begins with the weights before or after the change."""
+    """Before the first save no copy is made, because a step may begin with the weights before or after the change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 
@@ -135,7 +134,7 @@ def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(n
 def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_states(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank without its random state would draw other numbers after the restart."""
+    """All ranks must copy at the same step, because each random state must belong to the copied parameters."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
     node.lose(0)
     Path("snapshots").rename("others")
@@ -149,13 +148,13 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_
 def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(
     nodes: Node,
 ) -> None:
-    """Rank 0 plans the copies. After it was killed, the others must not wait for its plan for ever."""
+    """If only a surviving rank has seen that the script clips weights, all ranks must make copies after the restart."""
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
         objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
-            if step > 8:  # the first eight steps did not show that the script clips
+            if step > 8:  # the script clips only after the first eight steps
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:
@@ -171,8 +170,7 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
 
 
 def saved_otherwise(until: int, who_saves: str) -> int:
-    """Train with weights clipped at the start of each step, and save at steps 2 and 40. At step 40 save() finds other
-    weights than should_stop(). Return the first step."""
+    """Clip weights; save(2), and save(40) with other weights than should_stop() finds. Return the first step."""
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])
@@ -190,7 +188,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(
     nodes: Node, who_saves: str, until: int
 ) -> None:
-    """Once save() has seen other weights than should_stop(), a copy at should_stop() would have wrong weights."""
+    """Once save() has found other weights than should_stop(), copies must be made only at save()."""
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
@@ -199,7 +197,7 @@ def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should
 def test_facts_that_rank_0_learned_about_save_survive_a_restart(
     nodes: Node,
 ) -> None:
-    """A node that never saves must not make all ranks copy at should_stop() again."""
+    """After a restart no rank may copy at should_stop() if rank 0 has found other weights at save() before."""
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
@@ -209,7 +207,7 @@ def test_facts_that_rank_0_learned_about_save_survive_a_restart(
 def test_copies_that_do_not_fit_are_reported_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two copies take twice the memory of one state, and the kernel kills a container over its limit."""
+    """If two copies exceed the container's memory limit, none is made, and the log must give the reason."""
     from ddpjob.checkpoint.in_memory import room
 
     monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
@@ -226,7 +224,7 @@ def test_copies_that_do_not_fit_are_reported_with_the_reason(
 def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the log shows that there is no room, readers of the job's status believe that no step can be lost."""
+    """If copies exceed the memory limit, the job's status must show that a killed rank loses steps."""
     from ddpjob.checkpoint.in_memory import room
 
     with_copies: list[bool] = []

@@ -1,4 +1,4 @@
-"""Copies of a state on a real GPU. Without a GPU, the order of torch.cuda calls is tested. Scripts run in new
+"""Copies of a state on a real GPU. Without a GPU only the order of torch.cuda calls is tested. Scripts run in new
 processes, because a process that has used CUDA cannot fork ranks for other tests."""
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ with ddpjob.init() as world:
 
 @on_gpu
 def test_a_gpu_copies_the_state_of_the_boundary_while_the_host_continues(tmp_path: Path) -> None:
-    """The copy must not mix two steps, and training must not wait for each copy."""
+    """A copy from a GPU must have the values of one step only, and training must not wait for each copy."""
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)
     env = {**os.environ, **real_gpus.shown()}
@@ -224,7 +224,7 @@ def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(
 @pytest.mark.parametrize(("backend", "nodes"), [("nccl", 1), ("nccl", 2), ("gloo", 1)])
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str, nodes: int, seed: str) -> None:
-    """Kills also happen while 50 MB are being copied from the GPU, or read back."""
+    """A rank that is killed while 50 MB are being copied from the GPU, or read back, must not change the result."""
     of = {"BACKEND": backend, "STEPS": "300", "WIDTH": "2048"}
     _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
     began, ended, said = ends(tmp_path / "other", nodes, **of, SEED=seed)
@@ -236,7 +236,7 @@ def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str
 
 @on_gpu
 def test_steps_in_a_real_cuda_graph_are_not_kept_with_a_reason(tmp_path: Path) -> None:
-    """A replay calls no hook, so a copy could belong to another step than its number says."""
+    """If a CUDA graph makes the steps, no state is kept, because a replay calls no hook that counts steps."""
     launcher = Launcher(tmp_path)
     done = launcher.done("--nproc", 1, launcher.script(GRAPH), **real_gpus.shown())
     assert (done.returncode, done.stdout.split()) == (0, ["END", "30"]), done.stderr
@@ -325,7 +325,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_copy(told: Told) -> None:
-    """If the copy or the next step began earlier, the copy would mix two steps. The host must not wait for either."""
+    """The copy must begin after all queued work, and the next step after the copy. Otherwise the copy would mix two
+    steps. The host must not wait for the copy."""
     streams = Streams(torch.device("cuda", 1))
     target, source = torch.zeros(4), torch.ones(4)
     ticket = streams.begin_copy([(target, source)])
@@ -346,14 +347,14 @@ def test_the_copy_begins_after_queued_device_work_and_the_next_step_after_the_co
 
 @pytest.mark.parametrize(("answer", "says"), [(0, ""), (712, "cudaHostRegister answers 712")])
 def test_memory_is_pinned_for_the_device_of_the_rank(told: Told, answer: int, says: str) -> None:
-    """A new thread uses GPU 0, where each rank would need memory if the thread did not select the rank's device."""
+    """The thread that pins memory must select the rank's GPU, because a new thread uses GPU 0."""
     told.answer = answer
     assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
     assert told.calls == ["on cuda:1", "pinned 64 1"]
 
 
 def test_only_cuda_devices_get_copies_by_streams() -> None:
-    """On the CPU survivors write the state, which is cheaper. Other accelerators are not supported."""
+    """Only CUDA devices get copies by streams: on the CPU surviving ranks write the state, which is cheaper."""
     assert for_device(torch.device("cpu")) is None
     assert for_device(torch.device("xpu", 0)) is None
     assert isinstance(for_device(torch.device("cuda", 0)), Streams)

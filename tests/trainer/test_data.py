@@ -131,7 +131,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     drop=st.booleans(),
 )
 def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
-    """If the last batch were smaller than global_batch, a rank without samples would crash in a DataLoader."""
+    """After a resume with another global batch all batches must be full, because a rank without samples would crash."""
     first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
     seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
     second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
@@ -146,7 +146,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
-    """After a resume the batch number must count from the start of the epoch. Otherwise samples are trained twice."""
+    """After a second resume no sample may be trained twice, so batch numbers must count from the start of the epoch."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
     for global_batch in (16, 8, 24):
@@ -168,7 +168,7 @@ def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fetching_one_batch_of_a_loader_removes_none_from_the_training(workers, capfd):
-    """The fetched batch, and the samples that workers read ahead, must still be trained."""
+    """`next(iter(loader))` must not remove a batch from the training, nor the samples that workers read ahead."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
     loader = DataLoader(range(32), batch_sampler=sampler, num_workers=workers)
@@ -204,7 +204,7 @@ class Augmented(torch.utils.data.Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_warning_says_that_random_numbers_of_loader_workers_do_not_continue(workers, plain, capfd):
-    """A worker's generator is not saved, so a resume within an epoch changes the augmentation."""
+    """A warning must say that random numbers of DataLoader workers do not continue after a resume within an epoch."""
     data = torch.utils.data.TensorDataset(torch.arange(8)) if plain else Augmented()
     data = torch.utils.data.Subset(data, range(8))
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1)
@@ -217,8 +217,7 @@ def test_a_warning_says_that_random_numbers_of_loader_workers_do_not_continue(wo
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["none", "persistent"])
 def test_a_resume_draws_no_additional_seed_for_a_loader(tmp_path, workers):
-    """iter(DataLoader) draws a seed: each time, or once if workers are persistent. With an additional draw all later
-    dropout masks differ."""
+    """A resume must draw no additional seed for a DataLoader, because all later dropout masks would differ."""
 
     def train(until: int, folder: str) -> torch.Tensor:
         weights = torch.nn.Linear(1, 1)
@@ -243,13 +242,13 @@ def test_a_resume_draws_no_additional_seed_for_a_loader(tmp_path, workers):
         raise AssertionError("it was to be left")
 
     whole = {step: train(step, f"whole-{step}") for step in (5, 6, 9, 11)}
-    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at the start of one
+    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # steps within and across epochs
         train(first, f"{first}-{second}")
         assert train(second, f"{first}-{second}") == whole[second]
 
 
 class BatchSamplerShard:
-    """The wrapper that accelerator.prepare() puts around the batch sampler of a DataLoader."""
+    """Imitates the wrapper that accelerator.prepare() puts around the batch sampler of a DataLoader."""
 
     def __init__(self, batch_sampler: Any, num_processes: int) -> None:
         self.batch_sampler, self.num_processes = batch_sampler, num_processes
@@ -261,7 +260,7 @@ class BatchSamplerShard:
 
 
 def test_shares_that_accelerate_would_divide_again_are_refused():
-    """If accelerate distributes our shares once more, only 320 of 640 samples are trained."""
+    """A sampler that accelerate would divide again must be refused, because half of the samples would be left out."""
     sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
     with pytest.raises(
         ddpjob.ConfigurationError, match=r"BatchSamplerShard distributes batches .* Do not pass this DataLoader"
@@ -272,7 +271,7 @@ def test_shares_that_accelerate_would_divide_again_are_refused():
 
 
 def test_epochs_that_are_all_left_early_get_a_warning_that_they_are_the_same(capfd):
-    """If a loop has a fixed number of steps per epoch and never calls set_epoch, each epoch has the same samples."""
+    """A loop that leaves each epoch early and never calls set_epoch must get a warning: all epochs are equal."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = DataLoader(range(32), batch_sampler=sampler)
     for _ in range(2):
@@ -300,7 +299,7 @@ def test_a_resume_that_leaves_a_rank_without_samples_is_refused_if_a_data_loader
     [*((name, value) for name in ("epoch", "consumed") for value in (-5, 1.5, "3", None, True)), ("consumed", 21)],
 )
 def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(name, value):
-    """With a damaged state training would continue as if it had seen all samples, or repeat some."""
+    """A damaged sampler state must be refused, because training would skip or repeat samples."""
     sampler = ddpjob.GlobalBatchSampler(20, 10, 7)
     with pytest.raises(ddpjob.StateError, match=f"{name}: the saved state has"):
         sampler.load_state_dict({**sampler.state_dict(), name: value})
@@ -313,7 +312,8 @@ def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(n
 def trained(
     rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, made_of: Any = None, **kwargs: Any
 ) -> Any:
-    """Return the parameters of a small network after so many steps from that state. made_of: wraps the DDP model."""
+    """Return the parameters of a small network after this number of steps. state: where the training begins. made_of:
+    function that wraps the DDP model."""
     world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
@@ -367,7 +367,7 @@ def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
 
 
 def test_a_compiled_model_learns_the_same_from_two_processes_as_from_one(run_ranks, tmp_path):
-    """A compiled model is no DistributedDataParallel instance, but its gradients are averaged by DDP, too."""
+    """A compiled DDP model must learn the same from two processes as from one, although it is no DDP instance."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -399,7 +399,7 @@ class Holder(torch.nn.Module):
 
 
 def test_a_model_containing_ddp_learns_the_same_from_two_processes_as_from_one(run_ranks, tmp_path):
-    """DDP inside the model averages gradients, so the library must not divide them by the number of ranks again."""
+    """A model that contains DDP models must learn the same from two processes as from one."""
 
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -409,7 +409,7 @@ def test_a_model_containing_ddp_learns_the_same_from_two_processes_as_from_one(r
 
 
 def test_a_model_that_is_not_averaged_over_the_ranks_is_refused(end_ranks, tmp_path):
-    """Without world.wrap() each rank would train a model of its own."""
+    """A model that was not passed to world.wrap() must be refused, because each rank would train its own model."""
 
     def body(rank: int) -> None:
         trained(rank, 2, f"file://{tmp_path}/meet", 1, None, made_of=lambda model: model.module, global_batch=14)
@@ -490,7 +490,7 @@ def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: 
     ],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_split_is_refused_with_the_field_and_the_fix(batch: Any, said: str) -> None:
-    """An empty batch must not raise IndexError, and three class weights next to ten samples must not be split."""
+    """A batch that cannot be split, such as ten samples with three weights, must be refused with the field's name."""
     model = torch.nn.Linear(3, 1)
     with pytest.raises(ddpjob.ConfigurationError) as refused:
         ddpjob.accumulate(model, batch, 10, lambda piece: model(piece["x"]).sum(), micro_batch=4)
@@ -540,7 +540,7 @@ def test_every_sample_is_in_exactly_one_part_and_sizes_follow_the_fractions(n, w
     off=st.floats(-9e-7, 9e-7),
 )
 def test_sizes_add_up_to_all_samples_however_the_fractions_are_rounded(n, weights, off):
-    """[0.3333333] * 3 of 50,000,000 samples must not lose two of them."""
+    """The sizes of partitions must add up to all samples, also for fractions like [0.3333333] * 3."""
     fractions = [weight / sum(weights) * (1 + off) for weight in weights]
     sizes = data_file.part_sizes(n, fractions)
     assert sum(sizes) == n
@@ -560,7 +560,7 @@ def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_are_never_tra
 
 
 def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None:
-    """After `torch.set_default_device("cuda")` a CPU generator cannot draw numbers on the default device."""
+    """The order of samples must not depend on `torch.set_default_device("cuda")`."""
     before = shares(50, 10, 2)
     with torch.device("meta"):
         assert shares(50, 10, 2) == before
@@ -576,13 +576,13 @@ def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None
     ],
 )
 def test_the_error_about_a_loss_function_without_a_scalar_tensor_says_what_to_return(returned, said):
-    """If `return` is forgotten, Python only reports: unsupported operand type(s) for *: 'NoneType' and 'float'."""
+    """A loss function without `return` must get an error that says what to return, not only Python's TypeError."""
     with pytest.raises(ddpjob.ConfigurationError, match=said + r'.*reduction="sum"'):
         ddpjob.accumulate(torch.nn.Linear(2, 1), torch.zeros(4, 2), 4, lambda piece: returned)
 
 
 def test_a_batch_larger_than_the_global_batch_is_refused():
-    """With such a batch gradients are eight times too large, and users only see a model that learns badly."""
+    """A batch that is larger than the global batch must be refused, because gradients would be too large."""
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
         ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

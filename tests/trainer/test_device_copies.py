@@ -1,5 +1,5 @@
-"""Copies of a state on a device, as scripts see them. The fake device makes each copy as late as allowed. A step that
-does not wait for the copy changes the parameters too early and spoils it."""
+"""Copies of a state on a fake device, which makes each copy as late as allowed. A step that does not wait for the copy
+changes the parameters too early, so the copy has wrong values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LastMoment:
 
 @pytest.fixture
 def node(node: Node, monkeypatch: pytest.MonkeyPatch, device: LastMoment) -> Node:
-    """Return a node where copies are free, so that every fourth step is copied."""
+    """Return a node where copies cost nothing, so that every fourth step is copied."""
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
     return node
 
@@ -63,7 +63,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
     node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Buffers, optimizer state and random states must come back from the same step as the parameters."""
+    """A copy from a device must have parameters, buffers, optimizer state and random states of the same step."""
     _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
     node.lose(0)
     assert node.run(0, lambda: train(30, ranks=ranks, fails=True), ranks=ranks)[0] == 0
@@ -81,8 +81,8 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
 def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
     node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next save() may come an hour later. If the copy counted only then, a failure would lose the saved state."""
-    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states whatever the cost
+    """A copy of a saved state must become valid some steps after save(), not only at the next save()."""
+    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states, however much copies cost
 
     def only_saves(until: int) -> Any:
         world = ddpjob.init()
@@ -107,7 +107,7 @@ def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
 
 
 def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node: Node) -> None:
-    """Clipping changes weights without an optimizer step, and must wait for the copy, too."""
+    """If a script clips weights before each forward pass, the clipping on the device must wait for the copy."""
     _, undisturbed = node.run(0, lambda: train(40, clips=True))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -143,7 +143,7 @@ def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
 
 
 def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
-    """The copy may still be writing into the old memory while larger memory is reserved."""
+    """If the state grows, larger memory is reserved, although the device may still be writing to the old memory."""
 
     def grow() -> int:
         objects, _snapshot, step = begin()
@@ -177,7 +177,7 @@ def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
 def test_nothing_is_kept_if_a_gpu_continues_after_an_abort(
     backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
 ) -> None:
-    """After an aborted collective the GPU trains with invalid data, and a copy of its state would not show that."""
+    """No state is kept if a GPU continues after an aborted collective, because it then trains with invalid data."""
     assert bool(would_go_on(backend, world_size, environ)) is goes_on
 
 
@@ -190,13 +190,13 @@ def test_nothing_is_kept_if_a_gpu_continues_after_an_abort(
     ],
 )
 def test_under_ddprun_an_nccl_error_ends_a_rank_without_an_earlier_abort(environ: dict[str, str], then: str) -> None:
-    """ddprun gives its ranks torchrun's value, but a value that the script sets is kept."""
+    """ddpjob.init must change the NCCL error handling that ddprun sets, but not a value that the script sets."""
     end_without_abort(environ)
     assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == then
 
 
 def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
-    """A copy's checksum is of bytes in memory; the next generation compares it with that of loaded tensors."""
+    """The checksum of bytes in shared memory must equal that of the loaded tensors, because a restart compares them."""
     tensors = [torch.randn(3), torch.randn(200, 100).t(), torch.randn(70_001).bfloat16(), torch.zeros(0)]
     state = packed.pack(tensors)
     memory = torch.zeros(state.size, dtype=torch.uint8)
@@ -208,15 +208,15 @@ def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
 def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the copy were freed, the sum would be wrong, and parameters would seem to change between two steps."""
+    """The host copy of a small GPU tensor must live until its checksum is computed."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a tensor on a GPU returns a copy
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # `cpu()` of a tensor on a GPU returns a copy
     assert packed.total(tensors) == total
 
 
 def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the GPU's random state dropout draws other numbers after a restart."""
+    """The GPU's random state must be kept, because otherwise dropout draws other numbers after a restart."""
     from ddpjob.checkpoint.state import random_states
 
     state = torch.arange(16, dtype=torch.uint8)

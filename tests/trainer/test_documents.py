@@ -20,7 +20,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
     block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
 ) -> None:
-    """A script on a page must run as printed, twice, because it is a user's first try of the library."""
+    """Each script on a page must run as printed, and a second time with the files of the first run."""
     (tmp_path / "train.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -29,10 +29,10 @@ def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
 
 
 def test_the_first_script_of_the_library_page_runs_in_a_new_interpreter(tmp_path: Path) -> None:
-    """The other tests fork a process that has imported torch and ddpjob, so they would not notice a missing import."""
+    """The first script of library.md must run in a new interpreter, where a missing import is noticed."""
     block = next(b for b in documents.blocks("python") if b.page.name == "library.md")
     (tmp_path / "train.py").write_text(block.text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in a job; more threads than idle cores would be slow
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads than idle cores would be slow
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,

@@ -51,7 +51,7 @@ SCRIPTS["byte_lm"].topics = dict(sorted(SCRIPTS["byte_lm"].topics.items())[:TINY
 
 
 class Run(NamedTuple):
-    """The results of a training."""
+    """The results of a training with an example script."""
 
     exit_codes: list[int]
     lines: list[list[str]]  # each rank's stdout
@@ -79,7 +79,7 @@ class Signal(NamedTuple):
 def train(
     folder: Path, script: str, world_size: int, *options: str, hit: Signal | None = None, alone: bool = False
 ) -> Run:
-    """Run the script with so many ranks; return the results."""
+    """Run the script with `world_size` ranks; return the results."""
     folder.mkdir()
     port = ports.free_port()
     options = (*options, "--save-model", str(folder / "model.pt"))
@@ -222,7 +222,7 @@ def test_a_run_stopped_by_one_sigterm_continues_with_the_next_step_and_equal_los
 
 
 class Recorded:
-    """The digits example as a script of its own that appends the loss of each step to a file."""
+    """Copy of the digits example that also appends the loss of each step to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -234,7 +234,7 @@ class Recorded:
             "    if loss is not None:\n"
             "        file.write(json.dumps([step, float(loss)]) + '\\n')\n"
             "    told(step, loss=loss, **more)\n"
-            "    time.sleep(0.01)\n"  # slow enough for a test that waits for a step
+            "    time.sleep(0.01)\n"  # slow enough for a test that waits for a certain step
             "ddpjob.progress = progress\n"
             f"runpy.run_path({SCRIPTS['digits'].__file__!r}, run_name='__main__')\n"
         )
@@ -288,7 +288,7 @@ class Launchers(Recorded):
 
 @pytest.mark.long  # 17 s of CPU for two launchers and two ranks with torch; the fast test above stops forked ranks
 def test_sigterm_to_the_launcher_of_one_node_stops_both_nodes_and_the_losses_continue(run, tmp_path, free_port):
-    """A preempted pod gets SIGTERM. torchrun passes it to its workers and waits while they save."""
+    """SIGTERM to torchrun of one node must stop both nodes after a save, and a restart must continue the losses."""
     step = random.randrange(2, 30)
     options = (*SHORT["digits"], "--snapshot", str(tmp_path / "snapshots"), "--snapshot-every", "1000")
     job = Launchers(tmp_path, free_port, *options)
@@ -368,7 +368,7 @@ def test_the_example_job_uses_only_existing_options_of_the_script(script):
     trainer = job["spec"]["template"]["spec"]["containers"][0]
     launcher, path, *options = trainer["command"]
     mounted = [mount["mountPath"] for mount in trainer["volumeMounts"]]
-    expected = "ddprun" if script == "digits" else "torchrun"  # the first example shows a restart in place
+    expected = "ddprun" if script == "digits" else "torchrun"  # the digits example shows a restart in place
     assert (job["kind"], trainer["name"], launcher) == ("DDPJob", "trainer", expected)
     assert (REPOSITORY / path).samefile(REPOSITORY / "trainer" / "examples" / f"{script}.py")
     assert SCRIPTS[script].options(options).snapshot in mounted

@@ -1,4 +1,4 @@
-"""If the folder cannot be written, training continues, but it does not end well without its last state."""
+"""If the folder cannot be written, training continues, but the script must not end with 0 without its last state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_training_whose_saves_fail_continues_and_saves_again_when_it_can(tmp_p
 
 
 def test_the_end_writes_the_state_that_the_last_save_could_not(tmp_path, disk):
-    """The disk has free space again after the script's last save() failed, so the end must write that state."""
+    """If the last save() failed and the disk has free space again, the end of the script must write that state."""
     snapshot = ddpjob.Snapshot(tmp_path)
     disk(errno.ENOSPC)
     snapshot.save(7, weights=torch.full((3,), 7.0))
@@ -75,7 +75,7 @@ def test_the_end_writes_the_state_that_the_last_save_could_not(tmp_path, disk):
 @pytest.mark.parametrize("way", ["returns", "exits", "stops", "closes"])
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, disk, way, has_group):
-    """If the script ended with 0, or with 75 after a stop, nobody would learn that the newest snapshot is old."""
+    """A script that ends without its last state must fail, and not end with 0 or 75, so that users learn of it."""
 
     def body(_rank: int) -> None:
         world = ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1) if has_group else None
@@ -115,7 +115,7 @@ def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, 
 
 
 def test_a_deleted_claim_is_created_again(tmp_path):
-    """The claim reserves our writer number: without it the next attempt uses the same number and mixes up states."""
+    """A deleted claim file must be created again, because otherwise the next attempt takes the same writer number."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
     (tmp_path / "writer-000001.json").unlink()
@@ -145,7 +145,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
-    """A bad folder must be named at the start, before any training is lost. A failed claim must leave no file."""
+    """A folder that cannot be used must be named at the start, before any training is lost, and no file may be left."""
 
     def refuse(path: Path, _: bytes) -> None:
         path.touch()

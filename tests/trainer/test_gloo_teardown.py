@@ -1,4 +1,4 @@
-"""A rank that has finished exits with 0, even while threads of torch or of the library are busy."""
+"""A rank that has finished must exit with 0, even while threads of torch or of the library are busy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_a_computing_thread_of_gloo_is_waited_for() -> None:
     def work(name: bytes, rounds: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
         begun.wait()
-        hashlib.pbkdf2_hmac("sha512", b"", b"", rounds)  # this releases the interpreter lock
+        hashlib.pbkdf2_hmac("sha512", b"", b"", rounds)  # this call releases the interpreter lock
         ended.append(name)
 
     begun = threading.Barrier(3)
@@ -60,7 +60,7 @@ def test_only_a_computing_thread_of_gloo_is_waited_for() -> None:
 
 
 def test_no_thread_is_waited_for_if_threads_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS threads cannot be listed, and training ends as it does without the library."""
+    """If threads cannot be listed, as on macOS, the end of a rank must wait for no thread."""
     monkeypatch.setattr(gloo_teardown.os, "listdir", missing)
     begun = time.monotonic()
     settle(wait_for_work=False)
@@ -101,7 +101,7 @@ def test_without_a_flight_recorder_only_the_threads_are_checked(monkeypatch: pyt
 def test_the_wait_for_endless_work_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_teardown, "has_work", lambda: True)
     gloo_teardown.settle(failed=False, seconds_max=0.05)
-    gloo_teardown.settle(failed=True, seconds_max=30)  # returns although there is work, because the rank has failed
+    gloo_teardown.settle(failed=True, seconds_max=30)  # returns although work is pending: the rank has failed
 
 
 # Three ranks run one after the other. Their watchdogs call C++ for 20 ms at a time without the interpreter lock.
@@ -127,8 +127,8 @@ else:
 
 
 def test_the_thread_of_the_watchdog_does_not_abort_an_ending_rank() -> None:
-    """The thread returns from C++ after the interpreter has ended. In practice (5 µs, four times a second) one rank in
-    some thousands would end with SIGABRT after all its work."""
+    """The watchdog's thread must not abort an ending rank. If the thread returned from C++ after the interpreter's end,
+    one rank in some thousands would end with SIGABRT."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{[0] * 3}\n", done.stderr
 
@@ -142,8 +142,8 @@ def as_ddprun_runs_a_script_without_the_library() -> None:
 
 
 def keep_gloo_busy(found: Path) -> None:
-    """Compute in a thread without the interpreter lock, as gloo's threads do, and then take the lock to write `found`.
-    The file stays absent if the interpreter has ended."""
+    """Compute in a thread without the interpreter lock, as gloo's threads do, then take the lock to write the file
+    `found`. The file is missing if the interpreter ended before."""
 
     def work() -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
@@ -185,7 +185,7 @@ def without_the_library_after_an_error(found: Path) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait long enough for a slow machine."""
+    """Set the time limit for gloo's threads so high that a slow machine does not reach it."""
     monkeypatch.setattr(gloo_teardown, "SETTLE_SECONDS", 60.0)
     monkeypatch.setattr(gloo_teardown, "SETTLE_AFTER_ERROR_SECONDS", 60.0)
     monkeypatch.setattr(join, "END_SECONDS", 60.0)
@@ -205,8 +205,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_leaves_the_group_and_exits_only_when_the_threads_of_gloo_are_idle(
     patient: None, tmp_path: Path, script: Callable[[Path], None], code: int
 ) -> None:
-    """A thread that takes the interpreter lock after the interpreter's end aborts a finished rank. If it takes the lock
-    while the group is destroyed, the rank hangs."""
+    """A rank must leave the group and exit only when gloo's threads are idle. A thread that takes the interpreter lock
+    later aborts the finished rank, or makes it hang."""
     found = tmp_path / "found"
     ended = finish(lambda _: script(found), 1)
     assert ended[0][0] == code
@@ -217,7 +217,7 @@ def test_a_rank_leaves_the_group_and_exits_only_when_the_threads_of_gloo_are_idl
 def test_a_multiprocessing_child_that_only_exits_waits_for_the_threads_of_gloo_too(
     patient: None, run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """A child of multiprocessing calls no atexit functions, so the library uses multiprocessing's finalizers."""
+    """A child of multiprocessing must wait for gloo's threads, too, although it calls no atexit functions."""
     found = tmp_path / "found"
     run_ranks(lambda _: left_to_the_exit(found), 1)
     assert found.exists(), "the rank has ended while a thread of gloo was at work"
@@ -254,8 +254,7 @@ def groups_without_the_library() -> None:
 def test_a_group_that_was_left_is_never_destroyed(
     run_ranks: Callable[..., list[Any]], make_and_leave: Callable[[], None], groups: int
 ) -> None:
-    """The group's destructor holds the interpreter lock while it joins gloo's threads, which may need the lock. One job
-    in eight would hang."""
+    """A group must never be destroyed, because its destructor would make one job in eight hang."""
 
     def body(_: int) -> int:
         make_and_leave()

@@ -20,7 +20,7 @@ HOOK = "model: its communication hook has a state (PowerSGDState), which is in n
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
-    """The message must name the save: each restart from it would lose two of four micro-batches."""
+    """A save within a gradient accumulation must get a warning: a restart from it loses two of four micro-batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -30,7 +30,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
         step += 1
         if step % every == 0:
             optimizer.step()
-            if every > 1:  # if `every` is 1, the gradients stay until the next step
+            if every > 1:  # if `every` is 1, the gradients stay until the next optimizer step
                 optimizer.zero_grad()
         if step == 4:
             snapshot.save(step, model=model, optimizer=optimizer)
@@ -46,7 +46,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("loads", ["in parts", "nothing"])
 @pytest.mark.parametrize("at", [2, 6])
 def test_a_first_partial_save_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
-    """A restart from the only file would lose two micro-batches, even if no optimizer has stepped yet (step 2)."""
+    """The first save within an accumulation must get a warning, even if no optimizer has stepped yet (step 2)."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -63,7 +63,7 @@ def test_a_first_partial_save_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """LBFGS runs backward in its step, and a generator's backward leaves gradients in the critic. Both are correct."""
+    """LBFGS, which runs backward in its step, and a GAN, whose critic keeps gradients, must get no warning."""
     model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer, other = torch.optim.LBFGS(model.parameters(), max_iter=2), torch.optim.SGD(critic.parameters(), lr=0.1)
     snapshot = ddpjob.Snapshot(tmp_path / "s")
@@ -89,7 +89,7 @@ def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pyt
 def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
 ) -> None:
-    """PowerSGD's error feedback is in no state_dict(), so a restart silently loses it."""
+    """A communication hook with a state, such as PowerSGD's, must get a warning, because a restart loses that state."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -105,7 +105,7 @@ def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
 
 
 def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
-    """ZeroRedundancyOptimizer returns its last consolidated state. Step 2 must not be saved with moments of step 1."""
+    """ZeroRedundancyOptimizer returns its last consolidated state, so step 2 with moments of step 1 must be refused."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -172,7 +172,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
     [
         ({}, 0.5, True),
         ({"shuffle": True}, 0.5, True),
-        ({}, 0.0, False),  # no random number is drawn that could change
+        ({}, 0.0, False),  # the script draws no random numbers
         ({"generator": torch.Generator()}, 0.5, False),
         ({"batch_sampler": ddpjob.GlobalBatchSampler(12, 2, seed=0)}, 0.5, False),
     ],
@@ -180,7 +180,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
 def test_a_loader_that_draws_a_seed_gets_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
 ) -> None:
-    """After a restart within the epoch the loader draws its seed again. Users must know that dropout masks change."""
+    """A DataLoader that draws a seed must get a warning: a restart within the epoch draws the seed again."""
     if "batch_sampler" not in loader:
         loader = loader | {"batch_size": 2}
     loading = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), **loader)

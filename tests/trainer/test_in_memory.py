@@ -1,5 +1,5 @@
-"""`Snapshot` keeps a state in the agent's memory, and the next generation, here a forked process, loads it. No rank is
-killed: `rescue()` does what a survivor does. `tests/agent/test_memory.py` has the kills."""
+"""`Snapshot` keeps a state in shared memory, and the next generation, here a forked process, loads the state. No rank
+is killed: `rescue()` does what a surviving rank does. `tests/agent/test_memory.py` has the kills."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_from_load(until: int, **others: Any) -> int:
 
 
 class Keeping(torch.nn.Linear):
-    """A layer that keeps the loaded tensor itself, not a copy."""
+    """A layer that uses the loaded tensor itself, not a copy."""
 
     seen: torch.Tensor
 
@@ -46,12 +46,12 @@ class Keeping(torch.nn.Linear):
 
 @pytest.mark.parametrize("who_keeps", ["a layer", "the model"])
 def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
-    """Tensors that are views of the memory would change in training when the next state is written there."""
+    """Loaded tensors must not be views of shared memory, because the next write to shared memory would change them."""
 
     def objects_of() -> dict[str, Any]:
         first = Keeping if who_keeps == "a layer" else torch.nn.Linear
         model = torch.nn.Sequential(first(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-        if who_keeps == "the model":  # some scripts set assign=True to use less memory
+        if who_keeps == "the model":  # some scripts set assign=True to save memory
             model.load_state_dict = functools.partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
@@ -80,7 +80,7 @@ def test_loaded_tensors_do_not_change_when_the_memory_is_written_again(node: Nod
 
 
 def test_loading_a_snapshot_takes_no_extra_memory_for_existing_tensors(node: Node) -> None:
-    """Each rank must not hold a second copy of the model and the optimizer's state until the end."""
+    """After load() a rank must not have a second copy of the model and the optimizer's state in memory."""
 
     def load() -> tuple[int, list[bool]]:
         objects = parts()
@@ -103,7 +103,8 @@ def test_loading_a_snapshot_takes_no_extra_memory_for_existing_tensors(node: Nod
 
 
 def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_position(node: Node) -> None:
-    """The sampler counts queued batches as trained. With its position a restart would skip their samples."""
+    """If a DataLoader reads ahead, memory must not be used before save() gives the position: the sampler counts queued
+    batches as trained, so a restart would skip their samples."""
 
     def train() -> int:
         sampler = ddpjob.GlobalBatchSampler(64, 4, 7)
@@ -119,7 +120,7 @@ def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_
 
 
 def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(node: Node) -> None:
-    """A script may load pretrained weights alone and save more. Its optimizer's state would be lost in a restart."""
+    """If an optimizer that load() did not get makes a step, the objects of load() must not be kept."""
 
     def train() -> None:
         objects = parts()
@@ -150,20 +151,20 @@ def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
 def test_two_calls_of_load_use_the_same_step_however_often_it_was_loaded(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Parameters of one step and an optimizer of another would be a state that training never had."""
+    """Two calls of load() must use the same step for the parameters and the optimizer."""
     found = [node.run(number, lambda: train_from_parts(("model",), ("optimizer",))) for number in range(5)]
     assert found == [(0, 0), (9, 9), (9, 9), (9, 9), (3, 3)]
     assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
 
 
 def test_a_second_call_of_load_uses_the_folder_if_the_first_did(node: Node) -> None:
-    """The model came from the folder, so the optimizer must too, although memory has a newer step."""
+    """If the first load() used the folder, the second must use the folder, too, although memory has a newer step."""
     found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
     assert found == [(0, 0), (3, 3)]
 
 
 def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: Node) -> None:
-    """The second object is only in the folder, at an earlier step than the loaded parameters: refuse the call."""
+    """A second load() must raise if its object is only in the folder, at an earlier step than the first object."""
 
     def refused() -> None:
         with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
@@ -178,7 +179,7 @@ def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: No
 
 
 def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
-    """The number of loads must not start again, or a script that always fails in its next step would never give up."""
+    """A loaded state that is passed again keeps its number of loads, so that a state that always fails is given up."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -202,7 +203,7 @@ def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(nod
 def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that loads again, for example after an infinite loss, must get its newest state."""
+    """A script that calls load() again, for example after an infinite loss, must get its newest state."""
 
     def train() -> tuple[int, ...]:
         objects, snapshot, step = begin()
@@ -219,7 +220,7 @@ def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
 
 
 def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -> None:
-    """load() must not keep a state without the script's values: step 6 would continue with the best loss of step 0."""
+    """Before the first save no state is kept if the script also saves plain values, which load() does not get."""
 
     def train() -> float:
         objects, snapshot, step = begin()
@@ -235,7 +236,7 @@ def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -
 def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A value such as the best loss must be that of its last save, even if later steps have changed the parameters."""
+    """After a restart a plain value such as the best loss must be that of its last save."""
 
     def train(until: int, *, steps_after: int = 0) -> Any:
         objects, snapshot, step = begin()
@@ -256,7 +257,7 @@ def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_o
 
 
 def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
-    """A boundary is where a step is complete. Scripts may call progress() before they make the step of that number."""
+    """progress() must not count as the end of a step, because scripts may call it before they make the step."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -280,8 +281,8 @@ def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
 def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """The other ranks may have completed this rank's step, so nobody has the state before it. Values that the script
-    passes only now and then come too late, and then the rank writes nothing."""
+    """A rank inside its optimizer step completes the step before it writes, if the script passes plain values after
+    each step. If the script passes values only now and then, the rank writes nothing."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -359,7 +360,7 @@ def test_no_step_begins_after_the_state_was_written_because_all_ranks_are_stoppe
 
 
 def ended_process() -> int:
-    """Return the PID of a process that has ended."""
+    """Return the pid of a process that has ended."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -370,7 +371,7 @@ def ended_process() -> int:
 def test_a_script_that_counts_differently_for_should_stop_and_save_resumes_from_the_folder(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If should_stop() counts steps from 0 and save() from 1, a restart from memory would repeat a step."""
+    """If should_stop() counts steps from 0 and save() from 1, a restart must use the folder."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, made = begin()
@@ -387,7 +388,7 @@ def test_a_script_that_counts_differently_for_should_stop_and_save_resumes_from_
 
 
 def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) -> None:
-    """Users turn memory off to return to the save before a loss went wrong, or if no memory is free."""
+    """With memory=False nothing is kept in memory, so users can return to a save before the loss became infinite."""
 
     def train() -> int:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots", memory=False)
@@ -404,7 +405,7 @@ def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) ->
 def test_a_script_that_loads_values_only_after_a_resume_is_refused_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At the first start nothing shows that the script has values. With defaults instead the result would change."""
+    """A script that reads plain values only after a resume must get an error once: memory lacks these values."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -423,8 +424,7 @@ def test_a_script_that_loads_values_only_after_a_resume_is_refused_once(
 def test_the_log_gives_the_reason_if_a_state_is_not_used_after_lost_steps(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All ranks were lost after new steps. The message "no step after it is known" would send users to another
-    fault."""
+    """If all ranks were lost after new steps, the log must say why the state is not used."""
 
     def train() -> int:
         ddpjob.init()
@@ -443,7 +443,7 @@ def test_the_log_gives_the_reason_if_a_state_is_not_used_after_lost_steps(
 def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If the state were kept, training might lack that memory, and the pod would be killed again."""
+    """After an out-of-memory kill no state is kept, because training may need that memory and would be killed again."""
     monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.step is None
@@ -456,7 +456,7 @@ def test_after_an_out_of_memory_kill_the_next_pod_keeps_nothing_and_the_log_says
 
 
 def test_a_saved_state_overwrites_one_assumed_by_another_rank_of_the_pod(node: Node) -> None:
-    """Chance decides which rank writes first after a failure. The complete state of the rank that saves must win."""
+    """A state that one rank passes to save() must overwrite a state that another rank has only from load()."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -479,7 +479,7 @@ def test_a_saved_state_overwrites_one_assumed_by_another_rank_of_the_pod(node: N
 
 
 def test_values_saved_by_one_rank_override_those_assumed_by_another(node: Node) -> None:
-    """In `if world.is_main: snapshot.save(…, best=best)` the other ranks have no best loss."""
+    """If only rank 0 passes plain values to save(), a restart must have rank 0's values."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -503,7 +503,7 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(node: Node) 
 def test_without_a_folder_the_state_is_only_in_memory_and_the_log_says_so_once(
     node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A short training needs no volume, but users who forgot the folder must know what they can lose."""
+    """If a Snapshot has no folder, the log must say once that the state is only in memory."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin(None)
@@ -523,8 +523,9 @@ def test_without_a_folder_the_state_is_only_in_memory_and_the_log_says_so_once(
 
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
     """Train to this step without a folder, and save every few steps. Then one rank fails and the others write their
-    state. marks: steps at which the script calls should_stop(). dies: rank that fails right after its last save. Return
-    the first step, its value, and a checksum of the final model."""
+    state. Return the first step, its value, and a checksum of the final model.
+
+    marks: steps at which the script calls should_stop(). dies: rank that fails right after its last save."""
     objects, snapshot = parts(), ddpjob.Snapshot()
     step = began = snapshot.load(**objects)
     back = snapshot.state.get("best") if began else None
@@ -538,7 +539,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
         if step % every == 0:
             snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
         settle()
-    torch.distributed.barrier()  # no rank dies before all ranks are here
+    torch.distributed.barrier()  # no rank dies before all ranks have come here
     if dies != int(os.environ["RANK"]):
         rescue()
     return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))
@@ -549,7 +550,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
 def test_without_a_folder_the_last_saved_state_is_in_memory(
     node: Node, values: bool, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that saves once an epoch would otherwise restart at step 0 if a rank dies between two saves."""
+    """A script without a folder that saves once an epoch must restart from its last save, and not at step 0."""
 
     def run(generation: int, until: int) -> Any:
         return node.run(generation, lambda: saving(until, every=4, values=values), ranks=ranks)
@@ -574,8 +575,7 @@ def test_without_a_folder_the_last_saved_state_is_in_memory(
 def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """The rank may die in a long evaluation after the save. If this rank writes the copies, another rank writes its
-    own state, once it is proved that nothing changes that state between a save and the next step."""
+    """A saved state must be used if a rank dies before the next step, also if this rank writes the copies."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
     node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
@@ -584,14 +584,14 @@ def test_a_saved_state_counts_even_if_a_rank_dies_before_the_next_step(
 
 
 def test_failures_between_two_saves_do_not_use_up_the_saved_state(node: Node) -> None:
-    """A state that is loaded repeatedly without a later step is given up. Here later steps are made without a call of
-    should_stop(), so the job must not restart at step 0 after the fourth failure."""
+    """A saved state must not be given up after four failures if the script makes steps between them without a call of
+    should_stop(). Only a state that is loaded repeatedly without a later step is given up."""
     began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
     assert began == [0, 6, 6, 6, 6, 6]
 
 
 def test_a_save_that_one_rank_has_not_reached_does_not_cause_a_start_at_step_0(node: Node) -> None:
-    """A rank may be far behind the last save of the others, for example if the script saves only the best state."""
+    """A restart must use the last save, and not step 0, although one rank had not reached that save."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -613,8 +613,7 @@ def test_a_save_that_one_rank_has_not_reached_does_not_cause_a_start_at_step_0(n
 
 @pytest.mark.parametrize("folder", ["snapshots", None])
 def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, folder: str | None) -> None:
-    """A rank writes its buffers before each step, in case it dies in the step. Buffers from ten steps ago must not be
-    combined with newer parameters."""
+    """If rank 0 is lost, buffers that it wrote ten steps ago must not be combined with newer parameters."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot(folder)
@@ -639,8 +638,7 @@ def test_buffers_of_another_step_are_not_used_for_a_lost_rank_0(node: Node, fold
 
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(node: Node, script: str) -> None:
-    """One script makes a step between two saves, so each step seems to end with a save. The other changes parameters
-    between a save and the next step, so survivors have no usable state."""
+    """A saved state must be used if one step lies between two saves, and if parameters change after a save."""
 
     def train(until: int) -> int:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -666,8 +664,8 @@ def test_a_saved_state_counts_if_steps_or_weight_changes_happen_between_saves(no
 
 
 def test_the_first_of_two_states_with_the_same_number_is_kept_completely(node: Node) -> None:
-    """Some scripts count epochs and save twice in an epoch. Values of one state must not be combined with parameters of
-    the other."""
+    """If two states are saved with the same number, as by a script that counts epochs, memory keeps the first
+    completely. Values of one state must not be combined with parameters of the other."""
 
     def train(until: int) -> Any:
         objects, snapshot = parts(), ddpjob.Snapshot()
@@ -692,7 +690,7 @@ def test_the_first_of_two_states_with_the_same_number_is_kept_completely(node: N
 
 
 def test_a_state_saved_right_before_the_model_grows_is_kept(node: Node) -> None:
-    """If a script saves at the end of an epoch and then adds layers, the save must count."""
+    """A restart must use the state that was saved right before the script adds layers to the model."""
 
     def train() -> None:
         objects, snapshot, _ = begin(None)
@@ -718,7 +716,7 @@ def test_a_script_that_marks_each_step_is_not_copied_at_its_saves(node: Node, ma
 def test_without_a_folder_and_an_agent_the_log_says_that_nothing_is_saved(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Under torchrun no memory outlives the ranks, so a script that relies on it would lose its work."""
+    """Without a folder and without ddprun's agent nothing is saved, and the log must say so."""
     process.replace()
     objects, snapshot = parts(), ddpjob.Snapshot()
     assert snapshot.load(**objects) == 0
@@ -734,7 +732,7 @@ def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
 
 
 def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_loads(node: Node) -> None:
-    """A second Snapshot for the best state, in a folder of its own, must not take the memory from the first."""
+    """A second Snapshot that only saves, for example the best state, must not take the memory from the first one."""
 
     def train(until: int) -> int:
         objects, best = parts(), ddpjob.Snapshot("best")
@@ -752,7 +750,7 @@ def test_a_second_snapshot_that_only_writes_leaves_the_memory_to_the_one_that_lo
 def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If only one Snapshot used memory, one state would be that of the last step, the other that of the last save."""
+    """If a script loads from two Snapshots, both must load from their folders: memory has only one state."""
 
     def train() -> Any:
         one, other = parts(), parts()
@@ -793,7 +791,7 @@ def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda
 def test_a_model_grown_since_its_last_step_resumes_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The grown model has not been trained yet. After a restart with it the script would let it grow again."""
+    """If a rank fails after the model has grown and before the next step, a restart must use the folder."""
 
     def grow(objects: dict[str, Any]) -> None:
         objects["model"].append(torch.nn.Linear(1, 100_000))
@@ -806,7 +804,7 @@ def test_a_model_grown_since_its_last_step_resumes_from_the_folder_and_the_log_s
 def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may clip its weights every hundred steps, which the first three steps do not show."""
+    """Parameters that the script changes after should_stop() must not be written as the state of that step."""
 
     def clip(objects: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -820,7 +818,7 @@ def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step
 def test_a_value_that_changed_before_save_is_not_taken_from_keep_alone(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An average that is updated at the end of an epoch must not lose that update."""
+    """If a value changes between keep() and save(), a state that only keep() got must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -888,7 +886,8 @@ def test_a_value_that_the_script_changes_in_place_after_keep_is_not_taken(node: 
 
 
 def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node: Node) -> None:
-    """The second generation would lose a change of the learning rate if a rank fails before its first save."""
+    """After a restart the library must still know where the script changes the learning rate, because otherwise a
+    change is lost if a rank fails before the first save."""
 
     def train(until: int) -> int:
         objects, snapshot, step = begin()
@@ -910,8 +909,7 @@ def test_places_of_state_changes_in_a_script_are_known_after_a_restart_too(node:
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 @pytest.mark.parametrize("evaluates", ["not at all", "by random numbers", "in training mode", "by F.batch_norm"])
 def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks: str, evaluates: str) -> None:
-    """The mark is should_stop() or keep(). A restart without the changes would have other random numbers or
-    averages."""
+    """If an evaluation after should_stop() draws random numbers or changes averages, memory must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -939,7 +937,7 @@ def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks:
 
 @pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
 def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluation(node: Node, evaluates: str) -> None:
-    """Each iter(DataLoader) draws a seed. A restart begins the same epoch again, but does not repeat the evaluation."""
+    """A restart must draw the DataLoader's seed of the next epoch again, but not the seed of an evaluation."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -965,7 +963,7 @@ def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluat
 
 @pytest.mark.parametrize("marks", ["should_stop", "keep"])
 def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epoch(node: Node, marks: str) -> None:
-    """The sampler must not seem to change before each save(), or memory is not used after the first epoch."""
+    """A sampler that ends an epoch before save() must not seem to change before each save()."""
 
     def train() -> None:
         objects, sampler, step = parts(), ddpjob.GlobalBatchSampler(16, 4, 7), 0
@@ -993,9 +991,8 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 def test_a_restart_does_not_repeat_a_rate_change_made_before_the_next_batch(
     node: Node, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
-    """The rate changes after each mark (should_stop() or keep()), so it could seem to be set at the top of the loop.
-
-    A change at the top is harmless, so a warning would only worry users: many scripts set the rate there.
+    """If a learning rate changes between should_stop() and the next batch, memory is not used and the log says why. A
+    rate that is set at the top of the loop gets no warning, because a restart sets it again.
     """
 
     def train() -> None:
@@ -1021,8 +1018,8 @@ def test_a_restart_does_not_repeat_a_rate_change_made_before_the_next_batch(
 
 @pytest.mark.parametrize("how", ["copied into", "put in place"])
 def test_averaged_weights_swapped_in_for_evaluation_do_not_count_as_those_of_the_step(node: Node, how: str) -> None:
-    """Many scripts swap weights through `.data`, which no version counter shows. If a rank fails in an evaluation, the
-    others must not continue from the averages."""
+    """If a script swaps averaged weights into the model for an evaluation, and a rank fails there, the other ranks must
+    not write the averages as the state. No version counter shows a swap through `.data`."""
 
     def swap(objects: dict[str, Any]) -> None:
         for parameter in objects["model"].parameters():
@@ -1037,7 +1034,7 @@ def test_averaged_weights_swapped_in_for_evaluation_do_not_count_as_those_of_the
 
 
 def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_path: Path) -> None:
-    """The folder is from another job, so its attempt 7 is not later than attempt 1 of this job."""
+    """A state in memory must be preferred to a folder of another job, although that job was at attempt 7."""
     assert node.run(0, lambda: train(4)) == 0
     node.lose(0)
     (tmp_path / "snapshots" / "writer-000001.json").write_text('{"job": "uid-0", "attempt": 7}')
@@ -1046,7 +1043,7 @@ def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_pa
 
 
 def test_a_rank_of_an_earlier_generation_writes_nothing(node: Node) -> None:
-    """A process that its agent does not see must not overwrite the state of the new ranks."""
+    """A process of an earlier generation that is still running must not overwrite the state of the new ranks."""
 
     def live_on() -> None:
         objects, _, _ = begin()
@@ -1064,8 +1061,7 @@ def test_a_rank_of_an_earlier_generation_writes_nothing(node: Node) -> None:
 def test_ranks_with_different_models_do_not_load_the_state_of_another_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str], first: int
 ) -> None:
-    """Each rank trains its own model, so a survivor's state is not the failed rank's. One rank may already have proved
-    that its parameters change only in steps, and another one not."""
+    """If each rank trains its own model, no rank may load the state of another rank, and the log must say so."""
 
     def train_own() -> int:
         world, step = ddpjob.init(), 0
@@ -1091,7 +1087,7 @@ def test_ranks_with_different_models_do_not_load_the_state_of_another_and_the_lo
 def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If all ranks that could write the state were killed, users must not search for a mistake in their script."""
+    """If all ranks that could write the state were killed, the log must say that no rank has left it."""
 
     def train(*, saves: bool) -> int:
         objects, snapshot, step = begin()
@@ -1118,7 +1114,7 @@ def test_the_log_gives_the_reason_if_nobody_wrote_a_state_before_a_restart(
 def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script's invalid write, or a machine without ECC, would corrupt the training and its saves."""
+    """If a bit of the state in memory has changed, as by faulty memory, the state must not be used."""
 
     def flip(_: Any) -> None:
         rescue()
@@ -1136,7 +1132,7 @@ def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_a_step(node: Node) -> None:
-    """If the optimizer steps within backward, some parameters already belong to the next step in the middle of it."""
+    """If optimizers step within the backward pass, no state is kept while only some parameters have stepped."""
 
     def train_so(dies_within: bool) -> int:
         model = parts()["model"]
@@ -1166,7 +1162,7 @@ def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_
 
 
 def test_a_grad_scaler_is_restored_with_the_step(node: Node) -> None:
-    """With the initial scale, GradScaler would skip the next steps."""
+    """A GradScaler must be restored from memory, because with its initial scale it would skip the next steps."""
 
     def train_scaled(until: int) -> Any:
         objects, scaler = parts(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -1187,7 +1183,7 @@ def test_a_grad_scaler_is_restored_with_the_step(node: Node) -> None:
 
 
 def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) -> None:
-    """A full folder has no newer state, so the step must stay in memory."""
+    """If a full folder ends a rank, the state of its last step must stay in memory."""
 
     def train_full(until: int) -> int:
         objects, snapshot, step = begin()
@@ -1211,8 +1207,7 @@ def test_a_full_folder_ends_the_rank_and_the_step_is_kept_in_memory(node: Node) 
 def test_a_training_that_resumed_from_memory_has_its_last_state_in_the_folder_at_its_end(
     node: Node, more: int, ranks: int
 ) -> None:
-    """If the save of the last step failed, the next generation has no step to make and ends well. The folder must still
-    get the last state."""
+    """A training that resumed from memory must write its last state to the folder, also if it made no step."""
 
     def train(until: int) -> Any:
         objects, _snapshot, step = begin()
@@ -1231,8 +1226,8 @@ def test_a_training_that_resumed_from_memory_has_its_last_state_in_the_folder_at
 
 
 def test_the_folder_gets_the_loaded_state_without_random_numbers_drawn_later(node: Node) -> None:
-    """After a resume from memory, wait() writes the state to the folder. Meanwhile a loader has drawn its seed and read
-    ahead. With these later random states a restart would train other samples."""
+    """After a resume from memory, wait() writes the loaded state to the folder. The random states must be the loaded
+    ones, although a DataLoader has drawn its seed and read ahead by then."""
 
     def train(until: int) -> Any:
         objects = {**parts(), "sampler": ddpjob.GlobalBatchSampler(40, global_batch=4, seed=1)}
@@ -1275,8 +1270,8 @@ def test_a_training_that_cannot_write_a_state_known_only_to_memory_fails(node: N
 def test_a_script_without_step_numbers_fails_if_a_state_known_only_to_memory_is_lost(
     node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The save of step 6 fails, and the next generation resumes from memory, makes two steps and saves nothing. The job
-    must not succeed with a snapshot that is older than its restart."""
+    """If a script resumes from a state that only memory has, makes steps and saves nothing, it must fail. Otherwise the
+    job succeeds with a snapshot that is older than its restart."""
 
     def train() -> int:
         objects, snapshot, step = begin()
@@ -1323,7 +1318,7 @@ def test_a_script_with_its_own_step_numbers_ends_with_its_last_state_in_the_fold
 
 @pytest.mark.parametrize("save_failed", ["", "the state of step 6 was not saved: disk full"])
 def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_failed: str, end_ranks: Any) -> None:
-    """If a node is drained while the folder is full, the pods that stay have the step of the stop."""
+    """If ranks are stopped, as when a node is drained, and the last save fails, the state must be in memory."""
 
     def train() -> None:
         objects, _snapshot, step = begin()
@@ -1338,7 +1333,7 @@ def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_fa
 def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk ended a rank. The next generation cannot reserve its number, but must not lose the training."""
+    """If a full disk prevents the creation of a claim file, the next generation must load the state from memory."""
 
     def train(until: int) -> tuple[int, str]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -1371,8 +1366,8 @@ def _full(*_: object, **__: object) -> None:
 def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The random states were lost with the node, so the result differs, and users who compare results must know why.
-    The new node gets the state in pieces, and the last one is shorter."""
+    """Ranks of a lost node get new seeds, the same at each resume, and the log must say so, because the result differs.
+    The new node receives the state in pieces, and the last piece is shorter."""
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
 
     def train_both(until: int) -> Any:
@@ -1405,7 +1400,7 @@ def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_l
 def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_are_counted(
     node: Node, each: int
 ) -> None:
-    """Many scripts count micro-batches or samples. Dropout must be the same as without the failure."""
+    """A rank that dies within a step must keep its random states, also if the script counts micro-batches."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1432,8 +1427,7 @@ def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_ar
 def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_buffers(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The other rank loads faster, so its state belongs to a newer generation. It is the same step, but the dead rank
-    has written nothing in that generation."""
+    """A rank that dies repeatedly while it loads must keep its random states and buffers."""
 
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -1466,7 +1460,7 @@ def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_b
 
 
 def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batches(node: Node) -> None:
-    """BatchNorm's averages come from rank 0, and must include all micro-batches of the step."""
+    """A rank that dies within a step must keep BatchNorm's averages of all micro-batches of the step."""
 
     def train() -> Any:
         world = ddpjob.init()
@@ -1526,8 +1520,7 @@ def test_a_rank_that_dies_within_a_step_does_not_get_the_averaged_buffers_of_ano
 
 @pytest.mark.parametrize("steps_made", [0, 1])
 def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
-    """Nodes are often lost one after the other. Within three steps of the restart the other node may be lost, and with
-    it the only state."""
+    """A new node must keep the state as soon as it has loaded it, because the other node may be lost soon, too."""
 
     def train(until: int, survivor: int) -> int:
         world = ddpjob.init()

@@ -20,7 +20,7 @@ from ddpjob_core import memory
 
 
 class Graph(torch.nn.Module):
-    """Layer of a graph network. The neighbors of each node are a sparse buffer."""
+    """Layer of a graph network, with a sparse buffer for the neighbors of each node."""
 
     neighbors: torch.Tensor
 
@@ -37,7 +37,7 @@ class Graph(torch.nn.Module):
 def test_a_model_with_sparse_or_lazy_tensors_is_loaded_and_continues_after_a_restart(
     node: Node, kind: Callable[[], torch.nn.Module]
 ) -> None:
-    """Under ddprun torch's RuntimeError must not end `load`, neither at the start nor at a restart."""
+    """`load` must not raise for a model with sparse or lazy tensors, neither at the start nor at a restart."""
 
     def train(until: int) -> int:
         model = kind()
@@ -59,7 +59,7 @@ def test_a_model_with_sparse_or_lazy_tensors_is_loaded_and_continues_after_a_res
 def test_a_model_on_another_device_at_a_failure_resumes_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may move the model to make room for an evaluation. The meta device stands for the other device."""
+    """If a rank fails while the model is on another device (here the meta device), a restart must use the folder."""
 
     def train(until: int, *, moves: bool) -> int:
         objects, snapshot, step = begin()
@@ -81,7 +81,7 @@ def test_a_model_on_another_device_at_a_failure_resumes_from_the_folder_and_the_
 def test_a_model_with_a_layer_on_another_device_trains_and_the_log_says_that_it_is_not_kept(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The library must not end a training that works without it."""
+    """A model with a layer on another device must train, and the log must say that it is not kept in memory."""
 
     def train() -> int:
         objects = parts()
@@ -100,7 +100,7 @@ def test_a_model_with_a_layer_on_another_device_trains_and_the_log_says_that_it_
 def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], short: int
 ) -> None:
-    """Over its limit a container is killed by the kernel, and the state in memory is lost with it."""
+    """If the memory limit is one byte too small, no state is kept, and the message names a sufficient limit."""
 
     def size_of_state() -> int:
         objects = parts()
@@ -122,7 +122,7 @@ def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
 
 
 class Averages:
-    """Object of a script with a state_dict(), which is copied at each step."""
+    """Object of a script with a state_dict(), whose state is copied at each step."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(2 << 20)
@@ -132,7 +132,7 @@ class Averages:
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the tensors of `state` without a copy, as many classes do."""
+        """Use the tensors of `state` without a copy, as many classes do."""
         self.values = state["values"]
 
 
@@ -146,7 +146,7 @@ class Averages:
 def test_a_script_with_too_much_data_per_step_trains_and_the_log_says_why_it_is_not_kept(
     node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If 64 MiB and more were copied at each step, each step would be as slow as a save."""
+    """A script with 64 MiB of small values must train without memory: copying them would slow down each step."""
 
     def train() -> None:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
@@ -190,7 +190,7 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
 def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank's counter begins at another number, so the step of the state in memory is ambiguous."""
+    """If ranks pass different numbers to should_stop() for the same step, a restart must use the folder."""
 
     def train() -> int:
         rank = int(os.environ["RANK"])
@@ -212,7 +212,8 @@ def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says
 
 
 def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tmp_path: Path) -> None:
-    """If random numbers and running means were those of the middle of a step, its first half would be trained twice."""
+    """After a save within a gradient accumulation, memory must have random states and running means of the last
+    complete step, because a restart repeats all micro-batches of the next step."""
     _, undisturbed = node.run(0, lambda: accumulated(9, fails_within=False, saves_within=False))
     node.lose(0)
     assert node.run(1, lambda: accumulated(9, fails_within=True)) == (0, [])
@@ -226,8 +227,7 @@ def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tm
 def test_a_script_whose_step_needs_its_peers_is_told_in_time_that_memory_lacks_some_steps(
     node: Node, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A rank that fails within LBFGS's step, or in the second half of a GAN's step, leaves no complete state. Users
-    must know that before they lose steps."""
+    """A script with LBFGS or a GAN must get a warning, because a rank that fails within its step leaves no state."""
 
     def train() -> str:
         objects = parts()

@@ -1,4 +1,4 @@
-"""init() meets the other ranks however they are started, or says why not. Every way to leave the group ends."""
+"""init() finds the other ranks however they are started, or names the reason. Leaving the group never hangs."""
 
 import contextlib
 import os
@@ -105,7 +105,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (4, 3, "gloo", "cpu", {}, ("gloo", "cpu")),
         (4, 3, None, "cpu", {}, ("gloo", "cpu")),
         (2, 3, "gloo", None, {}, ("gloo", "cuda:1")),
-        (1, 3, None, None, {}, ("nccl", "cuda:0")),  # each process may see a GPU of its own
+        (1, 3, None, None, {}, ("nccl", "cuda:0")),  # a launcher may let each process see only one GPU
         (4, 0, None, None, {"DDPJOB_BACKEND": "gloo"}, ("gloo", "cuda:0")),
         (4, 0, None, None, {"DDPJOB_BACKEND": "auto"}, ("nccl", "cuda:0")),
         (4, 0, "nccl", None, {"DDPJOB_BACKEND": "gloo"}, ("nccl", "cuda:0")),
@@ -139,7 +139,7 @@ def summed(**arguments: Any) -> tuple[float, int, int]:
 
 def test_a_single_process_needs_no_variables_and_no_port(run_ranks):
     def body(rank: int) -> Any:
-        first, again = summed(), summed()  # the second call follows the end of the first group
+        first, again = summed(), summed()  # the second group is formed after the first has ended
         assert not dist.is_initialized()
         return first, again
 
@@ -153,7 +153,7 @@ def test_ranks_meet_by_variables_by_port_and_by_file(run_ranks, free_port, meeti
     assert run_ranks(lambda rank: summed(rank=rank, world_size=2), 2) == expected
     assert run_ranks(lambda rank: summed(init_method=meeting_file, rank=rank, world_size=2), 2) == expected
     url = f"tcp://127.0.0.1:{free_port}"
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with it torch's own tcp:// would wait for ever
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with this variable torch's tcp:// waits for ever
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run_ranks(lambda rank: summed(init_method=url, rank=rank, world_size=2), 2) == expected
 
@@ -227,7 +227,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
             ddpjob.progress(1)
             dist.all_reduce(torch.ones(1))
         else:
-            with contextlib.suppress(RuntimeError):  # wait for rank 0 to give up
+            with contextlib.suppress(RuntimeError):  # wait until rank 0's all_reduce has timed out
                 dist.recv(torch.ones(1), src=0)
             os._exit(0)
         del world
@@ -239,7 +239,7 @@ def test_after_the_first_step_a_collective_fails_sooner(end_ranks, meeting_file)
 @pytest.mark.parametrize("watched", [{}, {"DDPJOB_BEATS": "1:2:3:0"}, {"DDPJOB_STATUS_URL": "http://x"}], ids=str)
 @pytest.mark.parametrize("stall", ["", "0", "300", "20000"])
 def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, stall):
-    """Half an hour of evaluation on rank 0 must not end the ranks that wait for it, also after each restart."""
+    """Collectives must not time out while rank 0 evaluates for half an hour, also after a restart."""
     allowed = join.default_timeout_seconds({**watched, "DDPJOB_STALL_TIMEOUT": stall})
     learned = stall_limits.Learned(step_seconds=(1.0,))
     limit = stall_limits.limit("evaluate", 41, learned, float(stall) if watched and stall else None)
@@ -250,7 +250,7 @@ def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, 
 def test_an_evaluation_on_rank_0_alone_ends_no_rank_before_or_after_the_first_step(
     run_ranks, meeting_file, monkeypatch
 ):
-    """Seconds stand for quarters of an hour. The evaluation takes longer than the time that the ranks had to meet."""
+    """An evaluation on rank 0 must end no rank, even if it takes longer than the time limit of the rendezvous."""
     monkeypatch.setattr(stall_limits, "PAUSE_SECONDS", 4.0)
 
     def body(rank: int) -> float:
@@ -277,7 +277,7 @@ def test_a_rank_that_times_out_names_the_limit(end_ranks, meeting_file, capfd, c
             ddpjob.progress(1)
             if rank == 0:
                 dist.all_reduce(torch.ones(1))
-            with contextlib.suppress(RuntimeError):  # wait for rank 0 to give up
+            with contextlib.suppress(RuntimeError):  # wait until rank 0's all_reduce has timed out
                 dist.recv(torch.ones(1), src=0)
             os._exit(0)
 
@@ -319,7 +319,7 @@ def train_a_little(rank: int, url: str, world_size: int) -> None:
 
 
 def test_finished_jobs_never_abort_or_hang_even_if_the_script_closes_nothing(tmp_path):
-    """At the interpreter's exit gloo's groups may abort (SIGABRT) or hang, after all work is done."""
+    """A finished job must not abort or hang at the interpreter's exit, although the script closes no group."""
     for job in range(5):
         ended = finish(lambda rank, job=job: train_a_little(rank, f"file://{tmp_path}/{job}", 2), 2)
         assert {code for code, _ in ended.values()} == {0}, f"job {job} of 5: {ended}"
@@ -335,8 +335,7 @@ def test_closing_never_hangs_on_a_thread_that_releases_the_last_tensor(run_ranks
 
 
 def test_a_rank_that_fails_within_a_collective_exits_at_once_with_1(tmp_path):
-    """A launcher sees the failure only when the process has ended. gloo could delay that until the collective's
-    time-out."""
+    """A rank that fails within a collective must exit at once with 1, not after the collective's time-out."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):
@@ -381,10 +380,10 @@ def test_tcp_works_under_torchrun_although_torch_itself_waits_for_ever(tmp_path,
 
 
 def test_ranks_that_finish_together_print_nothing_like_a_failure_on_stderr(end_ranks, capfd, free_port):
-    """If rank 0, which serves the store, leaves first, torch prints a trace of 20 lines on each other rank."""
+    """Ranks that finish together must print no error: if rank 0 left first, torch would print a trace of 20 lines."""
 
     def body(rank: int) -> None:
-        if rank != 0:  # checks so seldom that the others have ended long before
+        if rank != 0:  # poll so rarely that the other ranks have ended long before
             stop.COUNT_SECONDS = 0.3
         stop.LEAVE_LAST_SECONDS = 30.0  # longer than any delay on this machine
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)

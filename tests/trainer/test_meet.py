@@ -1,4 +1,4 @@
-"""A rank that starts before rank 0 connects as soon as rank 0 serves the store, not at torch's next retry."""
+"""A rank that starts before rank 0 must connect as soon as rank 0 serves the store, not at torch's next retry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def late() -> Iterator[int]:
 
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return the arguments of torch's calls. The last element is True if the store was served already."""
+    """Return the arguments of `_create_c10d_store`. The last element is True if the store was already served."""
     asked: list[tuple[Any, ...]] = []
 
     def create(host: str, port: int, *more: Any) -> str:

@@ -1,4 +1,4 @@
-"""Files of MNIST are read unchanged, errors in them are named, and the CNN learns digits from them."""
+"""MNIST's files are read unchanged, errors in the files are named, and the CNN learns digits from them."""
 
 import contextlib
 import gzip

@@ -1,4 +1,4 @@
-"""State that differs between ranks: each gets its own back from the folder, or the load is refused by name."""
+"""State that differs between ranks: each rank gets its own state from the folder, or the load is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob.group import gather
 
 
 class Reader:
-    """Reader of data with two methods, like torchdata's StatefulDataLoader or a Hugging Face dataset."""
+    """Data reader with state_dict() and load_state_dict(), like torchdata's StatefulDataLoader."""
 
     def __init__(self, shard: int) -> None:
         self.state: dict[str, Any] = {"shard": shard, "place": 0}
@@ -38,7 +38,7 @@ class Centred(torch.nn.Module):
 
 
 def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Callable[[Any, Any], Any]) -> list[Any]:
-    """Return what the body returns on each rank. It gets a world and a Snapshot."""
+    """Return the results of `body(world, snapshot)` on each rank."""
 
     def rank_main(rank: int) -> Any:
         with ddpjob.init(init_method=f"file://{folder}/{meet}", rank=rank, world_size=world_size) as world:
@@ -48,7 +48,7 @@ def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Cal
 
 
 def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
-    """Save a reader and a generator that differ by rank, and a value that does not."""
+    """Save a reader and a generator that differ between ranks, and a value that is equal on all ranks."""
     reader = Reader(world.rank)
     reader.state["place"] = 10 * world.rank + 3
     generator = torch.Generator().manual_seed(world.rank)
@@ -56,7 +56,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
 
 
 def test_each_rank_gets_its_own_reader_and_values_back(run_ranks: Any, tmp_path: Path) -> None:
-    """If both ranks read rank 0's shard, the samples of the other shard are never trained."""
+    """Each rank must get its own reader back, because otherwise all ranks read the shard of rank 0."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
         reader = Reader(9)
@@ -79,7 +79,7 @@ def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, 
             ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, and there are 3 now"
         ):
             snapshot.load(reader=Reader(9))
-        snapshot.load()  # objects that are not passed are not checked
+        snapshot.load()  # load() without objects checks none
         return str(snapshot.state["lr"])
 
     in_ranks(run_ranks, tmp_path, "a", 2, save_readers)
@@ -87,7 +87,7 @@ def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, 
 
 
 def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_path: Path) -> None:
-    """A snapshot must not grow with the number of ranks, and must be usable with another number."""
+    """Values that are equal on all ranks are saved once, so the snapshot can be loaded with another number of ranks."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         optimizer = torch.optim.Adam(torch.nn.Linear(1, 1).parameters())
@@ -102,8 +102,8 @@ def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_p
 def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
     run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
-    """A rank's own adapter, with its momentum, rate and average, must not become rank 0's. The same holds for BatchNorm
-    in `with model.join()`, where DistributedDataParallel sends the last rank's buffers to all."""
+    """A rank must get back parameters and buffers that DDP ignores, with their optimizer state. The same holds for
+    BatchNorm in `with model.join()`, where DDP broadcasts the buffers of the last rank."""
 
     def made() -> tuple[Any, Any, Any]:
         net = Centred()
@@ -143,7 +143,7 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
 def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """A rank is killed just before save(2), so the file of step 2 lacks its reader. Step 1 is complete and used."""
+    """If a rank is killed just before save(2), the file of step 2 lacks its reader, so step 1 is loaded."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -175,7 +175,7 @@ def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
 def test_replicas_that_differ_are_named_at_a_save(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
 ) -> None:
-    """If each rank clips by its own norm, the ranks diverge, and after a restart all have rank 0's parameters."""
+    """A save must warn if parameters differ between ranks, because a restart gives all ranks those of rank 0."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         model = world.wrap(torch.nn.Linear(2, 2))
@@ -192,7 +192,7 @@ def test_replicas_that_differ_are_named_at_a_save(
 
 
 def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
-    """The load must be refused. A start at step 0 would be as wrong as the use of another rank's reader."""
+    """If no file has the reader of a late rank, the load must be refused: a start at step 0 would be wrong, too."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:
@@ -212,7 +212,7 @@ def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: A
 def test_a_per_rank_state_that_is_too_large_is_named_at_once(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The state passes through rank 0, which must not collect gigabytes."""
+    """Large values that differ between ranks are not saved for each rank, and the log must say so once."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         for step in (1, 2):

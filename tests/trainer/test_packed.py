@@ -1,4 +1,4 @@
-"""A state is packed into bytes in memory and comes back with the same bits."""
+"""A state is converted to bytes in memory and back without a change of any bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def there_and_back(value: Any, threads: int = 1) -> Any:
 
 
 def test_tensors_of_any_shape_and_type_are_restored_with_the_same_bits_and_strides() -> None:
-    """A channels_last momentum that comes back contiguous slows down each step, and another bit changes the result."""
+    """Tensors must come back with the same bits and strides, because a change of strides slows down each step."""
     values = {
         "scalar": torch.tensor(3.0),
         "empty": torch.zeros(0, 3),
@@ -50,8 +50,7 @@ def test_tensors_of_any_shape_and_type_are_restored_with_the_same_bits_and_strid
 
 
 def test_another_default_device_of_the_script_has_no_effect() -> None:
-    """With `torch.set_default_device("cuda")` data would be read to the GPU, and a copy written to an invalid
-    address."""
+    """Packing must use the CPU also after `torch.set_default_device("cuda")`."""
     value = {"x": torch.arange(6.0), "large": torch.randn(300, 301)}
     with torch.device("meta"):
         back = there_and_back(value)
@@ -59,14 +58,14 @@ def test_another_default_device_of_the_script_has_no_effect() -> None:
 
 
 def test_plain_values_keep_their_types() -> None:
-    """A scheduler's milestones are a Counter, and load_state_dict fails with a dict instead."""
+    """Plain values must keep their types: a scheduler's milestones are a Counter, which a dict cannot replace."""
     value = {"a": [1, 2.5, None, "x", b"y", (True,)], "c": collections.Counter([3, 3]), "d": torch.float16}
     assert there_and_back(value) == value
     assert type(there_and_back(value)["c"]) is collections.Counter
 
 
 def test_tied_weights_are_written_once_and_restored_as_one() -> None:
-    """The largest tensor of a language model must not be stored twice."""
+    """Tied weights, for example of a language model, must be written once and come back as one tensor."""
     tied = torch.randn(1000)
     assert packed.pack([tied, tied]).size < 6000
     one, other = there_and_back([tied, tied])
@@ -82,7 +81,7 @@ def test_ten_thousand_tensors_are_restored() -> None:
 def test_a_state_of_several_pieces_has_the_same_checksum_with_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """Nodes with different numbers of CPUs must compute the same sum. Torch must get its number of threads back."""
+    """The checksum must not depend on the number of threads, because nodes may have different numbers of CPUs."""
     monkeypatch.setattr(packed, "PIECE_BYTES", 1 << 18)
     values, before = [torch.randn(300_001), torch.zeros(0), torch.randn(2, 3, 400, 500)], torch.get_num_threads()
     assert all(map(torch.equal, there_and_back(values, threads), values))
@@ -102,7 +101,7 @@ def test_a_small_state_is_packed_by_one_thread(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("at", [0, 100, 4000])
 def test_a_changed_bit_changes_the_checksum(at: int) -> None:
-    """Ranks compare their states by the checksum, so it must show every changed bit."""
+    """Every changed bit must change the checksum, by which ranks compare their states."""
     state = [torch.randn(40, 100), torch.randn(200_000)]
     before = packed.total(state)
     state[int(at == 4000)].view(-1).view(torch.int32)[at % 4000] ^= 1
@@ -110,7 +109,7 @@ def test_a_changed_bit_changes_the_checksum(at: int) -> None:
 
 
 def test_data_that_are_no_state_are_refused_without_running_anything() -> None:
-    """A pickle can run any code. Data from a peer, or from broken memory, must not."""
+    """Bytes that are no state must be refused without running code, which a pickle could contain."""
     with pytest.raises(StateError):
         packed.in_place(memory_of(bytes(100)))
     body = pickle.dumps((print, []))
@@ -126,7 +125,7 @@ def test_data_that_are_no_state_are_refused_without_running_anything() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(1)])])
 def test_a_tensor_without_plain_bytes_is_refused(wrong: torch.Tensor) -> None:
-    """A state with a tensor without plain bytes is not kept in memory: training resumes from its folder."""
+    """A tensor without plain bytes must be refused, so that a restart uses the folder."""
     for packs in (packed.pack, packed.dumps):
         with pytest.raises(StateError, match="kept in memory"):
             packs({"x": wrong})
@@ -141,7 +140,7 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def test_large_and_small_parts_together_equal_the_state_dicts() -> None:
-    """A restart loads the state from memory with load_state_dict, like one from the folder."""
+    """Large and small values together must equal the state_dict() of the objects, as in a file."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer, "note": {"best": 0.5}})
     state = merged(there_and_back(kept.large()), there_and_back(kept.buffers() | kept.settings()))
@@ -154,7 +153,7 @@ def test_large_and_small_parts_together_equal_the_state_dicts() -> None:
 
 
 def test_the_small_part_is_that_of_the_boundary_even_if_the_module_has_continued() -> None:
-    """BatchNorm changes in each forward pass. A running mean from half a step later belongs to no step."""
+    """Buffers must be those of the end of the step, although the forward pass of the next step changes them."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     small = there_and_back(kept.buffers() | kept.settings())
@@ -167,7 +166,7 @@ def test_the_small_part_is_that_of_the_boundary_even_if_the_module_has_continued
 
 
 def test_a_parameter_changed_without_the_optimizer_is_noticed() -> None:
-    """A parameter that changes without an optimizer step must be noticed, or a state could mix old and new values."""
+    """A parameter that changes without an optimizer step must be noticed, because it belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
     before = kept.versions()
@@ -182,7 +181,7 @@ class OwnStateDict(torch.optim.SGD):
 
 
 def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
-    """ZeroRedundancyOptimizer returns its last consolidated state, whose moments may be of an older step."""
+    """An optimizer with its own state_dict() must be refused, because its moments may be of an older step."""
     model, _ = model_and_optimizer()
     with pytest.raises(StateError, match="OwnStateDict overrides state_dict"):
         Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})

@@ -1,4 +1,4 @@
-"""At which places of its loop a script changes small states, such as a learning rate."""
+"""`Places` learns where in its loop a script changes small values, such as a learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops_counting() -> None:
-    """A rate that changes between should_stop() and save() must be named: a restart would repeat or skip the change."""
+    """A scheduler that is stepped between should_stop() and save() must be reported, and a state at should_stop() alone
+    must not be used: a restart would repeat or skip the change."""
     places = Places()
     places.boundary({"scheduler": 1}, named=False)
     assert places.named({"scheduler": 2}) == {"scheduler"}
@@ -22,7 +23,7 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops
 
 
 def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() -> None:
-    """A learning rate that is set from the step's number must not disable memory for ever."""
+    """A learning rate set at the top of the loop must not prevent the use of memory after the first save."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}) == {"optimizer"}
@@ -42,7 +43,7 @@ def test_values_are_compared_by_their_bits() -> None:
 
 
 def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
-    """A restart sets a rate again that the script sets at each step, so memory can be used before the first save."""
+    """A learning rate set at each step must not prevent the use of memory before the first save."""
     places = Places()
     for step in range(3):
         places.boundary({"optimizer": step}, named=False)
@@ -51,7 +52,7 @@ def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -
 
 
 def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None:
-    """The change may belong to the end of an epoch, which a restart would not repeat."""
+    """A learning rate that changes at one step only must be reported: a restart might not repeat the change."""
     places = Places()
     places.boundary({"optimizer": 1}, named=False)
     assert places.step({"optimizer": 2}, ["optimizer"]) == set()
@@ -62,7 +63,7 @@ def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None
 
 
 def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted() -> None:
-    """Memory has the rate from before the scheduler's step. A restart with it would be one step behind, silently."""
+    """A scheduler that is stepped after keep() must be reported, because memory has the old learning rate."""
     places = Places()
     places.boundary({"scheduler": 1}, named=True)
     assert places.unsettled({"scheduler": 2}) == ["scheduler"]
@@ -88,7 +89,8 @@ def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None
 
 
 def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> None:
-    """An evaluation after should_stop() drew random numbers on all ranks. The lost rank would have older ones."""
+    """If an evaluation after should_stop() draws random numbers, a restart must not combine them with the older random
+    states of a rank that was lost before should_stop()."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
@@ -98,14 +100,14 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
     assert mixed_up([Left(True, {20: left("sampler", "best", later=draws)}), before], 20) == ""
     assert mixed_up([evaluated, before], 20).startswith(said)
-    alone = Left(False, {19: left(later=draws)})  # only this rank evaluates, after each fifth should_stop()
+    alone = Left(False, {19: left(later=draws)})  # random numbers may change on the lost rank only
     assert mixed_up([Left(True, {20: left("sampler")}), alone], 20).startswith(said)
     of_another_node = Left(False, {})
     assert mixed_up([evaluated, of_another_node], 20) == ""
 
 
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
-    """With another number of ranks it is unknown which rank should continue with which reader."""
+    """A load with another number of ranks must be refused if each rank has its own reader."""
 
     def left(reader: str) -> Left:
         found = {

@@ -1,4 +1,4 @@
-"""Other users may write to a snapshot folder. Files that they plant are neither followed nor waited for."""
+"""Other users may plant links or pipes in a snapshot folder. Links are not followed, and pipes are not waited for."""
 
 import gc
 import itertools
@@ -64,7 +64,7 @@ def train_one_step(folder: Path) -> None:
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("name", ["writer-000001.alive", "writer-000002.alive", "writer-000000.json"])
 def test_a_planted_file_under_a_snapshot_name_harms_no_file_outside(folder, outside, plant, name):
-    """A link at writer-000001.alive could point to a user's file, which would be emptied."""
+    """A link at writer-000001.alive must not be followed, because the user's file behind the link would be emptied."""
     plant(folder / name, outside)
     train_one_step(folder)
     assert outside.read_bytes() == PRECIOUS
@@ -114,7 +114,7 @@ class Waiter:
 
 @pytest.mark.parametrize("plant", [*PLANTS, lambda path, _: path.mkdir()])
 def test_a_state_that_is_no_regular_file_is_ignored(folder, outside, plant):
-    """A pipe with the name of a newer state would block each resume for ever."""
+    """A pipe with the name of a newer state must be ignored, because opening it would block each resume for ever."""
     train_one_step(folder)
     name = "step-000000000009.writer-000001.0123456789abcdef.pt"
     plant(folder / name, outside)
@@ -123,7 +123,7 @@ def test_a_state_that_is_no_regular_file_is_ignored(folder, outside, plant):
 
 @pytest.mark.parametrize("plant", [a_pipe, an_endless_device, a_link])
 def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
-    """If the newest claim (writer-N.json) is a pipe, opening it would block each later start for ever."""
+    """A pipe with the name of a claim file must be ignored, because opening it would block each start."""
     plant(folder / "writer-000007.json", outside)
     train_one_step(folder)
     assert (folder / "writer-000008.json").exists()
@@ -131,7 +131,7 @@ def test_a_claim_that_is_no_regular_file_is_ignored(folder, outside, plant):
 
 
 def test_names_of_temporary_files_cannot_be_guessed(folder, outside, monkeypatch):
-    """A link with a guessed name such as `.tmp-000001-PID-0` would redirect the write of a claim (writer-N.json)."""
+    """Names of temporary files must be random, because a link with a guessed name would redirect a write."""
     for number, last in itertools.product(range(3), range(20)):
         (folder / f".tmp-{number:06d}-{os.getpid()}-{last}").symlink_to(outside)
     assert snapshot_file.create_exclusively(folder, 1, "{}")
@@ -141,7 +141,7 @@ def test_names_of_temporary_files_cannot_be_guessed(folder, outside, monkeypatch
 
 
 def test_snapshots_are_readable_for_pods_of_the_job_that_run_as_other_users(folder):
-    """On a volume that is shared by fsGroup, the user of the next attempt cannot read files with mode 0600."""
+    """Snapshots must be readable for other users of the job's pods: the next attempt may run as another user."""
     before = os.umask(0o022)
     try:
         train_one_step(folder)
@@ -175,7 +175,7 @@ def test_a_new_file_is_readable_only_for_its_user(tmp_path):
 
 
 def test_a_folder_is_created_as_ours_or_refused(tmp_path, outside):
-    """In /tmp others may create a folder or link with the name before the program does."""
+    """A folder is created with this user as owner, or refused if another user has created it before, as in /tmp."""
     own_files.make_folder(tmp_path / "new")
     own_files.make_folder(tmp_path / "new")
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700

@@ -1,4 +1,4 @@
-"""The pre-flight names a slow node, and no node that only looks slow. All ranks end with the same result."""
+"""The pre-flight names a slow node, and no node that is only busy for a moment. All ranks end with the same result."""
 
 import importlib
 import json
@@ -20,8 +20,8 @@ GB_PER_SECOND, MS = 1e-9, 1e-3
 
 
 def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
-    """Return measures of healthy nodes on separate machines: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s. `measured` has
-    other values by node."""
+    """Return measurements of healthy nodes on separate machines: 10 GB/s, 0.1 ms, 100 GFLOP/s, 500 MB/s. measured:
+    other values, by node."""
 
     def of(name: str, node: int, usual: Any) -> Any:
         return measured.get(name, {}).get(node, usual)

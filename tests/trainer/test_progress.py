@@ -1,4 +1,4 @@
-"""What progress() sends to a receiver. Training must not notice if nobody receives it."""
+"""progress() sends reports to a receiver. Training must not be affected if nobody receives them."""
 
 import contextlib
 import datetime
@@ -57,7 +57,7 @@ def test_a_report_contains_rank_progress_and_pace(receiver, monkeypatch):
 
 
 def test_a_rank_reports_before_its_first_step_and_reports_that_step_at_once(receiver, run_ranks, monkeypatch):
-    """The time before the first step is a phase of its own, so imports and a large snapshot do not count as a stall."""
+    """A rank must report before its first step, so that imports and a large snapshot do not count as a stall."""
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
 
     def body(rank: int) -> None:
@@ -139,7 +139,7 @@ def test_only_the_first_rank_of_a_node_reports(receiver, monkeypatch):
 def test_only_the_first_of_several_ranks_started_by_a_script_in_one_pod_reports(
     receiver, run_ranks, monkeypatch, meeting_file
 ):
-    """The ranks inherit the variables of a pod with one rank, so each would think that it is local rank 0."""
+    """Ranks that a script starts in one pod inherit the variables of local rank 0. Only the first may report."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -180,8 +180,8 @@ def test_a_refusing_receiver_is_mentioned_once_and_tried_again_later(receiver, c
 
 
 def test_a_line_of_the_library_is_one_write(monkeypatch):
-    """Ranks are started with `python -u`, where print writes the line end separately. Lines of ranks that share a pipe
-    would mix."""
+    """A log line must be one write, because lines of ranks that share a pipe would mix. `print` under `python -u` makes
+    two writes."""
 
     class Written(list):
         write = list.append
@@ -210,7 +210,7 @@ def certificate(tmp_path):
 
 
 def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, closed: threading.Event) -> None:
-    """Answer each post, and then close the connection, although the answer allows to keep it."""
+    """Answer each POST with keep-alive, and then close the connection anyway."""
     with contextlib.suppress(OSError):
         while True:
             connection = server.accept()[0]
@@ -224,7 +224,7 @@ def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, clos
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_connection_closed_by_the_receiver_loses_no_report(certificate, scheme):
-    """With TLS, too, the log must not say `progress is not reported`, and the next report must not be late."""
+    """A connection that the receiver closes, also with TLS, must not lose or delay the next report."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if scheme == "https" else None
     if context is not None:
         context.load_cert_chain(certificate)
@@ -299,7 +299,7 @@ def test_metrics_become_short_strings_and_unsupported_values_are_omitted():
     ],
 )
 def test_a_metric_that_is_not_shown_is_named(step, metrics, said):
-    """A user who passes a loss with three elements must learn why the table shows none."""
+    """A metric that is not shown, such as a loss with three elements, must be named with the reason."""
     assert progress_file.misuse(step, metrics) == said
 
 
@@ -311,7 +311,7 @@ def test_a_wrong_argument_is_named_once_and_training_continues(receiver, capfd):
 
 
 def test_a_loss_with_a_gradient_is_a_metric_without_a_warning(recwarn):
-    """Frameworks pass a loss that requires a gradient. torch 2.13 would print four lines of warning on each rank."""
+    """A loss that requires a gradient must be reported without torch's warning of four lines on each rank."""
     loss = torch.tensor([2.5], requires_grad=True).sum()
     assert progress_file.as_text({"loss": loss}) == {"loss": "2.5"}
     assert list(recwarn) == []
@@ -326,7 +326,7 @@ def test_a_report_is_at_most_8_kibibytes_of_valid_json():
 
 @pytest.mark.parametrize("group", ["none", "one rank", "left"])
 def test_only_a_rank_without_a_group_reports_that_it_trained_alone(receiver, run_ranks, monkeypatch, group):
-    """Under torchrun nothing else shows that each rank trained a model of its own."""
+    """A rank without a process group must report that it trained alone, because torchrun does not notice this."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     dist, port = torch.distributed, free_port()
 

@@ -1,4 +1,4 @@
-"""The states of random generators, as a rank writes them at each step."""
+"""Random states that a rank writes at each step are the current ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAWS: dict[str, Draw] = {
 
 
 def goes_on_the_same(state: Any) -> bool:
-    """True if numpy draws from this state what it would draw now. numpy's own state is restored."""
+    """True if numpy draws the same numbers from this state as from its own. numpy's own state is restored."""
     now = numpy.random.get_state()
     expected = [numpy.random.normal(), *numpy.random.random(3)]
     random_states.set_to(random_states.expanded(state))
@@ -36,7 +36,7 @@ def goes_on_the_same(state: Any) -> bool:
 
 @pytest.mark.parametrize("first", DRAWS)
 def test_the_written_random_state_is_the_current_one_whatever_was_drawn_before(first: str) -> None:
-    """A rank that resumes from an older state repeats augmentations."""
+    """The written random states must be the current ones, because with older states a restart repeats augmentations."""
     numpy.random.seed(5)
     for second in DRAWS.values():
         for draw in (DRAWS[first], second, second):
@@ -57,7 +57,7 @@ PYTHON_DRAWS: dict[str, Draw] = {
 
 @pytest.mark.parametrize("first", PYTHON_DRAWS)
 def test_the_written_random_state_of_python_is_the_current_one_too(first: str) -> None:
-    """The library detects a change of Python's state by its bytes. A draw that it misses would be repeated."""
+    """Each draw from Python's generator must change the written state, because a missed draw would be repeated."""
     random.seed(5)
     for second in PYTHON_DRAWS.values():
         for draw in (PYTHON_DRAWS[first], second, second):
@@ -66,7 +66,7 @@ def test_the_written_random_state_of_python_is_the_current_one_too(first: str) -
 
 
 def test_a_generator_that_replaces_that_of_python_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of another generator's state cannot be found in memory, so only its methods give the state."""
+    """If a script replaces Python's generator, its state must be read by its methods, and not from its memory."""
 
     class Own(random.Random):
         pass
@@ -79,7 +79,7 @@ def test_a_generator_that_replaces_that_of_python_is_read_each_time(monkeypatch:
 
 
 def test_numpy_is_not_read_while_no_number_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's get_state() takes as long as everything else that is written at a step."""
+    """numpy's get_state() must not be called while a script draws no numbers from numpy, because it is slow."""
     numpy.random.seed(5)
     before = random_states.compact()
     monkeypatch.setattr(numpy.random, "get_state", None)
@@ -87,7 +87,7 @@ def test_numpy_is_not_read_while_no_number_is_drawn(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_generator_that_replaces_that_of_numpy_is_read_each_time() -> None:
-    """A script may replace numpy's generator by another kind, whose state only numpy can read."""
+    """If a script replaces numpy's generator by another kind, its state must be read by get_state() each time."""
     usual = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.MT19937(3))
     try:

@@ -1,4 +1,4 @@
-"""A rank's record of its DDP modules, and the hooks that stay on them."""
+"""A rank records its DDP modules, and the hooks on these modules cost little."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trained(passes: int) -> DistributedDataParallel:
 def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_released(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A step must cost as much as without ddprun, plus one call."""
+    """After the first backward pass one hook remains on a DDP module, and none after the module is released."""
 
     def script() -> list[list[int]]:
         counts = [[len(p._backward_hooks or ()) for p in trained(passes).parameters()] for passes in (0, 1, 30)]
@@ -61,7 +61,7 @@ def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_rele
 
 
 def test_the_record_of_a_long_training_grows_logarithmically(run_ranks: Ranks, tmp_path: Path) -> None:
-    """A rank always records its last passes, and earlier passes ever more rarely."""
+    """The record of a long training grows logarithmically: the last passes, and earlier passes ever more rarely."""
     _, end = left_by(run_ranks, tmp_path / "end.json", lambda: bool(trained(400)))
     numbers = [passes for passes, *_ in end["modules"][0]["passes"]]
     noted = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
@@ -89,7 +89,7 @@ def test_a_hook_of_the_script_is_kept_and_does_not_count_twice(run_ranks: Ranks,
 def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A hook must not stay on a tensor that is sent to another process, because torch then warns."""
+    """A model can be copied and sent to another process while its backward passes are counted, without a warning."""
 
     def script() -> int:
         model = trained(5)
@@ -103,7 +103,7 @@ def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_coun
 
 
 def test_a_module_released_before_the_end_is_still_recorded(run_ranks: Ranks, tmp_path: Path) -> None:
-    """Most scripts train in a function, so their model is released before the interpreter exits."""
+    """A module that is released before the end, as in a script that trains in a function, must be recorded."""
     kept: list[Any] = []
 
     def script() -> None:
@@ -135,7 +135,7 @@ def test_a_tensor_of_any_kind_has_a_checksum_equal_to_that_of_its_copy(tensor: t
 
 
 def test_another_value_sign_or_order_changes_the_checksum() -> None:
-    """W and -W, or a matrix with two rows swapped, are different networks and need different checksums."""
+    """Other values, signs or orders of rows must change the checksum of a matrix."""
     values = torch.arange(1.0, 30_001.0).view(30, 1000)
     changed = values.clone()
     changed[29, 999] += 0.01

@@ -1,4 +1,4 @@
-"""check_replicas() names a different bit of one rank on all ranks, wherever the bit is, and never hangs."""
+"""check_replicas() reports a different bit of one rank on all ranks, wherever the bit is, and never hangs."""
 
 import importlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def flip(tensor: torch.Tensor, element: int = 0, bit: int = 0) -> None:
 
 
 def changed(who: int, how: Callable[[Any], None], made: Callable[[], Any] = net) -> Callable[[int], Any]:
-    """Return a function of the rank that makes a model, changed on one rank."""
+    """Return a function that makes the model of a rank; the model of rank `who` is changed."""
 
     def of(rank: int) -> Any:
         model = made()
@@ -58,7 +58,7 @@ class Unreadable(torch.nn.Module):
         raise RuntimeError("the shard is elsewhere")
 
 
-WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # "" if there is no difference
+WORLDS: dict[str, tuple[Callable[[int], Any], str]] = {  # the expected error; "" if the ranks are equal
     "equal": (lambda rank: net(), ""),
     "every kind of tensor, equal": (lambda rank: every_dtype(), ""),
     "nothing at all": (lambda rank: torch.nn.Identity(), ""),
@@ -159,7 +159,7 @@ def test_a_single_rank_has_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
-CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # a word has an element's bits
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # words: the bits of the elements
     "signs": lambda draw, words: words ^ (some(draw, words) * torch.tensor(-(2**31), dtype=torch.int32)),
     "one bit in several words": lambda draw, words: words ^ (some(draw, words) << draw(st.integers(0, 30))),
     "several bits in several words": lambda draw, words: words ^ (some(draw, words) * draw(st.integers(1, 2**31 - 1))),
@@ -180,7 +180,7 @@ def dice(draw: Any) -> torch.Generator:
 
 
 def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each word to change and 0 for the others: few, half or all of them."""
+    """Return 1 for each word to change and 0 for the others. Few, half or all words are changed."""
     chosen = torch.rand(len(words), generator=dice(draw)) < draw(st.sampled_from((0.01, 0.5, 1.0)))
     return chosen.int()
 
@@ -212,7 +212,7 @@ def rectangle(draw: Any, words: torch.Tensor) -> torch.Tensor:
 @given(data=st.data())
 @settings(deadline=None)
 def test_any_change_of_one_or_several_words_changes_the_checksum(change, data):
-    """Sums of rows and columns alone would miss W and -W, or four changes in a rectangle."""
+    """Any change of one or several words must change the checksum, also changes that sums of rows and columns miss."""
     count = data.draw(st.one_of(st.integers(1, 200), st.sampled_from((1024, 4096, 65_536, 300_001))))
     kind = data.draw(st.sampled_from(("random", "equal", "positive")))
     words = torch.randint(-(2**31), 2**31 - 1, (count,), generator=dice(data.draw)).int()
@@ -285,7 +285,7 @@ def test_a_change_of_any_bit_of_any_element_is_noticed():
     ],
 )
 def test_checksums_are_sent_on_the_device_of_the_backend(monkeypatch, backends, wanted, device):
-    """All ranks must choose the same device, even if one rank has its model on the CPU."""
+    """All ranks must send checksums on the same device, even if one rank has its model on the CPU."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert replicas.gather.device_for(None, torch.device(wanted)) == torch.device(device)

@@ -1,4 +1,4 @@
-"""The checkpoint from which a training resumes is printed when it is loaded, and reported during the training."""
+"""The checkpoint from which a training resumes is logged when it is loaded, and reported during the training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def until(receiver: Any, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_saved_step_is_reported_at_once(receiver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the rank is killed a second later, the line about the restart must name this checkpoint."""
+    """A saved step must be reported at once, because the log line about a restart names the last saved step."""
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "3600")
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     ddpjob.progress(1)
@@ -32,7 +32,7 @@ def test_a_saved_step_is_reported_at_once(receiver: Any, tmp_path: Path, monkeyp
 
 
 def test_a_resume_is_shown_and_sent_once(receiver: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The output and a report must have the step of a resume: a second run of a complete training ends in seconds."""
+    """A resume must be logged and reported once, also if a complete training is run again and makes no step."""
     first = ddpjob.Snapshot(tmp_path / "s")
     assert first.load() == 0
     assert "resumed" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""A state may be too large for the memory of its container. A message then names the limit that is needed."""
+"""If a state is too large for its container's memory, a message names the memory limit that is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str,
 
 
 def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
-    """A container over its limit is killed, so keeping the state would cause the failure that it protects from."""
+    """A memory limit that is too small must be reported together with a sufficient limit."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where)
     assert short is not None
@@ -38,8 +38,7 @@ def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: P
 
 
 def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> None:
-    """A single rank needs a second area for its copies. Users must not have to raise the limit twice, each time with a
-    restart."""
+    """The limit in the message must also suffice for the second copy of a single rank."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
     assert short is not None
@@ -47,7 +46,7 @@ def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> 
 
 
 def test_a_limit_of_cgroups_version_1_counts(tmp_path: Path) -> None:
-    """Some Kubernetes nodes still have cgroups v1, where the kernel enforces the limit, too."""
+    """The memory limit of cgroups v1 must count, because some Kubernetes nodes still have them."""
     pod = tmp_path / "memory/kubepods/pod1"
     pod.mkdir(parents=True)
     (pod / "memory.limit_in_bytes").write_text(str(600 * MIB))
@@ -60,13 +59,13 @@ def test_a_limit_of_cgroups_version_1_counts(tmp_path: Path) -> None:
 
 
 def test_reclaimable_page_cache_counts_as_room(tmp_path: Path) -> None:
-    """Page cache that the kernel can free must not count as used, or training data in it would leave no memory."""
+    """Page cache that the kernel can free must not count as used, because training data fills the page cache."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB, cache=200 * MIB)
     assert room.shortage(100 * MIB, *where) is None
 
 
 def test_no_limit_is_suggested_if_the_machine_itself_has_no_room(tmp_path: Path) -> None:
-    """If the node is full, the message must not suggest a higher limit, because this would not help."""
+    """If the machine has no free memory, the message must not suggest a higher limit."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
     assert short is not None
@@ -75,7 +74,7 @@ def test_no_limit_is_suggested_if_the_machine_itself_has_no_room(tmp_path: Path)
 
 
 def test_reserving_more_room_does_not_change_the_kept_state() -> None:
-    """Reserving writes to all of the memory, but a state that survived an earlier failure must stay at its start."""
+    """Reserving more memory writes to the new part only; a state at the beginning of the memory must not change."""
     agent = Memory(1)
     agent.begin(0)
     shared, kept = Shared(agent.where(0), 1, 0), {"weight": torch.arange(5000.0)}

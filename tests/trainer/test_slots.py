@@ -1,4 +1,4 @@
-"""The small state that a rank writes at each step is correct, although unchanged parts of the last one are reused."""
+"""Random states, buffers and settings in a rank's slots are correct, although unchanged parts are reused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddprun.memory import Memory
 
 
 class Rank:
-    """A rank with its agent's memory, a model with buffers, and other objects of a script."""
+    """A rank with shared memory, a model with buffers, and other objects of a script."""
 
     def __init__(self, **others: Any) -> None:
         self.agent = Memory(1)
@@ -38,7 +38,7 @@ class Rank:
         self.kept = Kept({"model": self.model, "optimizer": self.optimizer, **others})
 
     def writes_the_truth(self) -> bool:
-        """Make a step, and write the small state during and after it. Return True if the written state is correct."""
+        """Write the small values during and after a step. Return True if the written values are correct."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
             small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())
@@ -51,7 +51,7 @@ class Rank:
 
 
 def described(value: Any) -> Any:
-    """Return type, shape and values of everything in the value, for comparisons."""
+    """Return type, shape and numbers of all tensors and other values, to compare two values."""
     if isinstance(value, dict):
         return {key: described(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
@@ -107,7 +107,7 @@ CHANGES: dict[str, Callable[[Rank], Any]] = {
 
 @pytest.mark.parametrize("first", CHANGES)
 def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank, first: str) -> None:
-    """A learning rate or a running mean of an earlier step silently changes the result."""
+    """The small values in a slot must be those of the present step, whatever has changed."""
     for second in CHANGES.values():
         for change in (CHANGES[first], second, CHANGES["nothing"], CHANGES["torch draws"]):
             change(rank)
@@ -115,7 +115,7 @@ def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank
 
 
 def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
-    """Schedulers and values that grow need more memory at each step, which the kernel provides."""
+    """Schedulers and plain values that grow at each step must be written completely."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
@@ -128,7 +128,7 @@ def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
 
 
 def test_another_process_can_read_the_written_state() -> None:
-    """Another process reads the state, because the rank that wrote it is dead by then."""
+    """Another process must be able to read the small values of a rank that was killed."""
     rank = Rank()
     if (pid := os.fork()) == 0:
         rank.slots.write(0, 1, rank.kept, random_states.compact(), rank.kept.settings())
@@ -140,7 +140,7 @@ def test_another_process_can_read_the_written_state() -> None:
 
 
 def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> None:
-    """Programs that start a daemon close all descriptors. Later another file may get the number of a closed one."""
+    """A script that closes all file descriptors, as programs that start a daemon do, must keep its state in memory."""
     if (pid := os.fork()) == 0:
         assert rank.writes_the_truth()
         os.closerange(3, 1000)
@@ -150,7 +150,7 @@ def test_a_script_that_closes_all_descriptors_keeps_its_state(rank: Rank) -> Non
 
 
 def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> None:
-    """If DistributedDataParallel sends no buffers, a rank that gets rank 0's would silently have a wrong state."""
+    """If DistributedDataParallel broadcasts no buffers, a rank that has lost its own must not get those of rank 0."""
     place = {"of_0": [], "own": ["model"], "models": ["model"]}
     first = {"small": {"model": {"centre": 1}, PLACE: place}}
     with pytest.raises(StateError, match="model: each rank had buffers of its own, and this one has lost them"):
@@ -160,7 +160,7 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
 
 
 def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
-    """An average that starts after the first step must not change the random numbers of a killed rank."""
+    """An average of weights that starts after the first step must not make EARLY lose the random states."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
     for _ in range(2):
@@ -171,7 +171,7 @@ def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_
 
 
 def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_states() -> None:
-    """A script may give load() only the model, and ten steps later give save() an average, too."""
+    """If save() gets more objects than load(), EARLY must keep the random states of the next step."""
     rank, early = Rank(), Early(0)
     early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
     random.random()
@@ -184,7 +184,7 @@ def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_state
 def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The rank must not get another rank's buffers while the log only mentions random numbers."""
+    """If random numbers are drawn after the backward pass, EARLY must lose only the random states, not the buffers."""
     rank, early = Rank(), Early(0)
     for _ in range(3):
         rank.model(torch.ones(2, 4))

@@ -42,7 +42,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function that makes a Snapshot as processes of this attempt of the job do."""
+    """Return a function that makes a Snapshot as a process of the given attempt of the job."""
 
     def make(number: int, job: str = "uid-1", keep: int = 3, generation: int = 0) -> ddpjob.Snapshot:
         monkeypatch.setenv("DDPJOB_UID", job)
@@ -119,13 +119,13 @@ def test_a_snapshot_file_is_an_ordinary_torch_file(tmp_path):
 
 @pytest.mark.parametrize("step", [1.5, torch.tensor(1.5), "3", 0, -1, 10**12])
 def test_a_step_that_gives_no_valid_file_name_is_refused(tmp_path, step):
-    """A step of 13 digits would get a file name that a resume does not find."""
+    """A step of 13 digits must be refused, because a resume would not find its file name."""
     with pytest.raises(ddpjob.ConfigurationError, match="step: "):
         ddpjob.Snapshot(tmp_path).save(step)
 
 
 def test_unnamed_objects_are_refused_and_the_named_call_is_shown(tmp_path):
-    """Users of torch.save(model, …) pass objects without names. Python's own message only counts arguments."""
+    """save(step, model) without names must be refused, and the error must show the correct call."""
     snapshot, model = ddpjob.Snapshot(tmp_path), torch.nn.Linear(1, 1)
     for call in (lambda: snapshot.save(1, model), lambda: snapshot.keep(1, model), lambda: snapshot.load(model)):
         with pytest.raises(TypeError, match=r"needs a name for each object, .*model=model.* Linear"):
@@ -167,9 +167,9 @@ def test_a_damaged_file_is_named_and_the_previous_one_is_used(tmp_path, capfd, d
 
 
 def test_a_large_file_is_never_in_memory_in_addition_to_its_state(tmp_path):
-    """Eight ranks of a node must not hold the file's bytes eight times, in addition to the state."""
+    """A load must not read the whole file into memory, because eight ranks of a node would do it eight times."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
-    tracemalloc.start()  # torch's tensor memory does not count here
+    tracemalloc.start()  # does not count the memory of torch's tensors
     try:
         assert ddpjob.Snapshot(tmp_path).load(weights=torch.zeros(5_000_000)) == 1
         assert tracemalloc.get_traced_memory()[1] < 10_000_000, "the file has 20 MB"
@@ -192,7 +192,7 @@ def test_the_newest_states_are_kept_and_leftovers_of_crashes_are_removed(tmp_pat
 
 
 def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_path, monkeypatch):
-    """A restarted container gives its process the same PID, so temporary files of the last one may have its names."""
+    """A process in a restarted container may have the same pid, so its temporary files may already exist."""
     snapshot, sync, written = ddpjob.Snapshot(tmp_path), os.fsync, []
     monkeypatch.setattr(os, "fsync", lambda descriptor: [written.extend(tmp_path.glob(".tmp*")), sync(descriptor)])
     saved(snapshot, 1)
@@ -204,12 +204,12 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_pat
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """If a script creates a Snapshot for each save, two Snapshots may write files of one name at once."""
+    """Two Snapshots of one process may write the same file at once, if a script creates a Snapshot for each save."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
     def slow_sync(descriptor: int) -> None:
-        if len(begun) < 2:  # the writes of both files call this function
+        if len(begun) < 2:  # both Snapshots write through this function
             begun.append(may_end[len(begun) + 1])
             begun[-1].wait(20)
         sync(descriptor)
@@ -251,7 +251,7 @@ def test_a_failed_write_does_not_end_the_training_and_is_raised_by_wait(tmp_path
 
 
 def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
-    """torch's own message is `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs 8406`."""
+    """The error must name a full disk, because torch's message is only `enforce fail at inline_container.cc:672`."""
     write, room = io.FileIO.write, 20_000
 
     class Full(io.FileIO):
@@ -296,13 +296,13 @@ DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job"
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
 def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
-    """A damaged claim (writer-N.json) must be ignored. A traceback on rank 0 would leave the other ranks waiting."""
+    """A damaged claim file must be ignored, because a traceback on rank 0 would leave the other ranks waiting."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
     (folder / "writer-000001.json").write_text('{"job": "other", "attempt": 1}')
     (folder / damaged).write_bytes(content)
     for path in folder.iterdir():
-        os.utime(path, (1, 1))  # old enough to count as dead
+        os.utime(path, (1, 1))  # old enough that the process counts as dead
     assert attempt(1).load() == 0
 
 
@@ -321,14 +321,14 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket"), "file:///mnt/run"])
 def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, tmp_path, monkeypatch):
-    """The states would be written to ./s3:/bucket/run, and lost with the pod."""
+    """A URL as folder must be refused, because states would be written to ./s3:/bucket/run, and lost with the pod."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ddpjob.ConfigurationError, match=rf"folder: {folder} is a URL.*Mount"):
         ddpjob.Snapshot(folder)
 
 
 def test_a_sampler_read_ahead_by_a_loader_is_named_once(tmp_path, capfd):
-    """Workers may have fetched batches that training has not used, and a resume skips these."""
+    """A sampler that DataLoader workers read ahead must be named once, because a resume skips these batches."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
@@ -408,7 +408,7 @@ def test_a_state_published_by_an_old_attempt_at_the_last_moment_is_never_the_new
         data = source.read_bytes()
         monkeypatch.setattr(os, "rename", rename)
         saved(attempt(2), 11)
-        target.write_bytes(data)  # as if the newer attempt had removed the source just after the rename
+        target.write_bytes(data)  # looks as if the newer attempt had removed the source just after the rename
 
     monkeypatch.setattr(os, "rename", newer_attempt_comes_first)
     zombie.save(500)
@@ -420,8 +420,8 @@ def test_a_state_published_by_an_old_attempt_at_the_last_moment_is_never_the_new
 
 @pytest.fixture
 def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """Return a function that starts a process of attempt 1. It saves steps 1 and 2 and is frozen in a write or between
-    saves. `thaw` continues it: it tries three more saves, and exits with the number of refused ones."""
+    """Return a function that starts a process of attempt 1. The process saves steps 1 and 2, and is frozen in a write
+    or between saves. After `thaw` it tries three more saves, and exits with the number of refused saves."""
     (tmp_path / "s").mkdir()
     pids = []
 
@@ -464,7 +464,7 @@ def _freeze_in_next_sync() -> None:
 
     def freeze(descriptor: int) -> None:
         os.fsync = sync
-        # The signal goes to this thread. If another thread took it, this one would continue for a moment.
+        # The signal goes to this thread; if another thread took the signal, this thread would run on for a moment.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         sync(descriptor)
 
@@ -477,7 +477,7 @@ def thaw(pid: int) -> int:
 
 
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
-    """A slow disk must not look like a rank that hangs."""
+    """While a save blocks the training a pause is declared, so that a slow disk does not look like a stall."""
     phases = []
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
@@ -520,7 +520,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
 
 
 def test_two_processes_cannot_claim_the_same_number(tmp_path, monkeypatch):
-    """Of two processes only one may get a number, also on a file system without hard links."""
+    """Only one of two processes may get a writer number, also on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
 
     def refuse(*_: object) -> None:
@@ -544,8 +544,7 @@ def in_a_process_of_its_own(body: Callable[[], object]) -> None:
 
 
 def test_a_training_that_starts_from_scratch_in_the_folder_of_another_run_keeps_its_own_states(tmp_path):
-    """The script has a --resume option and was run without it. Its saves must not be removed because an earlier run's
-    states have higher steps."""
+    """A training from step 0 in an earlier run's folder must keep its saves, although old states have higher steps."""
 
     def run(*steps: int) -> None:
         snapshot = ddpjob.Snapshot(tmp_path, keep=2)
@@ -560,7 +559,7 @@ def test_a_training_that_starts_from_scratch_in_the_folder_of_another_run_keeps_
 
 
 def test_a_run_that_falls_back_to_an_older_state_keeps_what_it_saves(tmp_path):
-    """With keep=1 the damaged newest file must not stay while the new saves are removed."""
+    """After a fall-back to an older state, keep=1 must keep the new saves and not the damaged newer file."""
     in_a_process_of_its_own(lambda: [saved(ddpjob.Snapshot(tmp_path), step, weights=torch.ones(9)) for step in (1, 5)])
     (newest,) = tmp_path.glob("step-000000000005*")
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -575,7 +574,7 @@ def test_a_run_that_falls_back_to_an_older_state_keeps_what_it_saves(tmp_path):
 
 
 def test_a_process_that_only_reads_does_not_disturb_a_saving_training(tmp_path):
-    """A process that evaluates next to a run must not remove that run's heartbeat when it ends."""
+    """A process that only loads, such as an evaluation, must not remove the heartbeat of a running training."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 1)
     beats = (tmp_path / "writer-000001.alive").read_text()
@@ -586,7 +585,7 @@ def test_a_process_that_only_reads_does_not_disturb_a_saving_training(tmp_path):
 
 
 def test_a_second_run_in_a_folder_is_refused_while_the_first_is_running(tmp_path):
-    """Two runs without a job would remove each other's saves."""
+    """A second run in the same folder must be refused, because two runs would remove each other's saves."""
     training = ddpjob.Snapshot(tmp_path)
     saved(training, 7)
 
@@ -603,7 +602,7 @@ def test_a_process_that_has_only_loaded_blocks_no_training(tmp_path):
     """A script that only loads, for example a notebook, must not block a training in the same folder."""
 
     def training(folder: Path, step: int) -> None:
-        ddpjob.process.current.writers.clear()  # the list was inherited from the parent process
+        ddpjob.process.current.writers.clear()  # a forked process inherits the writer numbers of its parent
         saved(ddpjob.Snapshot(folder), step)
 
     in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
@@ -648,7 +647,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
                 os.write(saying, b".")
                 signal.pause()
             finally:
-                del snapshot  # objects are released before the interpreter exits
+                del snapshot  # the interpreter releases objects before it exits
                 os._exit(0)
         os.close(saying)
         assert os.read(said, 1) == b"."
@@ -672,7 +671,7 @@ def ended(pid: int, how: int) -> None:
 def test_the_folder_of_another_running_job_is_refused_and_that_job_continues(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """If both jobs used the folder, the second would continue from the first one's weights and then end it."""
+    """The folder of another running job must be refused, and that job must go on."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -728,7 +727,7 @@ def test_a_new_claim_without_a_heartbeat_is_waited_for(attempt, tmp_path, monkey
 
 
 def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt, tmp_path):
-    """The first save of a process of a deleted job may come late, and must not make it the newest writer."""
+    """A late first save by a process of a deleted job must not take over the folder of the next job."""
     newer = attempt(1, job="uid-new")
     saved(newer, 1)
 
@@ -776,7 +775,7 @@ def world_of(rank: int, world_size: int, url: str) -> World:
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Let the writer wait for a late rank's random numbers for longer than any delay on this machine."""
+    """Let the writing thread wait for random states of a late rank longer than any delay on this machine."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 30.0)
 
 
@@ -801,8 +800,8 @@ def test_every_rank_continues_with_its_own_random_numbers(run_ranks, tmp_path, p
 
 
 def test_a_step_that_is_saved_twice_keeps_the_random_numbers_of_every_rank(run_ranks, tmp_path, patient):
-    """The script saves this step in the loop and again at the end. The store no longer has the random states then, so
-    the second file must have those of the first."""
+    """If a step is saved again at the end, the second file must have all ranks' random states, although the store has
+    them only for the first save."""
 
     def save_twice(rank: int) -> None:
         with world_of(rank, 2, f"file://{tmp_path}/a"):
@@ -822,7 +821,7 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """Otherwise that rank silently draws other numbers after a resume, and its unread states fill the store."""
+    """A rank that misses one save must have its random states in all later files."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -845,7 +844,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
     kept = {step: rng_of(next(folder.glob(f"step-{step:012d}.*"))) for step in range(1, 13)}
     assert kept[1] == [0]
     assert all(kept[step] == [0, 1] for step in range(2, 13)), kept
-    # Rank 1 may be one save ahead when rank 0 counts.
+    # Rank 1 may be one save ahead when rank 0 counts the keys of the store.
     assert counts[-1] <= counts[2] + 2, "the store grows with each save"
 
 
@@ -865,7 +864,7 @@ def test_a_resume_without_the_random_states_of_a_rank_is_reported(run_ranks, tmp
 
 
 def test_each_node_may_have_its_own_folder(run_ranks, tmp_path, patient):
-    """In a local run an emptyDir has a path per node, but each snapshot needs the random states of all nodes."""
+    """If each node has its own folder, as with an emptyDir, files must have the random states of all nodes."""
 
     def save(rank: int) -> float:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:
@@ -887,7 +886,7 @@ def test_each_node_may_have_its_own_folder(run_ranks, tmp_path, patient):
 
 
 def test_a_save_of_rank_0_alone_waits_for_nobody_and_reports_what_is_missing(run_ranks, tmp_path, capfd, monkeypatch):
-    """The state must be on disk without a wait of two seconds for the others, and the next save must not be delayed."""
+    """If only rank 0 saves, it must not wait two seconds for the other ranks, and must log what the file lacks."""
     monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 1e6)
 
     def body(rank: int) -> int:
@@ -961,7 +960,7 @@ def test_a_ddp_model_and_a_plain_one_can_load_each_others_states(run_ranks, tmp_
 
 
 def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
-    """If the group were ignored, each rank would think that it is rank 0 of 1, and remove the others' files."""
+    """A group that the script has created must be used, because otherwise each rank saves as rank 0 of 1."""
 
     def body(rank: int) -> Any:
         dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)
@@ -1009,7 +1008,7 @@ def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
 
 
 def test_an_optimizer_sharded_over_ranks_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
-    """After a load, the state_dict() of a sharded optimizer raises on all ranks, so load() must not call it."""
+    """load() must accept a ZeroRedundancyOptimizer, whose state_dict() raises on all ranks after a load."""
 
     def body(rank: int) -> Any:
         world = ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)

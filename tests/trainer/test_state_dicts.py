@@ -1,4 +1,4 @@
-"""A snapshot returns unchanged whatever it accepts. Everything else is refused by name when it is saved."""
+"""A snapshot restores every accepted value unchanged. Any other value is refused by name when it is saved."""
 
 import collections
 import enum
@@ -85,7 +85,7 @@ NOT_READ_BACK: dict[str, Any] = {
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
 def test_a_value_that_would_be_restored_differently_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
-    """Users would notice a wrong value only after a crash, when days of training are lost."""
+    """A value that would be restored differently must be refused by name, and nothing may be written."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
     assert not list(tmp_path.glob("*.pt"))
@@ -216,8 +216,7 @@ def test_a_numpy_float_is_restored_as_a_float():
 
 
 def test_a_learning_rate_on_a_gpu_is_restored_onto_it() -> None:
-    """torch leaves a rate that was saved from a GPU on the CPU, and the last bits of the next step differ (seen on an
-    H100). The device "meta" stands for a GPU."""
+    """A learning rate on a GPU (here "meta") must be restored there: on the CPU the last bits of a step differ."""
     on_device, on_host = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2))
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda _: 0.5) for each in (on_device, on_host)]
     group = on_device.param_groups[0]
@@ -233,7 +232,7 @@ def test_a_learning_rate_on_a_gpu_is_restored_onto_it() -> None:
 
 
 def test_nested_settings_on_a_gpu_are_restored_onto_it() -> None:
-    """Betas may be tensors on a GPU, and so may initial values of nested schedulers."""
+    """Betas, and initial values of nested schedulers, that are tensors on a GPU must be restored to the GPU."""
     of_torch = torch.optim.lr_scheduler
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
     on_device, on_host = [
@@ -260,7 +259,7 @@ class Lookahead(torch.optim.SGD):
 
 
 def test_an_optimizer_with_its_own_state_dict_format_is_restored() -> None:
-    """An optimizer may load a format of its own, so the library must not expect param_groups in its state."""
+    """An optimizer whose state_dict() has another format, without param_groups, must be restored."""
     one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
     state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
     assert one.param_groups[0]["lr"] == 0.2
@@ -273,7 +272,7 @@ def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
 
 
 def test_a_scheduler_reaches_an_optimizer_that_wraps_another_one_after_a_restart() -> None:
-    """PostLocalSGDOptimizer keeps the old param_groups of the inner optimizer, so new rates have no effect."""
+    """After a restart a scheduler must still change the learning rates of an optimizer in PostLocalSGDOptimizer."""
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     averager = types.SimpleNamespace(step=0, average_parameters=lambda params: None)
@@ -338,7 +337,7 @@ def test_every_scheduler_of_torch_continues_from_a_snapshot(tmp_path, name):
 
     def step(scheduler: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer makes no step here, about which torch warns
+            warnings.simplefilter("ignore")  # torch warns because the optimizer makes no step here
             scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
 
     (optimizer, one), (fresh, other) = made(), made()
@@ -365,7 +364,7 @@ def test_every_scheduler_of_torch_continues_from_a_snapshot(tmp_path, name):
     ],
 )
 def test_a_value_of_another_shape_or_type_is_named_and_nothing_is_changed(tmp_path, value, target, said):
-    """A plain copy_ silently repeats a single row, and truncates values for a smaller type."""
+    """A value of another shape or type must be named, because copy_ silently repeats rows and truncates values."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
     saved(snapshot, 1, first=torch.ones(2), second=value)
     with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
@@ -391,7 +390,7 @@ def sharded_model(rank: int) -> torch.nn.Module:
 
 
 def test_a_model_sharded_over_ranks_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
-    """If all ranks loaded rank 0's part, the model would be silently destroyed."""
+    """A model that is sharded over the ranks must be refused on every rank: rank 0's part is not the model."""
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     saved(snapshot, 1, model=torch.nn.Linear(8, 1, bias=False))
 
@@ -420,11 +419,11 @@ def test_a_model_sharded_over_ranks_is_refused_on_every_rank_at_once(end_ranks, 
 
 
 def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ranks(tmp_path):
-    """The state_dict() of FSDP is a collective, which rank 0 alone would call."""
+    """FSDP must be refused before its state_dict() is called, which would wait for the other ranks."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     shell = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    torch.nn.Module.__init__(shell)  # other steps of its constructor need a group and a GPU
+    torch.nn.Module.__init__(shell)  # only a part of FSDP's constructor, because the rest needs a group and a GPU
     snapshot = ddpjob.Snapshot(tmp_path)
     for call in (snapshot.load, lambda model: snapshot.save(1, model=model)):
         with pytest.raises(ddpjob.StateError, match="model: a model in FullyShardedDataParallel"):
@@ -435,7 +434,7 @@ def test_fully_sharded_data_parallel_is_refused_before_it_waits_for_the_other_ra
 
 
 class Growing(torch.nn.Sequential):
-    """Model that makes as many layers as the loaded state has."""
+    """Model whose load_state_dict() creates as many layers as the loaded state has."""
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         while len(self) < len({key.partition(".")[0] for key in state_dict}):
@@ -444,7 +443,7 @@ class Growing(torch.nn.Sequential):
 
 
 def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_unchanged() -> None:
-    """load_state_dict() raises after it has changed some layers, so training could begin with a mixed state."""
+    """A state that does not fit must leave the model unchanged: load_state_dict() raises after changing some layers."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
@@ -455,14 +454,14 @@ def test_a_state_that_does_not_fit_is_named_and_leaves_the_model_unchanged() -> 
 
 
 def test_a_model_that_can_convert_another_state_gets_it() -> None:
-    """A model's own load_state_dict() may accept a state of other sizes, so a check of sizes must not refuse it."""
+    """A state of other sizes must be accepted if the model's own load_state_dict() can convert it."""
     model, other = (Growing(*[torch.nn.Linear(2, 2) for _ in range(count)]) for count in (1, 3))
     assert state_dicts.misfit({"model": model}, {"model": other.state_dict()}) == ""
     assert len(model) == 1, "it was tried in a copy"
 
 
 def test_the_state_of_an_optimizer_of_other_parameters_is_refused() -> None:
-    """load_state_dict() would raise on all ranks at once, and the job would fail for good."""
+    """The state of an optimizer with other parameters must be refused with a reason, not by an error of torch."""
     one, other = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == ""
     other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
@@ -472,7 +471,7 @@ def test_the_state_of_an_optimizer_of_other_parameters_is_refused() -> None:
 
 
 def test_a_snapshot_of_another_model_is_reported_as_such():
-    """A user who edits a model and restarts would only read `size mismatch for weight`, without the folder's name."""
+    """A snapshot of another model must be reported with the folder's name, not only as `size mismatch for weight`."""
     saved = {"model": torch.nn.Linear(2, 3).state_dict()}
     said = r"^/runs/step-300 holds another model: size mismatch for weight.*; give this run another folder\.$"
     with pytest.raises(ddpjob.StateError, match=said):
@@ -484,11 +483,11 @@ def test_a_snapshot_of_another_model_is_reported_as_such():
 
 
 def test_the_state_of_another_kind_of_optimizer_is_reported_as_such():
-    """torch accepts the state, and the first step ends with KeyError: 'betas'."""
+    """The state of another class of optimizer must be refused: torch accepts it, and the first step raises KeyError."""
     sgd, adam = torch.optim.SGD([torch.zeros(1)], 0.1), torch.optim.Adam([torch.zeros(1)])
-    torch.optim.lr_scheduler.StepLR(adam, 3)  # this adds initial_lr to the groups
+    torch.optim.lr_scheduler.StepLR(adam, 3)  # a scheduler adds initial_lr to the groups
     older = adam.state_dict()
-    for name in ("fused", "foreach", "initial_lr"):  # torch itself adds what an older optimizer lacked
+    for name in ("fused", "foreach", "initial_lr"):  # torch itself adds settings that an older optimizer lacked
         del older["param_groups"][0][name]
     state_dicts.restore({"optimizer": adam}, {"optimizer": older}, "/runs/step-300")
     said = (

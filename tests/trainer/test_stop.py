@@ -81,7 +81,7 @@ def test_all_ranks_stop_after_the_same_step_if_one_of_three_gets_sigterm_at_any_
 
 
 def test_ranks_that_do_not_wait_for_each_other_stop_after_the_same_step_too(end_ranks, steps, meeting_file):
-    """Without collectives the ranks drift apart. The slowest rank gets SIGTERM, and must catch up with the fastest."""
+    """Ranks without collectives drift apart. If the slowest rank gets SIGTERM, it must catch up with the fastest."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=3):
@@ -117,8 +117,8 @@ def test_all_ranks_stop_after_one_step_if_all_get_sigterm_at_once_and_again(end_
 
 
 def test_a_rank_blocked_in_a_collective_handles_the_signal_and_answers(end_ranks, steps, meeting_file):
-    """Rank 0 joins the collective only after rank 1 has answered. A Python handler in rank 1 would run only after the
-    collective, so both would wait for ever."""
+    """A rank that is blocked in a collective must answer at once. Rank 0 joins the collective only after this answer,
+    so both would wait for ever with a Python signal handler, which runs only after the collective."""
 
     def body(rank: int) -> None:
         with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2):
@@ -200,7 +200,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_with_a_sympt
 
 
 def test_a_stopped_rank_stays_until_rank_0_has_written(end_ranks, steps, meeting_file, monkeypatch):
-    """torchrun kills a node's other processes 30 s after the first one ends: too soon for a large save."""
+    """A stopped rank must stay until rank 0 has saved: torchrun kills a node 30 s after the first rank's end."""
     monkeypatch.setattr(join, "CLOSE_SECONDS", 0.0)
 
     def body(rank: int) -> None:
@@ -221,7 +221,7 @@ def test_a_stopped_rank_stays_until_rank_0_has_written(end_ranks, steps, meeting
 
 
 def test_a_rank_that_exits_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
-    """A rank that exits with 75 must get time to end. After any other exception it would be ended after 2 s."""
+    """A stopped rank that calls sys.exit(75) must end without waiting for the other ranks."""
     monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than any delay on this machine
 
     def body(rank: int) -> None:
@@ -331,7 +331,7 @@ def test_a_signal_handler_of_the_script_is_left_alone(start_script):
 
 
 def test_a_process_forked_by_a_rank_ends_on_sigterm_and_its_parent_does_not_notice(start_script):
-    """A DataLoader ends its workers with SIGTERM, which must not stop the training."""
+    """A SIGTERM to a forked child must end the child, as a DataLoader ends its workers, and not stop the training."""
     script = (
         "import os, signal, sys, time, ddpjob\n"
         "ddpjob.should_stop(1)\n"

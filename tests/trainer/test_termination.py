@@ -1,4 +1,4 @@
-"""A rank writes a termination message, so users can read how it failed after its process and pod are gone."""
+"""A rank writes a termination message, so that users can read the cause of a failure after the pod is gone."""
 
 import contextlib
 import fcntl
@@ -24,7 +24,7 @@ PEER_IS_GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "termination-log"
-    path.touch()  # as the kubelet does
+    path.touch()  # the kubelet creates this file, too
     monkeypatch.setenv("DDPJOB_TERMINATION_LOG", str(path))
     return path
 
@@ -68,7 +68,7 @@ def test_an_exception_is_reported_with_rank_step_and_traceback_and_the_scripts_h
 
 @pytest.mark.parametrize("step", ["'epoch 3'", "None", "float('nan')", "float('inf')", "[1]"])
 def test_a_step_that_is_no_number_is_left_out_and_the_failure_is_reported(log, start_script, step):
-    """progress() accepts any step, and the cause of the failure must be written in any case."""
+    """A step that is no number is left out of the message, because the cause of the failure must be written anyway."""
     process = start_script(
         f"import ddpjob\nddpjob.progress(step={step})\nraise ValueError('no shard')\n", DDPJOB_TERMINATION_LOG=log
     )
@@ -98,7 +98,7 @@ def test_exceptions_in_a_thread_or_a_forked_helper_leave_no_message_if_the_scrip
 
 
 def test_ctrl_c_is_reported_as_sigint(log, start_script):
-    # `make test &` ignores SIGINT, and its children would inherit that.
+    # Under `make test &` SIGINT is ignored, and child processes would inherit this.
     handles = "import os, signal, ddpjob\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = handles + "ddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
     start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
@@ -161,7 +161,7 @@ def test_an_exit_code_within_init_is_reported_although_the_hook_does_not_get_it(
 
 def test_under_torchrun_the_worker_that_failed_first_is_reported(log, tmp_path, free_port):
     script, gone = tmp_path / "train.py", tmp_path / "gone"
-    # Neither worker exits before both have raised, because torchrun ends the other one when the first has failed.
+    # Both workers raise before one of them exits, because torchrun ends the second worker when the first has failed.
     script.write_text(
         "import atexit, os, pathlib, sys, time, ddpjob\n"
         f"gone = pathlib.Path({str(gone)!r})\n"
@@ -222,13 +222,13 @@ def test_the_first_failure_is_kept_and_replaces_an_error_about_a_lost_peer(log, 
 
 @pytest.mark.parametrize("error", [SYMPTOM, WRAPPED])
 def test_a_rank_that_only_lost_a_peer_writes_no_message(log, error):
-    """The message file must stay empty: only then the kubelet uses the log's end, which may show the peer's crash."""
+    """A rank that only lost a peer must write no message: only then the kubelet uses the end of the log."""
     termination.tell(raised(error))
     assert log.read_bytes() == b""
 
 
 def test_the_signal_that_killed_a_data_loader_worker_is_reported(log):
-    """`exited unexpectedly` does not show that the worker, or /dev/shm, had too little memory."""
+    """The signal that killed a DataLoader worker must be reported, because torch says only `exited unexpectedly`."""
     error = RuntimeError("DataLoader worker (pid(s) 2032) exited unexpectedly")
     error.__cause__ = RuntimeError("DataLoader worker (pid 2032) is killed by signal: Killed. ")
     termination.tell(error)
@@ -256,13 +256,13 @@ QUOTES = (
     ids=["DataLoader", "spawn"],
 )
 def test_an_exception_in_a_child_process_is_reported_without_its_wrapper(log, error):
-    """`Caught ValueError in DataLoader worker process 1.` does not name the error."""
+    """An exception in a DataLoader worker must be reported without the wrapper `Caught … in DataLoader worker`."""
     termination.tell(raised(error))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 
 
 def test_a_network_error_in_a_data_loader_worker_is_no_lost_peer(log):
-    """The RuntimeError is the script's own, raised because an object store refused a request."""
+    """A RuntimeError of the script about a refused connection, raised in a DataLoader worker, is not a lost peer."""
     said = (
         "ConnectionRefusedError: [Errno 111] Connection refused\n\nThe above exception was the direct cause of the "
         "following exception:\n\nTraceback (most recent call last):\n"
@@ -287,7 +287,7 @@ class GroupError(Exception):
     "inner", [GroupError("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")]
 )
 def test_an_exception_group_is_reported_by_the_exception_that_is_no_lost_peer(log, inner):
-    """`unhandled errors in a TaskGroup (1 sub-exception)` names no cause, so the inner exception is reported."""
+    """Of an exception group the inner exception is reported, because the group's own message names no cause."""
     termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 
@@ -426,7 +426,7 @@ def ends(start_script: Any, script: str, **environ: Any) -> int:
 
 
 def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
-    """`torchrun a.py || torchrun b.py` must not count as failed after b has trained."""
+    """A rank of a later launcher must remove the message of an earlier one, as in `torchrun a.py || torchrun b.py`."""
     assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
     assert message(log)["rank"] == 1
     assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0
@@ -434,7 +434,7 @@ def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log
 
 
 def test_a_rank_of_the_same_launcher_keeps_the_failure_of_another_rank(log, start_script, tmp_path):
-    """A slow import of one rank must not hide why the other has failed."""
+    """A rank that starts late must not remove the message of another rank of the same launcher."""
     go = tmp_path / "go"
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
     slow = start_script(waits + WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2)
@@ -445,7 +445,7 @@ def test_a_rank_of_the_same_launcher_keeps_the_failure_of_another_rank(log, star
 
 
 def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, start_script):
-    """A parent that restarts its ranks has handled their failure."""
+    """The ranks of a second spawn must remove the message of the first, because the parent has handled that failure."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank(fails):\n"
@@ -464,7 +464,7 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
 
 
 def test_a_parent_that_continues_by_itself_removes_the_failure_of_its_children(log, start_script):
-    """A parent with `except ProcessRaisedException: train_alone()` has handled the failure of its children."""
+    """A parent that trains on without its failed children must remove their message."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank():\n"

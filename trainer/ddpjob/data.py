@@ -92,8 +92,8 @@ class GlobalBatchSampler:
         self.drop_last = drop_last
         self._epoch = 0
         self._consumed = 0
-        self._began = (0, 0)  # epoch and sample at which the loaded state continued
-        self._begins = (0, 0)  # epoch, and how often a DataLoader has begun it
+        self._began = (0, 0)  # (epoch, sample) at which the loaded state continued
+        self._begins = (0, 0)  # (epoch, number of times that a DataLoader has begun it)
         self._has_warned_of_workers = False
         self.reads_ahead = False
         """True if a DataLoader iterates the sampler and may have taken batches that are not trained yet."""
@@ -101,7 +101,7 @@ class GlobalBatchSampler:
         """True if this DataLoader may have workers, which read ahead."""
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
-        self._has_drawn_for_all = False  # True if the DataLoader's workers persist, so it draws one seed for all epochs
+        self._has_drawn_for_all = False  # True if the DataLoader's workers persist: it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -136,7 +136,7 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the interrupted epoch, stay where it was interrupted."""
+        """Go to the beginning of an epoch. In an epoch that a restart has interrupted, stay at that batch."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
             self._epoch, self._consumed = epoch, 0
@@ -174,7 +174,7 @@ class GlobalBatchSampler:
         return self._one_epoch(self._epoch)
 
     def _one_epoch(self, epoch: int) -> Iterator[Batch]:
-        self._note_begin()  # here, because a DataLoader with workers calls __iter__ twice and uses one iterator
+        self._note_begin()  # not in __iter__, which a DataLoader with workers calls twice but iterates once
         yield from self.epoch(epoch)
 
     def __len__(self) -> int:
@@ -218,8 +218,8 @@ class GlobalBatchSampler:
             process.current.keeper.step_begins(self)
 
     def _note_begin(self) -> None:
-        """Log once if an epoch begins again and again. The second time may be `next(iter(loader))` to look at a batch;
-        the third is a mistake."""
+        """Log once if an epoch begins three times: that is a mistake. Two times are none, because a script may call
+        `next(iter(loader))` to look at a batch."""
         epoch, times = self._begins
         times = times + 1 if epoch == self._epoch else 1
         self._begins = (self._epoch, times)
@@ -258,7 +258,7 @@ class GlobalBatchSampler:
         return self._began[1] if epoch == self._began[0] else 0
 
     def _samples_left(self, consumed: int) -> int:
-        """Return how many samples of this epoch are still to be trained. The global batch may have changed."""
+        """Return the number of samples of this epoch that are left to train. The global batch size may have changed."""
         left = self.n - consumed
         return left - left % self.global_batch if self.drop_last else left
 
@@ -323,8 +323,7 @@ def accumulate(
 
 
 def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DDP models in a module, also inside a compiled one. Raise ConfigurationError if there are none for
-    several ranks."""
+    """Return the DDP models in a module, also a compiled one. With several ranks, raise ConfigurationError for none."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         return [inner]
@@ -350,7 +349,7 @@ def _sum_of(loss: Any) -> torch.Tensor:
 
 
 def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any], float]:
-    """Return the micro-batches of a share and their weight: one stand-in of weight zero for an empty share."""
+    """Return the micro-batches of a share, and their weight. For an empty share: one stand-in sample of weight zero."""
     if isinstance(batch, Batch):
         micro_batch = micro_batch or batch.micro_batch
     if samples == 0:
@@ -368,8 +367,8 @@ def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any
 
 
 def _may_have_workers(loader: Any) -> bool:
-    """True if a loader may read ahead. loader: `loader` in the calling frame, torch's DataLoader, or None if torch has
-    changed. A subclass such as accelerate's may read ahead without workers."""
+    """True if a DataLoader may read ahead. loader: variable of the calling frame; None if torch has changed. A subclass
+    such as accelerate's may read ahead without workers."""
     is_torchs = type(loader).__module__ == "torch.utils.data.dataloader"
     return not is_torchs or getattr(loader, "num_workers", 1) != 0
 
@@ -487,7 +486,7 @@ class DataPartitioner:
         return self._partitions[i]
 
     def set_epoch(self, epoch: int) -> None:
-        """Reshuffle every part within itself."""
+        """Reshuffle the samples within each part."""
         for partition in self._partitions:
             partition.set_epoch(epoch)
 

@@ -28,7 +28,7 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._stopped = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002 - transformers' names
-        """Ask `should_stop` after each optimizer step."""
+        """After each optimizer step, call `should_stop`, and save and stop if it returns True."""
         if should_stop(state.global_step):
             self._stopped = control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the evaluation would delay the save and, with `best`, might skip it
@@ -42,7 +42,7 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """
         if self._stopped:
             control.should_evaluate = control.should_save = False
-            state.best_model_checkpoint = None  # after the save, so the checkpoint has it; no best model is loaded now
+            state.best_model_checkpoint = None  # load no best model now; the saved checkpoint has its name
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -34,8 +34,8 @@ class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there whe
         self._validation = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's names
-        """Replace Lightning's SIGTERM handler, which broadcasts even if this rank is within another collective. Ours
-        waits for the end of the step."""
+        """Replace Lightning's SIGTERM handler, which broadcasts even if this rank is within another collective. The
+        handler of `should_stop` waits for the end of the step."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         should_stop(trainer.global_step)
         if process.current.sigterm is not None:
@@ -46,7 +46,7 @@ class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there whe
         self._validation.enter_context(pause("evaluate"))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """End the pause."""
+        """End the pause that `on_validation_start` has declared."""
         self._validation.close()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002

@@ -90,7 +90,7 @@ class Process:
         """Memory limit in bytes that the container would need to keep the state; None if the limit is not the cause."""
 
         # reporting/watchdog.py
-        self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # private; `watchdog.begin` replaces them
+        self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # not shared before `watchdog.begin`
         self.watched = False
         self.in_torch = threading.Lock()  # held by the watchdog thread in torch's C++ code, and from the exit on
 
@@ -160,7 +160,7 @@ class Sigterm:
         self._write(number)
 
     def _write(self, number: int) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the reader wakes up anyway
+        with contextlib.suppress(BlockingIOError):  # if the pipe is full, the reader wakes up anyway
             os.write(self._write_end, bytes([number]))
 
 
@@ -228,7 +228,7 @@ def _end_child_as_before_3_13(run_finalizers: Callable[[], None]) -> None:
         if (error := sys.exc_info()[1]) is not None:
             sys.last_value = error
 
-    # No other hook sees the exception of a child that runs already, or whose class has its own run().
+    # No other hook sees the exception of a child that is already running, or whose class has its own run().
     monitoring.use_tool_id(users[None], _TOOL)
     monitoring.register_callback(users[None], monitoring.events.LINE, see)
     bootstrap = sys.modules["multiprocessing.process"].BaseProcess._bootstrap
@@ -244,8 +244,7 @@ def place() -> RankInfo:
 
 
 def torch_group() -> tuple[int, int] | None:
-    """Return rank and size of torch's default group, also if the script created it; None without one. Does not import
-    torch."""
+    """Return rank and size of torch's default group, also the script's; None without one. Does not import torch."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -278,7 +277,7 @@ def latest_step() -> int:
     """Return the last reported step; 0 if there is none or it is no number, because scripts may pass anything."""
     try:
         return 0 if current.latest is None else int(current.latest[0])
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, nan, infinity, a tensor of several values
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, nan, infinity, or a tensor of several values
         return 0
 
 

@@ -1,11 +1,11 @@
-"""This node's memory in which the training state outlives the ranks (layout and rules: `ddpjob_core/memory.py`).
+"""Own the shared memory of a node, in which the training state outlives the ranks (layout: `ddpjob_core/memory.py`).
 
 The agent creates a memfd; ranks open it through the agent's descriptor. Only written pages use memory. The memfd ends
-with the agent, so it never holds the state of another job or attempt.
+with the agent, so it never has the state of another job or attempt.
 
 After a failure the agent closes the pipe of the generation before any rank gets a signal. A thread in each rank waits
-for this; a rank with the state of the newest step writes it. The agent waits a limited time for ranks that may write a
-newer step than the complete one.
+for this; a rank with the state of the newest step writes that state to the memfd. The agent waits a limited time for
+ranks that may write a newer step than the memory already has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LATE_LOOK_SECONDS = 0.02  # seconds between late checks, which read the states o
 
 
 class Memory:
-    """The memory of this node's ranks, in all generations."""
+    """The shared memory of a node's ranks; it outlives each generation of ranks."""
 
     def __init__(self, ranks: int) -> None:
         """Create the memory file. Raise OSError if the kernel refuses it."""
@@ -37,10 +37,10 @@ class Memory:
         self._node = cells[: memory.NODE_CELLS]
         self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self._read = self._write = -1
-        self._wrote = 0, 0.0  # last value of WROTE, and when it changed
+        self._wrote = 0, 0.0  # last value of WROTE, and seconds from the request to its last change
 
     def begin(self, generation: int) -> None:
-        """Start a generation; the last one has ended. Raise OSError if no descriptor is left."""
+        """Prepare the memory for a new generation of ranks. Raise OSError if no file descriptor is left."""
         self.order()
         self._close_read()
         for cells in self._cells:
@@ -64,7 +64,7 @@ class Memory:
         return max(cells[memory.CLOCK] for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
-        """Make the ranks of this generation write the state. furthest: CLOCK that another node's agent reported."""
+        """Request the state from the ranks of this generation. furthest: CLOCK that another node's agent reported."""
         self._node[memory.FURTHEST] = max(self._node[memory.FURTHEST], furthest)
         if self._write >= 0:
             os.close(self._write)
@@ -73,14 +73,14 @@ class Memory:
     def waits_for(self, pids: Mapping[int, int], seconds: float) -> bool:
         """True if one of these running ranks may still write the state.
 
-        pids: by local rank. seconds: since they were asked.
+        pids: process ids by local rank. seconds: time since `order` was called.
         """
         whole = self.whole
         step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
-            step = 0  # do not count an assumed state: a rank that has saved writes its own over it
+            step = 0  # the script has not called save() for this state; a rank that has called save() overwrites it
         size, still = self._size, self._still(seconds)
-        late = still >= memory.limit_seconds(size)  # check late, because the check is expensive
+        late = still >= memory.limit_seconds(size)  # only then call is_held_up, which is expensive
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]
@@ -99,7 +99,7 @@ class Memory:
         return seconds - self._wrote[1]
 
     def look_again(self, seconds: float) -> float:
-        """Seconds until the next check. seconds: since the ranks were asked."""
+        """Return the seconds until the next call of `waits_for`. seconds: time since `order` was called."""
         return LOOK_SECONDS if seconds < memory.limit_seconds(self._size) else LATE_LOOK_SECONDS
 
     @property
@@ -109,7 +109,7 @@ class Memory:
 
     @property
     def whole(self) -> memory.Version | None:
-        """The complete state in this memory, of any attempt; None if there is none."""
+        """Version of the newest complete state in this memory, of any generation; None if there is none."""
         return self._in_area(self._newest_area)
 
     @property
@@ -137,7 +137,7 @@ def create(name: str) -> int:
 
 
 def created(ranks: int) -> Memory | None:
-    """Create the memory; None if the kernel refuses: a restart then continues from the folder."""
+    """Create the memory. None if the kernel refuses; a restart then continues from the folder."""
     with contextlib.suppress(OSError):
         return Memory(ranks)
     return None

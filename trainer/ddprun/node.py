@@ -132,7 +132,7 @@ class LocalRanks:
 
     @property
     def clock(self) -> int:
-        """Last boundary that a rank has passed, as `ddpjob_core/memory.py` counts them; 0 if unknown."""
+        """Highest CLOCK at which a rank of this node has completed a step (ddpjob_core/memory.py); 0 if unknown."""
         return 0 if self.memory is None else self.memory.clock
 
     @property
@@ -222,8 +222,8 @@ class LocalRanks:
     def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
         """Stop all ranks because of another rank: signal them, then their descendants; SIGKILL after the grace period.
 
-        rescue: first give ranks that can write their state into this node's memory a moment to do so. furthest: highest
-        CLOCK (ddpjob_core/memory.py) of the other nodes.
+        rescue: first wait a moment for ranks that can write their state to this node's memory. furthest: highest CLOCK
+        (ddpjob_core/memory.py) of the other nodes.
         """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()

@@ -2,12 +2,12 @@
 
 Files, all in one folder:
     step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
-    writer-000003.json                                    the claim of writer 3: {"job": uid, "attempt": 2}, plus
-                                                          "generation" if ranks were restarted in their pods
+    writer-000003.json                                    claim file: shows that writer number 3 is taken, and by which
+                                                          job: {"job": uid, "attempt": 2}, "generation" after restarts
     writer-000003.alive                                   shows that this writer's process is running (writers.py)
     .tmp-000003-4711-1                                    a file being written, or left by a crash
 
-A state's file name has its step, its writer number and the first 16 hex digits of the SHA-256 of its bytes. The file
+A state's file name has the step, the writer number and the first 16 hex digits of the SHA-256 of its bytes. The file
 gets this name by rename, after fsync. So a file with such a name was complete once; the digest shows later damage.
 
 Flow: `save` copies the state to the CPU and a thread writes it. The other ranks send their random states, and objects
@@ -15,17 +15,18 @@ that differ by rank, through the group's store. `load` compares the folder with 
 and takes the newer state.
 
 Fencing: each attempt of a job, and under ddprun each generation of its ranks, takes the next writer number by creating
-the claim exclusively. So does every other process that saves, because a run that starts again at step 0 has lower steps
-than the run before it. A process that only loads uses the number of the current run. The newest state has the highest
-(writer, step), not the highest step. Names of two writers never collide, so a late write of an old attempt can neither
-overwrite nor hide a newer state. A process also checks for a higher number before it writes, publishes or prunes, and
-raises Superseded if there is one. The check and the rename are not atomic; losing that race leaves one file too many.
+the claim file exclusively. So does every other process that saves, because a run that starts again at step 0 has lower
+steps than the run before it. A process that only loads uses the number of the current run. The newest state has the
+highest (writer, step), not the highest step. Names of two writers never collide, so a late write of an old attempt can
+neither overwrite nor hide a newer state. A process also checks for a higher number before it writes, publishes or
+prunes, and raises Superseded if there is one. The check and the rename are not atomic; losing that race leaves one file
+too many.
 
 Failures: a save that fails (disk full, folder removed) is reported, training continues, and the next save tries again.
 `wait`, `close`, leaving the group and the end of the script write the last state or raise.
 
-Ownership: a folder belongs to one job. Another job is refused while the last claim's process is running or has been
-silent for less than a minute. After that it takes over, logs it, and resumes from that state.
+Ownership: a folder belongs to one job. Another job is refused while the last writer is running or has been silent for
+less than a minute. After that the other job takes over, logs this, and resumes from the last state.
 
 Drawbacks: rank 0 writes everything, so sharded states are refused; and the whole state is copied to the CPU at each
 save.
@@ -68,17 +69,17 @@ from ddpjob.reporting.progress import pause, report_resumed, report_save_failed,
 from ddpjob_core.memory import FoundState, Version, is_newer
 
 FORMAT = 1
-STEP_MAX = 10**12 - 1  # the name has 12 digits for the step
+STEP_MAX = 10**12 - 1  # the file name has 12 digits for the step
 HASHED_BYTES = 1024 * 1024
-OFFERS_MAX = 3  # states of one rank waiting in the store; rank 0 is at most one save behind
-RNG_WAIT_SECONDS = 2.0  # the writing thread waits this long for other ranks' random states; training does not wait
+OFFERS_MAX = 3  # maximum number of states per rank in the store; rank 0 is at most one save behind
+RNG_WAIT_SECONDS = 2.0  # the writing thread waits this long for other ranks' random states; training goes on meanwhile
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, because Path collapses "//"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a single slash is enough, because Path turns "s3://" into "s3:/"
 _STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
 _WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
 _ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
 _TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
-# Shared by all Snapshots of this process: two of them may write to the same folder at once.
+# Names of files that any Snapshot of this process is writing, because two Snapshots may share a folder.
 _being_written: set[str] = set()
 
 
@@ -114,7 +115,7 @@ class Snapshot:
         *,
         memory: bool = True,
     ) -> None:
-        if not isinstance(keep, int) or keep < 1:  # 2.5 would fail only at the fourth save
+        if not isinstance(keep, int) or keep < 1:  # keep=2.5 would fail only at the fourth save
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         if folder is None and not memory:
             raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
@@ -126,7 +127,7 @@ class Snapshot:
         self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
-        self._ranks = 0  # world size of a group that was left, else 0
+        self._ranks = 0  # world size of the group if this process has left it, else 0
         if self._world is not None:
             self.rank, self.world_size = self._world.rank, self._world.world_size
         elif process.current.left is not None and process.torch_group() is None:
@@ -140,17 +141,17 @@ class Snapshot:
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, term, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None  # the next `_join` raises it, because this process must end
-        self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
-        self._owed: _Owed | None = None  # the state that only memory has, until the folder has it or a newer one
+        self._problem: BaseException | None = None  # the error with which this process must end, raised by `_join`
+        self._unwritten: _Unwritten | None = None  # the last state passed to save(), until it is in the folder
+        self._owed: _Owed | None = None  # the loaded state, until the folder has this state or a newer one
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
-        # Part of the store keys. `load` sets rank 0's path on all ranks, because paths may differ by node.
+        # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Number of optimizer steps after which all ranks have passed the last save, because gradients are summed over
-        # all ranks. Two steps after the save: an optimizer with a closure (LBFGS) runs backward inside step().
+        # Number of optimizer steps after which all ranks have passed the last save: two steps after it. Gradients are
+        # summed over all ranks, and an optimizer with a closure (LBFGS) runs the backward pass inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
-        self._told: set[str] = set()  # keys of messages that were logged, each once
+        self._told: set[str] = set()  # keys of messages that are logged only once
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
@@ -223,13 +224,13 @@ class Snapshot:
     def _save(
         self, step: int, state: Mapping[str, Any], rng: dict[str, Any] | None = None, *, in_thread: bool = True
     ) -> None:
-        """Save the state. rng: random states, in place of the current ones."""
+        """Copy the state, and let a thread write it. rng: random states to save; None for the current ones."""
         self._owed = None
         rng = random_states.current() if rng is None else rng
         if self.rank != 0:
             self._offer(step, state, rng)
             return
-        if not self._repeats:  # the previous save need not wait for other ranks: they have passed it
+        if not self._repeats:  # at a new step all ranks have passed the previous save, which need not wait for them
             self._others_pass_at = 0
         self._join()
         process.current.unsaved.add(self)
@@ -239,7 +240,7 @@ class Snapshot:
                 f"{ahead[0]}: a DataLoader iterates this sampler. One with workers takes batches before they are "
                 f"trained, and a resume leaves these out: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
-        self._unwritten = None  # release the previous copy first; otherwise three copies would be in memory
+        self._unwritten = None  # free the previous copy first, because otherwise three copies would be in memory
         document = {
             "format": FORMAT,
             "step": step,
@@ -264,7 +265,8 @@ class Snapshot:
         self._thread.start()
 
     def _name_half_done(self, objects: Mapping[str, Any], step: int = 0) -> None:
-        """Log which parts a restart would not continue. step: the saved step; 0 if the objects were loaded."""
+        """Log unfinished work, such as accumulated gradients, that a restart would lose. step: the saved step; 0 if the
+        objects were loaded."""
         for name, kind in half_done.hooks_with_state(objects).items():
             self._log_once(
                 f"hook of {name}",
@@ -300,7 +302,7 @@ class Snapshot:
         writer = self._claim(to_save=True)
         self._must_be_newest(writer)
         claim = _claim_of(self.folder, writer)
-        if claim is None:  # the claim was deleted; without a new one the next attempt would take this number
+        if claim is None:  # the claim file was deleted, and the next attempt would take the same writer number
             create_exclusively(self.folder, writer, self._own_claim.as_json())
         elif claim != self._own_claim:
             raise self._superseded()
@@ -308,7 +310,7 @@ class Snapshot:
         return writer
 
     def wait(self) -> None:
-        """Wait until the last saved state is in the folder; write it again if that failed.
+        """Wait until the last saved state is in the folder; write the state again if the write failed.
 
         Raises SnapshotError with the reason and the newest step in the folder if it cannot be written.
         """
@@ -319,7 +321,7 @@ class Snapshot:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for the last `save`, and write its state again if that failed."""
+        """Wait for the thread of the last `save`, and write the state again if that thread failed."""
         self._join()
         unwritten, self._unwritten = self._unwritten, None
         if self._owed is None:
@@ -371,7 +373,7 @@ class Snapshot:
             self._problem = error
         except Exception as error:
             with contextlib.suppress(OSError):
-                if _highest_writer(self.folder) > writer:  # the newer writer removed the file that was being written
+                if _highest_writer(self.folder) > writer:  # the file is gone, because the newer writer has removed it
                     self._problem = self._superseded()
                     return
             self._note_unwritten(unwritten, error)
@@ -400,7 +402,7 @@ class Snapshot:
                     f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
                     f"all go on from rank 0's",
                 )
-        self._remove_left(writer)  # before the write, because files of a killed process may fill the disk
+        self._remove_left(writer)  # before the write, because temporary files of a killed process may fill the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
         report_saved(document["step"])
@@ -412,7 +414,7 @@ class Snapshot:
             process.log(f"older snapshots in {self.folder} cannot be removed: {reason(error)}")
 
     def _note_unwritten(self, unwritten: "_Unwritten", error: BaseException) -> None:
-        """Report that a save failed. Its copy is kept until the next save or the end."""
+        """Report that a save failed. Its copy of the state is kept until the next save or the end."""
         self._unwritten = unwritten
         self._report_failed(f"the state of step {unwritten.document['step']} was not saved", error)
 
@@ -470,8 +472,7 @@ class Snapshot:
     def _remove_left(self, writer: int) -> None:
         for name in os.listdir(self.folder):
             alive, tmp = _ALIVE_NAME.fullmatch(name), _TMP_NAME.fullmatch(name)
-            # Only this process writes under its own number, so any other .tmp file with this number or a lower one was
-            # left behind.
+            # Remove temporary files of this writer number and of lower ones, unless this process is writing them.
             is_left = tmp and int(tmp[1]) <= writer and name not in _being_written
             if (alive and int(alive[1]) < writer) or is_left:
                 with contextlib.suppress(OSError):
@@ -480,7 +481,7 @@ class Snapshot:
     # ---- who may write -------------------------------------------------------------------------------------
 
     def _claim(self, *, to_save: bool = False) -> int:
-        """Return this process's writer number. It is taken once, as the highest number in the folder plus one.
+        """Return the writer number of this process: taken once, as the highest number in the folder plus one.
 
         A process that only loads may share the number of an earlier process of the same attempt and generation. Raises
         OSError, SnapshotError.
@@ -503,7 +504,7 @@ class Snapshot:
                 self._taken().add(highest)
                 break
         self._writer = highest
-        folder = self.folder  # a reference to self would keep the Snapshot alive in the thread
+        folder = self.folder  # the thread must not have a reference to self, which would keep the Snapshot alive
         if not (is_shared and writers.running_here(folder, highest)):
             writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
@@ -513,7 +514,7 @@ class Snapshot:
         return process.current.writers.setdefault(os.path.realpath(self.folder), set())
 
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise if a later attempt of this job owns the folder, or another process or job that is running."""
+        """Raise Superseded for a folder of a later attempt, SnapshotError if another running process or job owns it."""
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
@@ -572,7 +573,7 @@ class Snapshot:
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
             is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-            # no log line for a second Snapshot, which may be empty although training resumed from the first
+            # not logged for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
@@ -593,8 +594,8 @@ class Snapshot:
     def _read(self, found: FoundState | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
         """Return the newest complete state in the folder, with this rank's own parts; None if there is none.
 
-        found: the state in memory; only a newer file counts. Skip a file that lacks objects of a rank that did not save
-        in time, because an older file may have them.
+        found: the state in memory; older files are not used. Files that lack objects of a rank that did not save in
+        time are skipped, because an older file may have them.
         """
         passed: set[Path] = set()
         problem: of_each_rank.LateError | None = None
@@ -624,10 +625,10 @@ class Snapshot:
         random_states.continue_from_here()
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         origin = f"the memory on the node{'s'[: len(found.ranks) > 1]} of {_ranks(found.ranks)}"
-        # Without "a copy in" the message claims that no step was lost, but a copy may be some steps old.
+        # Say "a copy in", because otherwise the message claims that no step was lost; a copy may be some steps old.
         origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded, resized=fetched.resized)}"
         if self._folder is not None:
-            before = {} if self._owed is None else self._owed.objects  # from an earlier load() that named other objects
+            before = {} if self._owed is None else self._owed.objects  # from an earlier load() of other objects
             self._owed = _Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value)
             process.current.unsaved.add(self)
         if self.rank == 0:
@@ -636,7 +637,7 @@ class Snapshot:
         return step
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
-        """Log where the state came from. before: UID of the job that saved it, if it is another job."""
+        """Log where the loaded state came from. before: UID of the job that saved the state, if it is another job."""
         whose = ""
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
@@ -653,7 +654,8 @@ class Snapshot:
         return [rank for rank in ranks if rank not in document["rng"]]
 
     def _choose(self, found: FoundState | None, damaged: Collection[Path]) -> "_Entry | None":
-        """Return the newest state that is not in `damaged`. found: the state in memory; only a newer file counts."""
+        """Return the newest state in the folder that is not in `damaged`. found: the state in memory; older files are
+        not used."""
         try:
             self._claim()
             entries = _entries(self.folder)
@@ -672,7 +674,7 @@ class Snapshot:
         return None
 
     def _version(self, entry: "_Entry") -> Version | None:
-        """Return the version of this entry; None if another job wrote it, or its claim is missing."""
+        """Return the version of this state; None if another job wrote it, or the writer's claim file is missing."""
         claim = _claim_of(self.folder, entry.writer)
         if claim is None or claim.job != self._own_claim.job:
             return None
@@ -704,14 +706,14 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """Return rank 0's choice, or raise its SnapshotError, on all ranks. They also get its folder's name."""
+        """Return rank 0's choice, or raise rank 0's SnapshotError, on all ranks. Also set its folder's name there."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
                 answer = choose()
             except SnapshotError as error:
                 answer = error
-            except Exception as error:  # a bug or a strange file: the other ranks are waiting for an answer
+            except Exception as error:  # any error: the other ranks are waiting for rank 0's answer
                 answer = SnapshotError(f"{self.folder}: {reason(error)}.")
         answer, self._name = self._broadcast((answer, self._name))
         if isinstance(answer, SnapshotError):
@@ -719,7 +721,7 @@ class Snapshot:
         return answer
 
     def _on_all_ranks(self, file: BinaryIO | None) -> BinaryIO | None:
-        """Return the file if all ranks can read it, else a copy of rank 0's; None if rank 0 cannot either."""
+        """Return the file if all ranks can read it, else a copy of rank 0's file; None if rank 0 cannot read it."""
         if self.world_size == 1:
             return file
         missing = gather.numbers(torch.tensor([int(file is None)], device="cpu")).flatten().tolist()
@@ -747,24 +749,24 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
-        """Send this rank's part to rank 0 by the store, because a collective would hang if only rank 0 saves."""
+        """Send this rank's random states and own objects to rank 0, by the store: a collective could hang."""
         store = self._store()
         if store is None:
             return
         handed = of_each_rank.Handed(rng, of_each_rank.own(state), of_each_rank.samples(state))
         value = handed.as_bytes()
         self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
-        # if rank 0, which serves the store, has died, the next collective reports that
+        # Rank 0 serves the store. If it has died, the next collective reports that.
         with contextlib.suppress(RuntimeError):
             store.set(self._offered[-1], value)
-            if len(self._offered) > OFFERS_MAX:  # rank 0 no longer needs the oldest
+            if len(self._offered) > OFFERS_MAX:  # rank 0 does not need the oldest one any more
                 store.delete_key(self._offered.pop(0))
 
     def _collected(self, step: int, repeat: int) -> dict[int, of_each_rank.Handed]:
         """Return the random states and own objects of the other ranks that have saved this step, by rank.
 
-        Waits at most RNG_WAIT_SECONDS. Ranks that missed the save before are not waited for until their late value has
-        arrived; otherwise every save would wait if only rank 0 saves.
+        Waits at most RNG_WAIT_SECONDS. A rank that missed the previous save is not waited for until its late value has
+        arrived, because otherwise every save would wait if only rank 0 saves.
         """
         store = self._store()
         missing = {rank: _offer_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
@@ -811,7 +813,7 @@ def _count_optimizer_steps() -> None:
 
 @dataclass
 class _Unwritten:
-    """A saved state that is not in the folder yet."""
+    """A state that was passed to `save` and is not in the folder yet."""
 
     document: dict[str, Any]
     """The value for torch.save."""
@@ -830,8 +832,8 @@ class _Unwritten:
 
 
 class _Owed:
-    """A state that only memory had when training resumed from it. A script that saves nothing afterwards must not exit
-    with 0, because the state would be lost."""
+    """The state that training resumed from, if only memory had it. A script that saves nothing afterwards must not exit
+    with 0, because this state would be lost."""
 
     def __init__(
         self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
@@ -861,9 +863,10 @@ class _Owed:
         return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
 
     def state(self) -> Mapping[str, Any]:
-        """Return the current state, under the names given to `save`.
+        """Return the current state, by the names passed to `save`.
 
-        Before the first step it is the loaded state, because a DataLoader may have taken batches from a sampler by now.
+        Before the first step return the loaded state, because a DataLoader may already have taken batches from a
+        sampler.
         """
         if not self._has_stepped:
             return {**self.objects, **self._state, **large_of(self.objects)}
@@ -875,21 +878,21 @@ class _Owed:
         return None if self._has_stepped else self._rng
 
     def is_lost(self) -> bool:
-        """True if steps followed without `keep` or `should_stop`, so the number of the current step is unknown."""
+        """True if the script made steps without `keep` or `should_stop`, so that the current step is unknown."""
         return self._has_stepped and self._kept is None and process.current.marked is None
 
 
 def _write_at_end(owner: "weakref.ref[Snapshot]") -> None:
-    """Write the last state at the end of a script that did not call close(), or fail the process."""
+    """Write the last state at the end of a script that did not call close(). Fail the process if that is impossible."""
     snapshot, error = owner(), termination.ending()
     is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if snapshot is None or is_failure:  # a failure is already reported; nobody should wait for a disk
+    if snapshot is None or is_failure:  # a failure is already reported, and the other ranks should not wait for a disk
         return
     try:
         snapshot.close()
     except SnapshotError as problem:
         stop.fail_at_exit(problem)
-    except Exception as problem:  # atexit: raising would reach nobody
+    except Exception as problem:  # at exit no caller would get an exception
         process.log(str(problem))
 
 
@@ -898,15 +901,13 @@ def _offer_key(name: str, step: int, repeat: int, rank: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return for example "ranks 1, 2, 3"; at most 8 of them."""
+    """Return for example "ranks 1, 2, 3"; at most 8 ranks."""
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
 def _seeded(ranks: Sequence[int], *, resized: bool = False) -> str:
-    """Return a suffix for the origin of a state in which these ranks' random states are missing.
-
-    resized: because there were more or fewer ranks.
-    """
+    """Return a suffix for the log line about a loaded state: these ranks were seeded, because their random states are
+    missing. resized: because the number of ranks has changed."""
     if not ranks:
         return ""
     why = f"random states of {_ranks(ranks)} were lost, and"
@@ -925,7 +926,7 @@ def _want_names(call: str, unnamed: Sequence[object]) -> None:
 
 def _checked_step(step: Any) -> int:
     try:
-        whole = operator.index(step)  # accepts numpy integers, which torch.load(weights_only=True) would refuse to read
+        whole = operator.index(step)  # converts numpy integers, which torch.load(weights_only=True) cannot read
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:
@@ -953,15 +954,15 @@ def _entries(folder: Path) -> list[_Entry]:
         if match := _STATE_NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 status = (folder / name).lstat()
-                if stat.S_ISREG(status.st_mode):  # links and pipes are ignored, whatever their name
+                if stat.S_ISREG(status.st_mode):  # links and pipes are ignored, whatever their names are
                     entries.append(_Entry(int(match[2]), int(match[1]), status.st_mtime_ns, match[3], folder / name))
     return sorted(entries, reverse=True)
 
 
 def _opened(entry: _Entry) -> BinaryIO | None:
-    """Open the file for reading; None if it is missing or its digest does not match.
+    """Open the file of a state for reading; None if it is missing or its digest does not match.
 
-    Hashes it in chunks: a node has many ranks, and each would otherwise hold the file in memory next to the tensors.
+    Hashes the file in chunks, because otherwise each rank of a node would hold the file in memory next to the tensors.
     """
     with contextlib.suppress(OSError), contextlib.ExitStack() as otherwise:
         file = otherwise.enter_context(open(own_files.open_file(entry.path, os.O_RDONLY), "rb"))
@@ -976,7 +977,7 @@ def _opened(entry: _Entry) -> BinaryIO | None:
 
 
 class _HashingFile(io.BufferedWriter):
-    """A new file that hashes what is written. torch.save only appends, so the digest is complete at the end."""
+    """A new file that hashes the written bytes. torch.save only appends, so the digest is complete at the end."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -993,15 +994,15 @@ class _HashingFile(io.BufferedWriter):
 
 
 def _highest_writer(folder: Path) -> int:
-    """Return the highest writer number of claims and states, 0 if there is none. States count, too, because the claims
-    may have been deleted."""
+    """Return the highest writer number of claim files and states; 0 if there is none. States are included because the
+    claim files may have been deleted."""
     matches = [_WRITER_NAME.fullmatch(name) for name in os.listdir(folder)]
     states = [entry.writer for entry in _entries(folder)]
     return max([int(match[1]) for match in matches if match] + states, default=0)
 
 
 class _Claim(NamedTuple):
-    """Owner of a writer number."""
+    """Owner of a writer number: a job, its attempt and its generation."""
 
     job: str
     attempt: int
@@ -1028,12 +1029,12 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
 
 
 def create_exclusively(folder: Path, writer: int, content: str) -> bool:
-    """Create the claim with this content; False if another process created it first. Raises OSError."""
+    """Create the claim file of this writer number. False if another process created it first. Raises OSError."""
     path = writers.claim_path(folder, writer)
     tmp = writers.tmp_path(folder, writer)
     try:
         writers.write_new(tmp, content.encode())
-        os.link(tmp, path)  # fails if the path exists, and never shows a half-written file
+        os.link(tmp, path)  # fails if the path exists; other processes never see a half-written file
     except FileExistsError:
         return False
     except OSError as error:
@@ -1065,7 +1066,7 @@ def _fsync_folder(folder: Path) -> None:
 def _decoded(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         document = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the bytes are intact, but another torch version may have written them
+    except Exception as error:  # the bytes are intact, but a different torch version may have written them
         raise SnapshotError(
             f"{path}: this torch {torch.__version__} does not read it: {reason(error).splitlines()[0]}"
         ) from error

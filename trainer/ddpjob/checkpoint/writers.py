@@ -1,9 +1,9 @@
-"""Check if the process that writes to a snapshot folder is still running, also if it belongs to another job.
+"""Check if a process that writes to a snapshot folder is still running, also if the process belongs to another job.
 
-writer-000003.alive, next to that writer's claim, has {"process": "boot/namespace/pid/start"}, and "saves" when the
-process has begun to save. It is touched every few seconds, and emptied when the process exits in order. Clocks of
-machines are never compared: a heartbeat is a change of the file's mtime, and its age is measured with a new file in the
-same folder.
+The process of writer 3 has a file writer-000003.alive with {"process": "boot/namespace/pid/start"}, and with "saves"
+once it has begun to save. The process touches this file every few seconds, and empties the file when it exits normally.
+Clocks of machines are never compared: a heartbeat is a change of the file's mtime, and its age is measured with a new
+file in the same folder.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from ddpjob import own_files
 from ddpjob.process import at_exit_of_child, log
 
 HEARTBEAT_SECONDS = 10.0
-SILENT_SECONDS = 60.0  # without a heartbeat for this long, the process is gone or its machine is stopped
+SILENT_SECONDS = 60.0  # after this time without a heartbeat, the process is gone or its machine is stopped
 LOOK_SECONDS = 1.0
-_saving: set[Path] = set()  # this process's .alive files that contain "saves"
+_saving: set[Path] = set()  # paths of this process's .alive files that contain "saves"
 
 
 def claim_path(folder: Path, writer: int) -> Path:
@@ -34,17 +34,17 @@ def alive_path(folder: Path, writer: int) -> Path:
 
 
 def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
-    """Write heartbeats until the owner is gone, this process ends, or a newer writer has the folder."""
+    """Write heartbeats to this file until the owner is gone, this process ends, or a newer writer has the folder."""
     stopped, pid = threading.Event(), os.getpid()
     _write(path)
     work = (path, stopped, is_newest)
     threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
-    leave = weakref.finalize(owner, _leave, path, stopped, pid)  # also at exit, after the last state is written
+    leave = weakref.finalize(owner, _leave, path, stopped, pid)  # called also at exit, after the last save
     at_exit_of_child(leave, 5)
 
 
 def note_saving(folder: Path, writer: int) -> None:
-    """Record that this process saves. A process that only loads does not keep others of its attempt from saving."""
+    """Record that this process saves. A process that only loads lets other processes of its attempt save."""
     if (path := alive_path(folder, writer)) not in _saving:
         _saving.add(path)
         _write(path)
@@ -57,7 +57,7 @@ def _write(path: Path) -> None:
     with contextlib.suppress(OSError):
         try:
             write_new(tmp, body)
-            os.replace(tmp, path)  # the file is never empty, because that means "exited"; a planted link is replaced
+            os.replace(tmp, path)  # replaced, not emptied: an empty file means "exited"; also replaces a planted link
         finally:
             tmp.unlink(missing_ok=True)
 
@@ -80,7 +80,7 @@ def _leave(path: Path, stopped: threading.Event, pid: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open the alive file of this process. Raises OSError if it was replaced by a link or the like."""
+    """Open the .alive file of this process. Raises OSError if a link or another special file has replaced it."""
     descriptor = own_files.open_file(path, os.O_WRONLY)
     try:
         yield descriptor
@@ -89,18 +89,18 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def tmp_path(folder: Path, writer: int) -> Path:
-    """Return a path for a temporary file of this writer; nobody can guess its name to plant a link there."""
+    """Return a path for a temporary file of this writer, with a random name, so that nobody can plant a link there."""
     return folder / f".tmp-{writer:06d}-{os.getpid()}-{int.from_bytes(os.urandom(8), 'big')}"
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that is not there yet, readable as the umask allows: pods of other users share the folder."""
+    """Create and write a file, readable as the umask allows, because pods of other users share the folder."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
         file.write(data)
 
 
 def is_running(folder: Path, writer: int, who: str) -> bool:
-    """True if that writer is still running. Wait for a heartbeat, until SILENT_SECONDS after the last one."""
+    """True if this writer is still running. Wait for its next heartbeat, until SILENT_SECONDS after the last one."""
     process, last = _seen(folder, writer)
     if process == "":
         return False
@@ -119,29 +119,29 @@ def is_running(folder: Path, writer: int, who: str) -> bool:
 
 
 def running_here(folder: Path, writer: int) -> str:
-    """Return the writer's pid if it is another process that is known to run on this machine, else "". Never wait."""
+    """Return the pid of this writer if it is another process and is running on this machine, else "". Does not wait."""
     process, _ = _seen(folder, writer)
     number = process.split("/")[-2] if process and _runs_on_this_machine(process) else ""
     return "" if number == str(os.getpid()) else number
 
 
 def saves(folder: Path, writer: int) -> bool:
-    """True if that writer's process has begun to save."""
+    """True if the process of this writer has begun to save."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         return json.loads(own_files.read_file(alive_path(folder, writer))).get("saves") is True
     return False
 
 
 def _seen(folder: Path, writer: int) -> tuple[str | None, int]:
-    """Return the process ("" if it exited in order, None if unknown), and the time of its last heartbeat in ns."""
+    """Return the writer's process ("" if it exited normally, None if unknown), and its last heartbeat's time in ns."""
     path = alive_path(folder, writer)
-    for file in (path, claim_path(folder, writer)):  # a writer creates its claim a moment before its first heartbeat
+    for file in (path, claim_path(folder, writer)):  # the claim file is a moment older than the first heartbeat
         with contextlib.suppress(OSError, ValueError):
-            # Open it before its time is read: only open() makes NFS fetch the time from its server.
+            # Open the file before its mtime is read, because only open() makes NFS fetch the mtime from the server.
             with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
                 modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # content of another kind
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # invalid content
                 process = json.loads(text)["process"] if text else ""
             return (process if file == path and isinstance(process, str) else None), modified
     return "", 0
@@ -177,7 +177,7 @@ def process_namespace() -> str:
 
 
 def _started(pid: str) -> str:
-    """Return a process's start time in clock ticks: a pid is reused, but not with the same start time."""
+    """Return the start time of a process in clock ticks: a pid is reused, but not with the same start time."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

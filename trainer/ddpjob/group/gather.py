@@ -14,7 +14,7 @@ def device_for(group: dist.ProcessGroup | None, wanted: torch.device | None = No
 
     A group with nccl only takes GPU tensors: the wanted GPU, else this process's current one.
     """
-    backends = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl" if there are two
+    backends = str(dist.get_backend_config(group))  # for example "cpu:gloo,cuda:nccl" if the group has two backends
     if "gloo" in backends or "mpi" in backends:
         return torch.device("cpu")
     return wanted if wanted is not None and wanted.type != "cpu" else torch.device("cuda", torch.cuda.current_device())

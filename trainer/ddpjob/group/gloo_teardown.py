@@ -25,8 +25,8 @@ from typing import Any
 
 from ddpjob.reporting.watchdog import is_done, recorder
 
-SETTLE_SECONDS = 2.0  # for collectives that nobody waited for; they take milliseconds
-SETTLE_AFTER_ERROR_SECONDS = 0.2  # pending collectives may never end, and their peers should see the failure soon
+SETTLE_SECONDS = 2.0  # time for pending collectives, which take milliseconds
+SETTLE_AFTER_ERROR_SECONDS = 0.2  # pending collectives may never end, and peers should see the failure soon
 POLL_SECONDS = 0.01
 IDLE_POLLS = 2  # polls in a row that find threads idle, because a busy thread may sleep between two locks
 _THREADS = "pt_gloo"  # torch's name for threads that run collectives
@@ -49,7 +49,7 @@ def keep_all_of(c10d: Any) -> None:
         made = make(*args, **kwargs)
         with contextlib.suppress(Exception):
             group = made[0] if isinstance(made, tuple) else made
-            if "gloo" in str(c10d.get_backend_config(group)):  # "cpu:gloo,cuda:nccl" if there are two
+            if "gloo" in str(c10d.get_backend_config(group)):  # "cpu:gloo,cuda:nccl" with two backends
                 never_destroy(group)
                 atexit.unregister(_settle_at_exit)
                 atexit.register(_settle_at_exit, os.getpid())

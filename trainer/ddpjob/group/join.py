@@ -1,4 +1,4 @@
-"""`init()`: find the other ranks, choose backend and device, leave in order. The training script calls it first.
+"""`init()`: find the other ranks, choose backend and device, leave the group cleanly. The script calls it first.
 
 Works under torchrun and torch.distributed.launch, in processes of torch.multiprocessing.spawn and multiprocessing
 (rank= and world_size=), as plain python with one process per node, and alone. The steps read from top to bottom in
@@ -44,7 +44,7 @@ TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
 END_SECONDS = 2.0  # after a failure the process is ended after this many seconds, even if a destructor hangs
 NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
-_LEFT = "left/{}"  # key in the store, set when this rank has left in order
+_LEFT = "left/{}"  # key in the store, set when this rank has left the group cleanly
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class World:
             _leave(group)
         else:
             group.log_time_out(error)
-            group.broken = True  # do not wait for the peers at the exit: they are in a collective and will not leave it
+            group.broken = True  # do not wait for the peers at the exit: they are in a collective, and stay there
             if isinstance(error, SystemExit):
-                termination.tell(error)  # at the exit the exception is no longer visible
+                termination.tell(error)  # now, because the exception is not visible at the interpreter's exit
 
 
 def init(
@@ -351,7 +351,7 @@ def _join(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        environ = os.environ  # the message names the address, because some versions of torch do not
+        environ = os.environ  # the error names the address, which errors of some versions of torch do not
         address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
             f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "
@@ -384,7 +384,7 @@ def _default_method(place: RankInfo) -> str:
 
 
 def _prefix() -> str:
-    """Return a prefix with the attempt and ddprun's generation, so that a process left over from an earlier one cannot
+    """Return a prefix with the attempt and ddprun's generation, so that a process of an earlier generation cannot
     join the new group. TORCHELASTIC_RESTART_COUNT cannot be part of it, because torchrun counts it per node."""
     environ = os.environ
     generation = environ.get("DDPJOB_GENERATION", "0")
@@ -395,7 +395,7 @@ def _prefix() -> str:
 def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     """Return a store in which keys of other groups are invisible."""
     if where == "alone":
-        return HashStore()  # a store without a port, because this rank is alone
+        return HashStore()  # HashStore needs no port, and this rank is alone
     scheme = urlsplit(where).scheme
     if scheme == "file":
         return _store_in_file(where, place, timeout)
@@ -411,7 +411,7 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
 
 
 def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
-    """Return the store: rank 0 serves, the others connect.
+    """Return the store: rank 0 serves it, and the other ranks connect.
 
     torch.distributed's own tcp:// makes every rank a client under torchrun (TORCHELASTIC_USE_AGENT_STORE in
     torch/distributed/rendezvous.py), even at a port where no agent listens. All ranks would then time out.
@@ -433,7 +433,7 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
     store = FileStore(path, place.world_size)
     store.set_timeout(timeout)
     # After a crash the file has addresses of ended processes, and the next run would wait for them until it times out.
-    # So each run has its own keys, and begins only if this rank left the previous run in order.
+    # So each run has its own keys, and begins only if this rank left the group of the previous run cleanly.
     own = PrefixStore(_prefix(), store)
     run = own.add(f"joined/{place.rank}", 1)
     if run > 1 and not PrefixStore(f"run/{run - 1}", own).check([_LEFT.format(place.rank)]):
@@ -490,14 +490,14 @@ class _Group:
         """Use timeout_step_seconds for collectives that start from now on, under gloo and nccl."""
         if not self.stepping:
             self.stepping = True
-            # torch 2.15 has a public function, and the old one warns there on every rank.
+            # torch 2.15 has a public function; the private one warns in that version, on every rank.
             change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             with contextlib.suppress(Exception):
                 change(timedelta(seconds=self.world.timeout_step_seconds))
 
     def log_time_out(self, error: BaseException | None) -> None:
         """Name the limit that was reached and how to raise it, because torch's message has only milliseconds."""
-        if isinstance(error, SystemExit):  # sys.exit(1) in an except block
+        if isinstance(error, SystemExit):  # for example sys.exit(1) in an except block
             error = error.__cause__ or error.__context__
         waited = _TIMED_OUT.search(str(error)) if isinstance(error, RuntimeError) else None
         if waited is None or self.time_out_logged or int(waited[1]) != round(1000 * self.world.timeout_step_seconds):
@@ -514,19 +514,19 @@ _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # text of gloo's errors
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Register a bound method, for instance of a snapshot in progress, to run when the group is left in order. The
+    """Register a bound method, for example one that finishes a save, to run before the group is left cleanly. The
     store still answers then."""
     process.current.before_leaving.append(weakref.WeakMethod(action))
 
 
 def _leave_at_exit() -> None:
-    """Leave in order if the script never closes the group, because the interpreter's exit may abort a gloo group."""
+    """Leave the group cleanly if the script never closes it, because the interpreter's exit may abort a gloo group."""
     group: _Group | None = process.current.group
     if group is None:
         return
     error = termination.ending()
     failed = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if group.broken or failed:  # the peers are in a collective and will not leave it
+    if group.broken or failed:  # the peers are in a collective, and stay there
         group.log_time_out(error)
         _end_soon()
         return
@@ -570,9 +570,9 @@ def wait_for_others(group: _Group, limit_seconds: float) -> None:
     """
     store, world = group.store, group.world
     if store is None and process.current.stopped_at is not None:
-        store = stop.store_of_group()  # the script made the group; rank 0 may still be writing a snapshot
+        store = stop.store_of_group()  # in a group that the script made: rank 0 may still be writing a snapshot
     if store is None:
         return
-    with contextlib.suppress(RuntimeError):  # rank 0 serves the store, and leaves when all ranks are leaving
+    with contextlib.suppress(RuntimeError):  # the store is gone if rank 0, which serves it, has left
         store.set(_LEFT.format(world.rank), "1")
         stop.wait_for_all(store, world.rank, world.world_size, limit_seconds)

@@ -11,8 +11,8 @@ In the training loop, after each step and on every rank:
 The ranks agree through the group's store. A rank that gets SIGTERM sets a key there. Each rank that sees the key
 promises to wait for a decision at its next call of `should_stop`, and writes the step of that call. The last rank to
 promise decides on the highest of these steps. No rank has passed that step, and every rank can still reach it, because
-a thread makes the promise, even while training waits in a collective. A rank that has left the group in order promises
-never to stop; then the others finish as well.
+a thread makes the promise, even while training waits in a collective. A rank that has left the group cleanly promises
+never to stop; then the other ranks finish, too.
 
 This needs no collective: each step only takes a lock, and the thread polls the store twice a second.
 """
@@ -33,12 +33,12 @@ from ddpjob_core import heartbeat, rules, stall_limits
 
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02
-# Seconds for all ranks to agree on a step to stop at; running ranks answer at their next poll. Without a decision by
-# then, a rank is gone. SIGTERM then ends the process, so that the group restarts at once, not after its grace period.
+# Seconds for all ranks to agree on a step to stop at; running ranks answer at their next poll.
+# If they do not agree in time, a rank is gone. SIGTERM then ends the process, so that the group restarts at once.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
-# Limit for a stopped rank that waits for rank 0's snapshot: torchrun gives the processes of its node 30 s after the
-# first one ends with a code other than 0. The pod's grace period may end it earlier.
+# Seconds that a stopped rank waits for rank 0's snapshot. If the rank ended earlier, torchrun would kill the other
+# processes of its node 30 s later. The pod's grace period may end the wait earlier.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
 COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing: a thousand ranks may wait for minutes
@@ -56,7 +56,7 @@ def should_stop(step: int) -> bool:
     kept, and this rank only follows the others. Raises RendezvousError if a rank got SIGTERM and the others did not
     agree within the time-out of a step.
     """
-    state, step = process.current, int(step)  # scripts may compute a float: samples / batch
+    state, step = process.current, int(step)  # scripts may pass a float such as samples / batch
     state.marked = step, state.optimizer_steps
     if not state.stepping:  # without `progress`, the agent needs these steps to see if restarts make progress
         state.cells[heartbeat.STEP] = step
@@ -108,8 +108,8 @@ def leave() -> None:
 def wait_for_all(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
     """Wait at most `limit_seconds` until every rank has called this. Raise RuntimeError if the store is gone."""
     if _all_counted(store, "leaving", world_size, limit_seconds):
-        # Rank 0 may serve the store, so it leaves after the others have read from it for the last time. Otherwise torch
-        # prints 20 lines of "recvValue failed" on each of them at the end of a successful training.
+        # Rank 0 may serve the store, so rank 0 leaves after the other ranks have read from the store for the last time.
+        # Otherwise torch prints 20 lines of "recvValue failed" on each other rank at the end of a successful training.
         _all_counted(store, "gone", world_size if rank == 0 else 0, LEAVE_LAST_SECONDS)
 
 
@@ -129,7 +129,7 @@ class Agreement:
     """One group's agreement on a step. The training calls `reached`; the rest happens in a thread."""
 
     def __init__(self, store: Any, sigterm: process.Sigterm, rank: int, world_size: int, limit_seconds: float) -> None:
-        self._store = store  # None if this rank trains alone
+        self._store = store  # None if this rank is alone in its group
         self._sigterm = sigterm
         self._rank, self._world_size = rank, world_size
         self._limit_seconds = limit_seconds
@@ -257,8 +257,7 @@ def store_of_group() -> Any:
 
 
 def fail_at_exit(problem: BaseException) -> None:
-    """Make this process fail in `end_as_it_must`: the last state is not saved, and nobody can catch an exception any
-    more."""
+    """Make this process fail in `end_as_it_must`, because the last state is not saved, and it is too late to raise."""
     termination.tell(problem)
     process.log(str(problem))
     process.current.fails_at_exit = True
@@ -269,7 +268,7 @@ def end_as_it_must() -> None:
     stopped early must not look completed."""
     if process.current.fails_at_exit:
         if (agreement := process.current.agreement) is not None and process.current.stopped_at is not None:
-            agreement.wait_for_others()  # in a group that the script made, this rank may serve the store
+            agreement.wait_for_others()  # the other ranks need the store, which this rank may serve
         _end_now(1)
     _end_as_resumable()
 

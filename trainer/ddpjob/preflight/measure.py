@@ -137,7 +137,7 @@ def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=on_device)
     swap(peer, torch.tensor([probe], dtype=torch.float64, device=on_device), both)
-    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # both sides must get the same number
+    fitting = int(PROBE_BYTES * PAYLOAD_SECONDS / max(probe, both.item()))  # equal on both sides of the link
     size = min(PAYLOAD_BYTES_MAX, max(PAYLOAD_BYTES_MIN, fitting))
     fastest = min(_exchange(peer, size, on_device) for _ in range(PAYLOADS))
     return min(fastest / size, probe / PROBE_BYTES), latency
@@ -183,13 +183,13 @@ def _clock_less_that_of(peer: int, device: torch.device) -> float:
 
     late = min(
         -swapped(time.time()) + time.time() for _ in range(CLOCK_TRIALS)
-    )  # transit time plus our clock minus the peer's
+    )  # a message's transit time plus our clock minus the peer's clock
     return (late - swapped(late)) / 2
 
 
 def seconds_per_flop(device: torch.device) -> float:
     """Return seconds per operation of a matrix product in this process, the best of several in a fifth of a second."""
-    size = 4096 if device.type == "cuda" else 256  # some milliseconds: shorter than a time slice of the processor
+    size = 4096 if device.type == "cuda" else 256  # takes some milliseconds, less than a time slice of the processor
     left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
 
     def product() -> None:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-FRAMES_MAX, BYTES_MAX = 20, 3000  # limits of an answer to ddprun, which must fit into a page
+FRAMES_MAX, BYTES_MAX = 20, 3000  # limits of an answer to ddprun, which must fit into a memory page of 4 KiB
 TEXT_CHARACTERS_MAX = 120
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")

@@ -7,9 +7,9 @@ A fault belongs to one attempt (default: the first) and one generation of ranks 
 are restarted in the same pods), so that training succeeds afterwards. It happens at the first step that the rank
 reports at or after `step`. An invalid entry is named once on stderr and ignored.
 
-A local run also sets the folder DDPJOB_FAULTS_HAPPENED. Then each fault happens once in the whole run; without an
-attempt or a generation, in whichever reaches its step first. A file in the folder, named by the fault's index, records
-that it has happened.
+A local run also sets DDPJOB_FAULTS_HAPPENED, the path of a folder. Then each fault happens once in the whole run. A
+fault without "attempt" or "generation" happens in the attempt or generation that first reaches its step. A file in the
+folder, named by the fault's index, records that it has happened.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
-    """Execute the faults that are due at this step, and return the faults of later steps."""
+    """Execute the faults that are due at this step. Return the faults of later steps."""
     due = [fault for fault in faults if fault.step <= step]
     for fault in due:
         if not fault.record or _records(fault.record):
@@ -73,8 +73,8 @@ def _is_of(fault: Fault, attempt: str, generation: str) -> bool:
 
 
 def _records(file: str) -> bool:
-    """True if this call recorded the fault. If it cannot be recorded it does not happen, because it would happen again
-    after each restart."""
+    """True if this call recorded the fault. A fault that cannot be recorded does not happen, because it would happen
+    again after each restart."""
     with contextlib.suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         return True

@@ -74,7 +74,7 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
 
 @contextlib.contextmanager
 def pause(phase: Literal["save", "evaluate"]) -> Iterator[None]:
-    """Declare that no step is made for a while: such a phase has a time limit of its own before it counts as a stall.
+    """Declare that no step is made for a while. A pause has its own, longer time limit before it counts as a stall.
 
         with ddpjob.pause("evaluate"):
             loss = held_out_loss(model)
@@ -117,8 +117,7 @@ def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any
 
 
 def report_saved(step: int) -> None:
-    """Report that the checkpoint of this step is on disk, so that a restart resumes from it. Called by the writing
-    thread."""
+    """Report that this step's checkpoint is on disk, for a restart. Called by the writing thread."""
     _write_saved(step)
     process.current.save_failed = ""
     _post_save()
@@ -141,7 +140,7 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
-        state.cells[_STEP] = 0  # the step was loaded, not made by this process
+        state.cells[_STEP] = 0  # the last step was loaded, not made by this process
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
         with contextlib.suppress(Exception):

@@ -132,7 +132,7 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # backward passes so far, and the next one to sum (0: none)
+        self._made, self._next = 0, 1  # number of backward passes so far, and number of the next one to sum (0: none)
         self._passes: list[tuple[int, int, str]] = []
         # Compare values of matrices only: a bias may get equal gradients on ranks with different data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
@@ -252,8 +252,8 @@ class Recent:
         self._passes: dict[int, tuple[int, int]] = {}  # row -> (backward passes made, collectives begun)
 
     def add(self, torch: Any, parameter: Any, made: int, collectives: int) -> None:
-        """Store the values of this pass in place of the oldest."""
-        values = parameter.detach()  # at each pass, because a stored reference would keep the memory after training
+        """Store some values of the parameter at this pass, and overwrite those of the oldest pass."""
+        values = parameter.detach()  # not stored, because a reference would keep the memory after training
         if values.is_complex():
             return
         if self._values is None or self._values.device != values.device:
@@ -338,7 +338,7 @@ def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> 
         length += sum(map(len, own))
         ends.append(length)
     words = torch.cat([torch.zeros(1, dtype=torch.int64, device=parameters[0].device), *parts])
-    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # checksum factors: -1 for the 0, then 1, 3, 5, …
+    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # checksum factors: -1 (for the zero), 1, 3, 5, …
     sums = torch.stack([words.cumsum(0), words.mul_(weights).cumsum(0)])[:, [0, *ends]].tolist()
     return [
         weighted[1] - weighted[0] - 2 * begin * (plain[1] - plain[0]) & 0xFFFFFFFFFFFFFFFF
@@ -412,7 +412,7 @@ def knows_others() -> bool:
 
 
 def has_run_backward(torch: Any) -> bool:
-    """True if autograd has run in this process. It numbers its runs from 0, and a run can read only its own number."""
+    """True if autograd has run in this process. Autograd numbers its runs from 0, so a new run shows earlier ones."""
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

@@ -5,9 +5,9 @@ In a pod this is the container's termination message; the operator reads it from
     {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
      "time": 1796000000.123, "resumable": false, "parent": 77, "traceback": "the last lines, as many as fit"}
 
-All ranks of a pod share the file. The earliest failure stays, and it replaces the message of a rank that stopped in
-order. A rank that only reports a lost peer writes nothing. `init` and the first `progress` install the hook. A process
-that is killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
+All ranks of a pod share the file. The earliest failure stays, and it replaces the message of a rank that stopped on
+request. A rank that only reports a lost peer writes nothing. `init` and the first `progress` install the hook. A
+process that is killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
 
 Each process removes a failure that is older than its own start, because the ranks have been started again since. If a
 failure is left when the container ends with 0, a shell or a program around the ranks has hidden it
@@ -53,7 +53,7 @@ def install() -> None:
 
 
 def tell(error: BaseException) -> None:
-    """Write how this process failed. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
+    """Write the exception of this process. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
         if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written it
@@ -71,7 +71,7 @@ def tell(error: BaseException) -> None:
 
 
 def tell_stopped(step: int) -> None:
-    """Write that this process was asked to stop and has saved this step; never raises."""
+    """Write that this process was requested to stop and has saved this step. Never raise."""
     with contextlib.suppress(Exception):
         _leave(_of_rank()._replace(exit_code=rules.RESUMABLE_EXIT_CODE, step=step, resumable=True))
 
@@ -125,8 +125,7 @@ def cause_line(error: BaseException) -> str:
 
 
 def exit_sentence(error: BaseException) -> str:
-    """Return the line that argparse printed when it ended the process: train.py: error: unrecognized arguments:
-    --lrr"""
+    """Return the line that argparse printed before it exited: train.py: error: unrecognized arguments: --lrr"""
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -136,8 +135,8 @@ def exit_sentence(error: BaseException) -> str:
 
 
 def exit_words(error: SystemExit) -> tuple[str, str]:
-    """Return the line for an exit with a code other than 0, and the part of it that is in the log; both "" if only the
-    code is known."""
+    """Return (line that explains an exit with a code other than 0, its part that is in the log). Both are "" if only
+    the exit code is known."""
     if exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE):
         return "", ""
     printed = exit_sentence(error)
@@ -276,7 +275,7 @@ def _lock(descriptor: int) -> None:
 def _stays(written: bytes, message: Failure) -> bool:
     """True if the file explains more than this message."""
     if not written.startswith(_BEGINS):
-        return bool(written)  # written by the script itself
+        return bool(written)  # the script itself has written the file
     try:
         earlier = Failure.from_dict(json.loads(written))
     except ValueError:
@@ -285,8 +284,7 @@ def _stays(written: bytes, message: Failure) -> bool:
 
 
 def write_over(descriptor: int, message: dict[str, Any]) -> None:
-    """Overwrite the file in place: in a pod it is a mount of its own, and a rename over it fails with EBUSY. Raise
-    OSError."""
+    """Overwrite the file in place: in a pod it is a mount, and a rename over it fails with EBUSY. Raise OSError."""
     body = encode(message)
     os.pwrite(descriptor, body, 0)
     os.ftruncate(descriptor, len(body))

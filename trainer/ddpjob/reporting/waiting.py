@@ -60,7 +60,7 @@ def how(frame: FrameType | None) -> str:
 
 def names_of_line(code: CodeType, line: int) -> set[str]:
     """Return the names that a line of a function uses. Its source is not read, because its disk may hang."""
-    import dis  # imported here, because it is rarely needed and every rank would wait for it
+    import dis  # imported here, because it is rarely needed and the import would delay every rank
 
     ranges = [(start, end) for start, end, number in code.co_lines() if number == line]
     return {

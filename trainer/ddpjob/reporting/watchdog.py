@@ -1,8 +1,8 @@
 """The rank's side of ddprun's watchdog: its heartbeat, in memory shared with its agent.
 
 `progress`, `pause` and `report_start` write their values into cells. The agent (`ddprun/heartbeats.py`) reads them, and
-asks the rank where it is when the group is stalled. A daemon thread answers, because a rank that is blocked in a
-collective runs no Python signal handler. It writes where each thread is, and the last collectives of torch's flight
+requests the rank's stacks when the group is stalled. A daemon thread answers, because a rank that is blocked in a
+collective runs no Python signal handler. It writes the stack of each thread, and the last collectives of torch's flight
 recorder, to stderr, and a summary to the agent. If something holds the interpreter lock, this thread cannot run; then
 faulthandler writes the stacks on another signal.
 
@@ -103,7 +103,7 @@ def _notify(pipe: str) -> None:
 
 
 def _serve(page: memoryview, cells: memoryview) -> None:
-    """Poll for requests: a descriptor to wait on would not survive a script that closes all of them."""
+    """Answer the agent's requests. The thread polls, because a script may close all file descriptors."""
     while True:
         time.sleep(POLL_SECONDS)
         if cells[PHASE] <= 1:
@@ -122,12 +122,12 @@ def _serve(page: memoryview, cells: memoryview) -> None:
 
 
 def _has_completed() -> bool:
-    """True if the only collective so far is done. (The recorder is read only then, because it is still short.)"""
+    """True if the first collective is done. Called only before the second one, when the flight recorder is short."""
     return any(is_done(entry) for entry in _of_torch(_recorded) or [])
 
 
 def _of_torch(call: Callable[[], T]) -> T | None:
-    """Return torch's information; None at the end of the process, or if this torch uses other names."""
+    """Return the result of a call into torch; None at the end of the process, or if this torch lacks the function."""
     in_torch = process.current.in_torch
     if in_torch.acquire(blocking=False):
         try:
@@ -170,8 +170,7 @@ NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
 
 
 def collectives_begun() -> int | None:
-    """Return the collectives begun in the default group; None without one. Takes 5 µs, because it asks the group and
-    not its backend's devices."""
+    """Return the number of collectives begun in the default group; None without a group. Takes 5 µs."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d._world.default_pg
     return None if group is None else int(group._get_sequence_number_for_group())
@@ -203,7 +202,7 @@ def _waits(frames: dict[int, FrameType]) -> dict[str, Any]:
 
 
 def _write_answer(page: memoryview, cells: memoryview, answer: dict[str, Any]) -> None:
-    """Write the answer, or none if it does not fit: the agent ignores shorter ones."""
+    """Write the answer to shared memory, cut to the page's size. The agent ignores an answer that was cut."""
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
     cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
@@ -259,17 +258,17 @@ def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
-    """Return the last collective of the default group if nothing was begun after it; else 0. A failed collective is
-    recorded as done. begun: count of the default group."""
+    """Return the number of the default group's last collective; 0 if another operation was begun after it. A failed
+    collective is recorded as done. begun: number of operations that the default group has begun."""
     if not recorded or not begun or _is_apart(recorded[-1]) or waits_apart(recorded, begun):
         return 0
     return int(last_collective(recorded)["sequence"])
 
 
 def waits_apart(recorded: list[dict[str, Any]], begun: int | None) -> bool:
-    """True if the rank may wait in another group or in a send or recv, or its numbers differ from other ranks'. gloo
-    counts sends and recvs like collectives, and does not record them. begun: count of the default group; None after it
-    was left."""
+    """True if the rank may wait in another group or in a send or recv, or if its collectives may have other numbers
+    than on other ranks. gloo counts sends and recvs like collectives, but does not record them. begun: number of
+    operations that the default group has begun; None after the group was left."""
     numbers = [entry["collective_seq_id"] for entry in recorded if not _is_apart(entry)]
     is_counted = not numbers or max(numbers) - min(numbers) < len(numbers)
     is_newest = begun is None or begun == max(numbers, default=begun)

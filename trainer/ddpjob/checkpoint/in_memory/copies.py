@@ -1,24 +1,21 @@
 """Copies of the state in the agent's memory, made during normal training (rules: `ddpjob_core/copies.py`).
 
-A boundary is a call of `should_stop(step)`, `keep` or `save`: there the state of that step is complete.
+When: no surviving rank could write the state after a failure, because one rank trains alone, or because the script
+changes parameters between the end of a step and the next optimizer step. Without a folder, a state passed to `save` is
+also copied at once if the script reports no other steps: nothing else has that state (`memory.py` decides this).
 
-When: no survivor could write the state after a failure. This is so for a rank that trains alone, and for a script that
-changes parameters between a boundary and the next optimizer step. Without a folder, a saved state is also copied at
-once if the script makes no boundary at its other steps: nothing else has it (`memory.py` decides that).
+Flow: the shared memory has two areas. A copy is written to the area that does not have the newest state. Each rank
+writes its random states, buffers and settings to a slot. The first rank of each node writes parameters and optimizer
+state. The step number that makes the copy valid is written at the next optimizer step: then all ranks have completed
+the copied step. Rank 0 measures the cost of a copy and writes a `CopyPlan` (how often to copy) to the group's store.
 
-Flow: the memory has two areas. A copy is written to the area that does not have the newest state. Each rank writes its
-small values (random states, buffers, settings) to a slot. The first rank of each node writes the large state
-(parameters, optimizer state). The step number that makes the copy valid is written at the next optimizer step: then all
-ranks have reached the boundary. Rank 0 measures the cost of a copy, decides how often to copy (`CopyPlan`), and
-publishes that in the group's store.
-
-Which boundary: if parameters change after a boundary, it is not known whether the next step starts from the values
-before or after the change. The first `save` or `keep` decides. If it finds the same parameters as `should_stop` at the
-same step, `should_stop` counts as a boundary. Otherwise only `save` and `keep` count.
+At which call: if parameters change after `should_stop`, the next step may start from the values before or after the
+change. The first `save` or `keep` decides: if it finds the same parameters as `should_stop` at the same step, copies
+are made at `should_stop`. Otherwise they are made only at `save` and `keep`.
 
 Life cycle: `memory.Keeper` creates one Copies per process. A daemon thread reserves the areas once.
 
-Drawbacks: it needs memory for two copies. A restart repeats the steps after the last copy.
+Drawbacks: the memory must have room for two copies. A restart repeats the steps after the last copy.
 """
 
 import collections
@@ -46,34 +43,35 @@ CHANGES = "parameters or optimizer state change between a boundary and the next 
 
 
 class Boundary(NamedTuple):
-    """The state of a rank at a boundary."""
+    """The state of a rank at the end of a step."""
 
     kept: Kept
     step: int
     named: bool
-    """True if `save` or `keep` made the boundary."""
+    """True if the script passed the state to `save` or `keep`, False if it called `should_stop`."""
     small: Callable[[], Any]
-    """Returns the small values of this step; write them at once."""
+    """Returns random states, buffers and settings of this step; call it at once, because they change."""
     assumed: bool
     must_be_copied: bool = False
-    """True if save() was called and nothing else will have this state, so it is copied now."""
+    """True if `save` got this state and nothing else will have it, so it is copied now."""
 
 
 class _Written(NamedTuple):
-    """A copy that is written, but not valid before the next optimizer step."""
+    """A copy that is written, but becomes valid only at the next optimizer step."""
 
     area: int
     held: Held
     versions: list[Any]
     is_saved: bool
-    """True if `save` was given this state. It stays valid whatever the next step starts from."""
+    """True if `save` got this state. The copy then becomes valid even if parameters change before the next step."""
 
 
 class Copies:
-    """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
+    """One rank's part of the copies: each rank writes its random states, buffers and settings; the first rank of each
+    node also writes parameters and optimizer state."""
 
-    _least = 1  # steps between two copies, at least
-    _later = 0  # number of checks for a new plan by which another rank may be ahead of rank 0
+    _least = 1  # minimum number of steps between two copies
+    _later = 0  # number of plan checks by which another rank may be ahead of rank 0
     _because = ALONE
     _on_device = False
 
@@ -81,26 +79,26 @@ class Copies:
         """store: the group's store, which has rank 0's plan; None if this rank trains alone."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
-        """True if parameters change between a boundary and the next step."""
+        """True if parameters change between the end of a step and the next optimizer step."""
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
         self._plan: CopyPlan | None = None
-        self._next: CopyPlan | None = None  # published plan whose first step is not reached yet
+        self._next: CopyPlan | None = None  # published plan, not used before its first step
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # steps of this, the previous and the last counted boundary
-        self._noted: tuple[list[Any], bool] | None = None  # parameter versions at this boundary, and its `named`
+        self._step = self._before = self._counted = 0  # this step, the one before, and the last that may be copied
+        self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True for save() or keep()
         self._copied = 0  # step of the last copy
-        self._is_named = False  # True if the script has named a state
-        # True if parameters are the same at should_stop() and at save(); None: not known yet
+        self._is_named = False  # True if the script has passed a state to save() or keep()
+        # True if should_stop() and save() find the same parameters at the same step; None: not known yet
         self._is_placed: bool | None = None
-        self._lock = threading.Lock()  # held while a copy is written
+        self._lock = threading.Lock()  # held while this process writes a copy
         self._written: _Written | None = None
         self._room: threading.Thread | None = None
         self._stopped = False
         self._said: tuple[bool, bool, int] | None = None
         self._ended = 0.0
         self._began = time.perf_counter()
-        self._spent, self._has_copied = 0.0, False  # seconds of all copies; True if one was made under this plan
+        self._spent, self._has_copied = 0.0, False  # seconds of all copies; True after a copy under this plan
         self._paces: collections.deque[float] = collections.deque(maxlen=15)
         self._costs: collections.deque[float] = collections.deque(maxlen=5)
 
@@ -115,7 +113,7 @@ class Copies:
         return self.instead or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
-        """Copy from now on, because parameters change between a boundary and the next step. why: for the log."""
+        """Copy from now on, because parameters change after the end of a step. why: reason for the log."""
         if self.changes:
             return
         is_placed = self._shared.node[COPIES] == PLACED
@@ -131,12 +129,12 @@ class Copies:
         self.give_up_last()
 
     def give_up_last(self) -> None:
-        """Discard the copy that is not valid yet, because the script has changed the copied values since."""
+        """Discard the copy that is not valid yet, because the script has changed the copied values."""
         with self._lock:
             self._written = None
 
     def forget(self) -> None:
-        """Invalidate this generation's copies, except those made for save()."""
+        """Invalidate copies by ranks of this generation, except copies made for `save`."""
         self.count_saved()
         self.give_up_last()
         self._room = None
@@ -158,7 +156,7 @@ class Copies:
     # ---- at a boundary -------------------------------------------------------------------------------------
 
     def boundary(self, at: Boundary) -> None:
-        """Record the first boundary of a step, check for a new plan, and copy if due. Raises StateError, OSError."""
+        """At the first `should_stop` or `save` of a step, read a new plan, copy if due. Raises StateError, OSError."""
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
         if at.step != self._step:
@@ -171,7 +169,8 @@ class Copies:
         self._ended = time.perf_counter()
 
     def again(self, at: Boundary) -> None:
-        """At another boundary of the same step, compare the parameters; copy if due. Raises StateError, OSError."""
+        """At a second call for the same step (`save` after `should_stop`), compare the parameters, and copy if due.
+        Raises StateError, OSError."""
         if at.must_be_copied:
             self._step = at.step
             self._copy_if_due(at)
@@ -188,7 +187,7 @@ class Copies:
         self._ended = time.perf_counter()
 
     def renew(self, at: Boundary) -> None:
-        """Write this step's copy again, if it is not valid yet: the script now saves other values than before."""
+        """Write the copy of this step again, because values have changed between should_stop() and save()."""
         if self._copied == at.step and not self._stopped:
             self._copy(at, memory.EVERY_MAX if self._plan is None else self._plan.next_within)
 
@@ -219,8 +218,8 @@ class Copies:
             self._copy(at, plan.next_within)
 
     def _copy_saved(self, at: Boundary) -> None:
-        """Copy a state for save(). Waits until the areas are reserved."""
-        for _ in range(2):  # the second time in larger areas, if the state has outgrown the first ones
+        """Copy a state for `save`. Waits until memory is reserved."""
+        for _ in range(2):  # a second time if the state has outgrown the reserved memory
             while self._is_writer and not self._stopped and not self._has_room(at.kept):
                 if self._room is not None:
                     self._room.join()
@@ -250,19 +249,19 @@ class Copies:
         self._spent, self._has_copied = self._spent + seconds, True
 
     def _write_slot(self, at: Boundary) -> None:
-        """Write this rank's small values (random states, buffers, settings) to one of its slots for copies."""
+        """Write random states, buffers and settings of this rank to one of its slots for copies."""
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
         own = Version(shared.attempt, shared.generation, at.step)
-        if own in versions:  # the same step is saved again, perhaps with other values
+        if own in versions:  # this step is saved again, perhaps with other values
             slot = COPY_SLOTS[versions.index(own)]
         else:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
-        """Write the state and return its area and description; it is not valid yet. None if the state has outgrown the
-        areas.
+        """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;
+        None if the state has outgrown the reserved memory.
 
         Raises StateError, OSError.
         """
@@ -273,14 +272,14 @@ class Copies:
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
-        with shared.locked(waits=True):  # survivors of a failure may be writing
+        with shared.locked(waits=True):  # after a failure, surviving ranks may be writing
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
             shared.write_copy(area, state, held)
             return area, held
 
     def write_now(self, at: Boundary, loads: int) -> bool:
-        """At the end of a rank that trains alone, write its state over the older copy. False if that is not possible.
-        Raises StateError, OSError."""
+        """At the end of a rank that trains alone, write its state over the older copy. Return False if it could not be
+        written. Raises StateError, OSError."""
         if self._world_size > 1:
             return False
         with self._lock:
@@ -292,13 +291,13 @@ class Copies:
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
-        """Called before a second optimizer's step between two boundaries; does nothing for copies from a CPU."""
+        """Called before a second optimizer steps within the same step; does nothing for copies from a CPU."""
 
     def count_saved(self) -> bool:
-        """Make the copy for save() valid, once all ranks have reached its boundary or a rank has failed. Return False
-        if there is no such copy. Raises OSError.
+        """Make the copy for `save` valid, once all ranks have completed its step or a rank has failed. Return False if
+        there is no such copy. Raises OSError.
 
-        After a failure the copy lacks random states of ranks that had not reached the save, like a survivor's state.
+        After a failure the copy may lack random states of ranks that had not called `save`.
         """
         with self._lock:
             written = self._written
@@ -308,7 +307,7 @@ class Copies:
             return self._shared.count_copy(written.area, written.held)
 
     def before_step(self, kept: Kept) -> None:
-        """Make the last copy valid unless parameters have changed since. All ranks have reached its boundary by now."""
+        """Make the last copy valid unless parameters have changed. By now all ranks have completed the copied step."""
         self.count_saved()
         with self._lock:
             written, self._written = self._written, None
@@ -321,7 +320,8 @@ class Copies:
         self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """Make the last copy valid after a failure, if every rank has written its slot. Return the agent's answer."""
+        """After a failure, make the last copy valid if every rank has written its small values. Return SAVED or UNABLE
+        as the answer to the agent."""
         if self.count_saved():
             return SAVED
         with self._lock:
@@ -335,12 +335,11 @@ class Copies:
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """Return values that change when the parameters change. On a device these are only version counters, because
-        the host would have to wait for samples."""
+        """Return values that change with the parameters. On a device only counters: the host would wait for samples."""
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
-        """True if neither version counters nor samples show a change of parameters since the boundary."""
+        """True if version counters and samples show no change of parameters after the copy."""
         is_same = self._versions_of(kept) == versions and not kept.changed()
         return is_same or (self._plan is not None and self._plan.changes)
 
@@ -351,7 +350,7 @@ class Copies:
         return 1 if self._plan is None else self._plan.every
 
     def _look(self) -> None:
-        """Read the next copy plan from the store, and use the plan from its first step on."""
+        """Read the next copy plan from the group's store, and use the plan from its first step on."""
         looks = self._rank > 0 and self._store is not None and self._next is None and self.by_cadence
         if looks and copies.looks(self._step, self._before, self._every):
             with contextlib.suppress(RuntimeError):  # the store is gone, because rank 0 has died
@@ -361,10 +360,10 @@ class Copies:
         if self._next is not None and self._step >= self._next.first:
             before, self._plan, self._next = self._plan, self._next, None
             if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # only rank 0 may call save() and see that parameters differ from should_stop()
+                self._misplaced()  # rank 0 has found other parameters at save() than at should_stop()
 
     def _decide(self, at: Boundary) -> None:
-        """Plan how often to copy, if there is no plan or a better plan is possible."""
+        """On rank 0, plan how often to copy, if there is no plan or a better plan is possible."""
         if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
             return
         if not self._costs and not self._try(at):
@@ -376,13 +375,13 @@ class Copies:
         self._has_copied = False
         every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        # At most double the interval: a restart rejects a rank more than two old intervals ahead of a copy.
+        # At most double the interval, because a restart rejects a rank more than two old intervals ahead of a copy.
         every = every if plan is None else min(every, 2 * plan.every)
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)
 
     def _try(self, at: Boundary) -> bool:
-        """Make a first copy to measure its cost. Return False if the state does not fit. Raises StateError, OSError."""
+        """Make a first copy to measure its cost; False if it does not fit into memory. Raises StateError, OSError."""
         began = time.perf_counter()
         with self._lock:
             self._written = None
@@ -393,13 +392,13 @@ class Copies:
 
     def _tell(self, every: int, named: bool) -> None:
         if self._world_size == 1:
-            first = self._step if self._plan is None else self._plan.first  # no extra copy only for a new plan
+            first = self._step if self._plan is None else self._plan.first  # a new plan causes no extra copy
             self._plan = CopyPlan(first, every, named, self.changes)
         else:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
             self._next = CopyPlan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
-            self._store.get(self._key)  # blocks until the store has it, so the other ranks find it from now on
+            self._store.get(self._key)  # blocks until the store has the plan, so that other ranks find it
         self._told += 1
         before, present = self._said, (named, self.changes, every)
         if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):
@@ -423,11 +422,11 @@ class Copies:
         return not self._room.is_alive()
 
     def _value(self, kept: Kept) -> dict[str, Any]:
-        """Return the large values (parameters, optimizer state) that are copied to an area."""
+        """Return the values to copy: parameters and optimizer state."""
         return kept.large()
 
     def _reserve(self, size: int) -> None:
-        """Reserve both areas, in a thread: the kernel needs half a second for a large one."""
+        """Reserve memory for two copies. Runs in a thread, because the kernel needs half a second for a large state."""
         try:
             self._shared.take(size, memory.AREAS)
             self._prepare()
@@ -440,4 +439,4 @@ class Copies:
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
 
     def _prepare(self) -> None:
-        """Called in the reserving thread once the memory is reserved. Raises OSError."""
+        """Called in the thread of `_reserve` when the memory is reserved. Raises OSError."""

@@ -3,18 +3,18 @@
 Why: the host queues work on the device and does not wait for it. After a failure it is unknown which step the device
 has reached, so the state is copied regularly, with any number of ranks.
 
-Flow: a boundary is a call of `should_stop(step)`, `keep` or `save`. There the writing rank queues the copies on a
-second stream, from the device into a pinned area of the agent's memory. The next optimizer.step() waits for them on the
-device, not on the host. Buffers are cloned first, because the forward pass changes them before that step.
+Flow: at the end of a step (`should_stop`, `keep` or `save`) the first rank of each node queues a copy on a second
+stream, from the device into pinned shared memory. The next optimizer.step() waits for the copy on the device, not on
+the host. Buffers are cloned first, because the forward pass changes them before that optimizer step.
 
-A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
-gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries,
-every few steps. A check waits until the device has finished the step that followed the previous check
-(`ddpjob_core/copies.py`), so no host is more than two checks ahead of another. So all hosts read a new plan (steps
-between copies) in time, and random states of a copy that may still become valid are kept.
+A copy becomes valid when its bytes have arrived and the device has finished the next backward pass: its gradients are
+summed over all ranks, so every rank has completed the copied step. Every few steps the host checks this. A check waits
+until the device has finished the step that followed the previous check (`ddpjob_core/copies.py`), so no host is more
+than two checks ahead of another. So all hosts read a new plan (steps between copies) in time, and random states of a
+copy that may still become valid are kept.
 
-Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
-its boundary until it is valid or dropped.
+Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, until
+it is valid or dropped.
 
 Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that contains the optimizer's step is
 refused, because replays run no hook.
@@ -44,7 +44,7 @@ ABORTS = ("1", "2")  # NCCL's modes that abort the group: the device then contin
 
 
 class _Flight:
-    """A copy in progress: begun at one boundary, valid at a later one."""
+    """A copy that the device is writing; it becomes valid some steps later."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
         """in_torch: lock that a thread holds while it computes the checksum."""
@@ -55,14 +55,14 @@ class _Flight:
         self.is_saved = at.must_be_copied
         self.host_seconds = 0.0
         self.passed: StreamMark | None = None
-        """Mark on the device after the copy and the backward pass of the next step; None before that pass."""
+        """CUDA event after the copy and the backward pass of the next step; None before that pass."""
         self.held: Held | None = None
-        """Description of the copy without its checksum; None if this rank does not write the state."""
+        """Description of the copy without its checksum; None if another rank of this node writes it."""
         self.area = 0
         self.ticket: Ticket | None = None
         self.total: int | None = None
         self.parts: list[torch.Tensor] = []
-        """Views of the area that the checksum covers."""
+        """The copied tensors in shared memory that the checksum covers."""
         self._summing: threading.Thread | None = None
 
     def is_down(self) -> bool:
@@ -72,7 +72,7 @@ class _Flight:
         return not self._sums() and self.passed is not None and self.passed.is_done()
 
     def come_down(self) -> bool:
-        """Wait until the copy is complete. Return False if no optimizer step has followed the boundary."""
+        """Wait until the copy is complete. Return False if no optimizer step has followed the copied step."""
         self.settle()
         if self.passed is None:
             return False
@@ -83,7 +83,7 @@ class _Flight:
         return True
 
     def settle(self) -> None:
-        """Wait until the device has stopped writing to the area."""
+        """Wait until the device has written all bytes of the copy."""
         if self.ticket is not None:
             self.ticket.wait()
 
@@ -115,7 +115,7 @@ class _Flight:
 
 
 class DeviceCopies(Copies):
-    """One rank's part of the copies from a device."""
+    """One rank's part of the copies of a state on a GPU."""
 
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
@@ -129,19 +129,19 @@ class DeviceCopies(Copies):
         self._mapped: list[torch.Tensor] = []
         self._said_pinned = False
         self._flight: _Flight | None = None
-        self._left: _Flight | None = None  # a dropped copy; the device may still write to its area
-        self._looked: StreamMark | None = None  # position after the first backward pass that follows a check
-        self._has_looked = False  # True from a check until the backward pass after it
-        self._in_torch = threading.Lock()  # held by a thread in torch's C++ code; not released after the exit begins
+        self._left: _Flight | None = None  # a dropped copy that the device may still be writing
+        self._looked: StreamMark | None = None  # CUDA event after the first backward pass that follows a check
+        self._has_looked = False  # True from a check until the next backward pass
+        self._in_torch = threading.Lock()  # held while a thread runs torch's C++ code, and from the exit on
         self._pid = os.getpid()
 
     def stop(self) -> None:
-        """Let no copy become valid from now on. Any thread may call this."""
+        """Make no further copy valid. Any thread may call this."""
         with self._lock:
             self._stopped = True
 
     def keep_out_of_torch(self) -> None:
-        """Let no thread enter torch's C++ code any more: a thread that returns from there after the interpreter has
+        """Stop all threads from entering torch's C++ code: a thread that returns from C++ after the interpreter has
         ended would abort the process."""
         if os.getpid() == self._pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._pid = 0  # multiprocessing calls this function a second time
@@ -172,8 +172,7 @@ class DeviceCopies(Copies):
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
         self._flight = flight
-        # Wait at once if something other than an optimizer may change parameters, or if a saved state is copied, which
-        # must become valid.
+        # The device waits at once if the script itself may change parameters, or if `save` needs this copy.
         if (self.changes or at.must_be_copied) and flight.ticket is not None:
             flight.ticket.hold()
 
@@ -186,7 +185,7 @@ class DeviceCopies(Copies):
         return bool(self._costs)
 
     def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
-        """Queue the copies on the device; does nothing if the state no longer fits the areas. Raises StateError."""
+        """Queue a copy on the device, unless the state has outgrown the reserved memory. Raises StateError."""
         shared = self._shared
         value = self._value(at.kept)
         state = packed.pack(value)
@@ -217,7 +216,7 @@ class DeviceCopies(Copies):
         return kept.large_with_buffers(self._streams.clone)
 
     def _land(self) -> None:
-        """Make the copy valid if it is complete."""
+        """Make the copy in progress valid if it is complete."""
         if self._flight is not None and self._flight.is_down():
             self._count()
 
@@ -234,7 +233,7 @@ class DeviceCopies(Copies):
     # ---- the next optimizer step ---------------------------------------------------------------------------
 
     def before_step(self, kept: Kept) -> None:
-        """Make the device wait for its copies before the step. The host does not wait."""
+        """Before an optimizer step, make the device wait for its copies. The host does not wait."""
         if self._streams.is_recording():
             raise StateError("a CUDA graph makes the optimizer's steps, and nobody hears of one")
         flight, looked = self._flight, self._has_looked
@@ -263,7 +262,7 @@ class DeviceCopies(Copies):
     # ---- room ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Map and pin the areas. Old mappings stay, because the device may still be writing to them."""
+        """Map and pin the shared memory of both copies. Old mappings stay, because the device may still write there."""
         try:
             for area in range(memory.AREAS):
                 if len(self._areas) > area and len(self._areas[area]) == self._shared.reserved(area):
@@ -281,13 +280,13 @@ class DeviceCopies(Copies):
 
 
 def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> str:
-    """Return why a device could make steps without the other ranks; "" if it could not.
+    """Return the reason why a device could make steps after a peer has failed; "" if it could not.
 
     An aborted collective completes like a successful one, with undefined buffers. Modes 1 (TearDown) and 2
     (CleanUpOnly) abort, mode 3 (SkipCleanUp) does not: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp:167-174, torch
     2.13.0.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` changes ddprun's 1 to 3
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` changes the value 1 that ddprun sets to 3
     how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""
     if world_size == 1 or backend != "nccl" or how not in ABORTS:
         return ""

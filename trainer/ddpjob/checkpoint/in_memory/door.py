@@ -1,4 +1,4 @@
-"""Keep and restore the state of a `Snapshot` in its node's memory; does nothing without an agent, or if turned off."""
+"""Keep the state of a `Snapshot` in its node's memory, and restore it. Does nothing if no agent started the rank."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _NOTHING = (
 
 class Assumed(dict[str, Any]):
     """`Snapshot.state` before the first `save`. Calls `missed` if the script reads a name that it did not pass to
-    `load`, because it will then save more objects than it has loaded."""
+    `load`, because such a script will save more objects than it has loaded."""
 
     def __init__(self, state: Mapping[str, Any], missed: Callable[[str], None]) -> None:
         super().__init__(state)
@@ -50,8 +50,8 @@ class Assumed(dict[str, Any]):
 
 
 class InMemory:
-    """The memory as a Snapshot uses it. A script that loads from two Snapshots continues from their folders: a state
-    from memory and one from a folder could be of different steps."""
+    """A Snapshot's access to the memory. It is turned off if a script loads from two Snapshots, because a state from
+    memory and a state from the other Snapshot's folder could have different steps."""
 
     def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool, has_folder: bool) -> None:
         self._present = Version(attempt, generation, 0)
@@ -60,8 +60,8 @@ class InMemory:
         self._shared: Shared | None = None
         self._world = world
         self._loads = 0
-        self._named: set[str] = set()  # names passed to the calls of load() that restore the same step
-        self._taken: FoundState | None = None  # the state that these calls restore; None: the folder's
+        self._named: set[str] = set()  # names passed to calls of load() that restore the same step
+        self._taken: FoundState | None = None  # state in memory that load() restores; None if it uses the folder
         self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
         if self._used and world is not None:  # a rank that the agent did not start has no cells in the agent's memory
             place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
@@ -69,11 +69,11 @@ class InMemory:
 
     @property
     def _otherwise(self) -> str:
-        """Describe where a restart continues if nothing is kept in memory."""
+        """Log text: where a restart continues if nothing is kept in memory."""
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
-        """Called by each `load`. The first call starts to keep the state; a call of a second Snapshot stops that."""
+        """Called by each `load`. The first call starts to keep the state; a second Snapshot turns memory off."""
         current = process.current
         if current.loader is None:
             current.loader = self
@@ -98,7 +98,7 @@ class InMemory:
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
-            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # rank 0's pod was not killed
+            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # also in the killed pod
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:
@@ -114,10 +114,10 @@ class InMemory:
         process.current.at_boundary = self._keeper.boundary
 
     def find(self, objects: Mapping[str, Any]) -> FoundState | None:
-        """Return the newest complete state in the memory of any node. Collective: every rank calls it.
+        """Describe the newest complete state in the memory of any node. Collective: every rank calls it.
 
-        If several calls of `load` name one part each, all of them restore the state that the first call took. A call
-        that repeats a name starts over with the newest state.
+        If several calls of `load` restore one part of the state each, all of them use the state that the first call
+        used. A call that repeats a name starts over with the newest state.
         """
         if not self._used or self._world is None or self._present.generation == 0:
             return None  # in the first generation no state can be in memory
@@ -129,7 +129,8 @@ class InMemory:
 
     def fetch(self, found: FoundState, objects: Mapping[str, Any]) -> recall.Fetched | None:
         """Return the found state; None if it lacks these names or has changed. Collective: every rank calls it. Raises
-        StateError if another part of the state was loaded before: the folder's part would be of another step."""
+        StateError instead of None if another part of the state was loaded before, because the folder has another step.
+        """
         assert self._world is not None, "it was found"
         rank, world_size = self._world.rank, self._world.world_size
         fetched = recall.fetch(self._shared, found, rank, world_size, objects)
@@ -149,9 +150,9 @@ class InMemory:
         self._named, self._taken = self._named | _names(objects), found
 
     def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
-        """Called when the objects have the found state: keep them, even if the node had none. Return `Snapshot.state`.
+        """Called when the objects were loaded from memory: keep them in memory. Return `Snapshot.state`.
 
-        They are not kept if the script saves plain values such as `sampler.state_dict(step)`: `load` knows only the
+        They are not kept if the script saves plain values such as `sampler.state_dict(step)`: `load` gets only the
         sampler, whose own position is ahead of the trained samples if DataLoader workers read ahead.
         """
         if self._keeper is not None:
@@ -166,14 +167,14 @@ class InMemory:
         return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
 
     def loaded(self, step: int, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """Called when these objects were loaded from the folder, which has this state. Return `Snapshot.state`."""
+        """Called when the objects were loaded from the folder, which has this state. Return `Snapshot.state`."""
         self._took(None, objects)
         self._loads += 1
         keeper = self._keeper
         if keeper is None:
             return state
         keeper.goes_on(step)
-        if self._loads > 1:  # each call names only a part of the state
+        if self._loads > 1:  # each call loads only a part of the state
             keeper.forget_assumed()
         elif not state or state.keys() == objects.keys():
             keeper.assume(objects)
@@ -196,7 +197,7 @@ def _refuse(name: str) -> None:
 
 
 def _names(objects: Mapping[str, Any]) -> set[str]:
-    """Return the names in one call of load(); {""} if it names nothing, so that such a call counts, too."""
+    """Return the names that one call of load() gets; {""} if it gets no names, so that this call counts, too."""
     return set(objects) or {""}
 
 

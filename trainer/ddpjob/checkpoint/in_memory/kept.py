@@ -1,15 +1,15 @@
 """`Kept`: the objects that one `Snapshot` keeps in memory, split into large and small values.
 
 Flow: large values are the parameters of modules and the state of optimizers. Only an optimizer step changes them, so
-they are written only after a failure (`large`). Small values change at other times and are copied at each boundary
-(`small`): buffers, learning rates, the position of a sampler, the state of a scheduler, plain values. `merged` joins
-both parts when a state is loaded.
+they are written only after a failure (`large`). Small values change at other times and are copied at the end of each
+step (`settings`, `buffers`): buffers, learning rates, positions of samplers, states of schedulers, plain values.
+`merged` joins both parts when a state is loaded.
 
 Life cycle: `memory.Keeper` creates a Kept when the script passes other objects than before. Kept has only weak
 references to optimizers and most other objects, so that it notices when the script replaces one.
 
-Drawbacks: it detects changes by torch's version counters and by samples of the values. Writes through `.data` move no
-counter and are seen only in the samples. The views read a tensor's memory by its address.
+Drawbacks: changes are detected by torch's version counters and by samples of the values. Writes through `.data` move no
+counter and are seen only in the samples. `_Views` reads a tensor's memory by its address.
 """
 
 import collections
@@ -40,7 +40,7 @@ RECORD_STEPS = 64  # boundaries between two reads of all version counters; such 
 READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
-# types of values that need no copy: most settings of a parameter group
+# types of settings that need no copy, such as a learning rate
 _PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})
 _CONSTANT = _PLAIN | {int, str}  # types of values that cannot change in place
 _version_of = operator.attrgetter("_version")
@@ -59,10 +59,10 @@ class ReplacedError(StateError):
 
 
 class Kept:
-    """The objects of one `save`, by name."""
+    """The objects that the script has passed to `save`, `keep` or `load`, by name."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        """Raises StateError for objects that only a file can keep."""
+        """Raises StateError for objects that cannot be kept in memory, only in a file."""
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         # name → module, and for each buffer: state_dict key, dict that holds the buffer, key in that dict
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, dict[str, Any], str]]]] = {}
@@ -77,7 +77,7 @@ class Kept:
         self.wrapped: set[str] = set()
         """Names of models in DistributedDataParallel."""
         self.called: list[torch.nn.Module] = []
-        """Models as the script calls them: with the DistributedDataParallel wrapper if there is one."""
+        """Models as the script calls them: inside their DistributedDataParallel wrapper, if they have one."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module):
                 self._senders[name] = senders(value)
@@ -128,7 +128,7 @@ class Kept:
         return self.wrapped - set(self.broadcast)
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""
+        """Yield (optimizer, its parameters) pairs, and last (None, parameters that belong to no optimizer)."""
         left = dict(parameters)
         for optimizer in self._living():
             yield (
@@ -138,9 +138,9 @@ class Kept:
         yield None, list(left.values())
 
     def may_be_assumed(self) -> bool:
-        """True if the objects passed to `load` may be treated like those of `save`.
+        """True if memory may keep these objects of `load`, although the script has not called `save` yet.
 
-        Each object must know its position in the training. A sampler that a DataLoader reads ahead does not, and a
+        Each object must know its position in the training. A sampler does not if a DataLoader reads ahead of it, and a
         class of the script may not.
         """
         return not self.by_value and all(
@@ -152,7 +152,7 @@ class Kept:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The objects by name. Raises ReplacedError if the script has dropped one."""
+        """The kept objects by name. Raises ReplacedError if the script has dropped an object."""
         return {name: self._get(name) for name in self._objects}
 
     def _get(self, name: str) -> Any:
@@ -163,7 +163,7 @@ class Kept:
         return value
 
     def samplers(self) -> dict[str, Any]:
-        """The GlobalBatchSamplers by name. A request for a batch advances a sampler. Raises ReplacedError."""
+        """Return the GlobalBatchSamplers by name. Raises ReplacedError."""
         return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:
@@ -172,11 +172,11 @@ class Kept:
             self._get(name)
 
     def _living(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that the script has not dropped."""
+        """Return the optimizers that the script has not dropped."""
         return [optimizer for name in self.optimizers if (optimizer := self._objects[name]()) is not None]
 
     def has(self, optimizer: Any) -> bool:
-        """True if this optimizer's state is kept."""
+        """True if this optimizer's state is kept in memory."""
         return any(optimizer is self._objects[name]() for name in self.optimizers)
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -185,19 +185,19 @@ class Kept:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raise OutgrownError if an optimizer has other parameters than before, ReplacedError if it was dropped."""
+        """Raise OutgrownError for an optimizer with other parameters than before, ReplacedError for a dropped one."""
         self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
     def check(self) -> None:
-        """Raise OutgrownError if the objects have other parameters than before. Buffers: see `large`."""
+        """Raise OutgrownError if modules or optimizers have other parameters than before. `large` checks buffers."""
         self.check_counts()
         if self._parts_now() != self._parts:
             raise OutgrownError("the model has other parameters")
 
     def has_parts_of(self, other: "Kept") -> bool:
-        """True if both have the same parameters and optimizers."""
+        """True if this Kept and the other one have the same parameters and optimizers."""
         return self._parts == other._parts
 
     def _counts_now(self) -> list[list[int]]:
@@ -245,9 +245,9 @@ class Kept:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
     def settings(self) -> dict[str, Any]:
-        """Small values of optimizers and of objects that are no modules.
+        """Return learning rates and other settings of optimizers, and the states of objects that are no modules.
 
-        A value is copied again only if a part of its object was replaced, or if a part can change in place.
+        Settings are copied again only if the object was given a new part, or has a part that can change in place.
         """
         for name in (*self.optimizers, *self._others):
             value = self._get(name)
@@ -258,7 +258,7 @@ class Kept:
         return {name: value for name, (_, value) in self._settings.items()}
 
     def untrained(self) -> dict[str, Any]:
-        """Version counters of modules that no optimizer trains, such as averages of weights."""
+        """Return version counters of modules that no optimizer trains, for example averages of weights."""
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
     def buffers(self, only: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class Kept:
         }
 
     def large_with_buffers(self, clone: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """Everything that may be on a device. Buffers are cloned, because the next forward pass changes them."""
+        """Return parameters, optimizer state and buffers. Buffers are cloned: the next forward pass changes them."""
         copies = {
             name: {key: clone(value) for key, value in buffers.items()} for name, buffers in self.buffers().items()
         }
@@ -290,7 +290,7 @@ class Kept:
         for name, optimizer in zip(self.optimizers, self._living(), strict=True):
             state = optimizer.state_dict()
             large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
-        self.check()  # last: another thread may add a layer meanwhile
+        self.check()  # checked last, because another thread may add a layer meanwhile
         return large
 
     def buffers_as_they_are(self) -> dict[str, dict[str, Any]]:
@@ -316,23 +316,23 @@ class Kept:
                 own.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take over the recorded counters of another Kept with the same optimizers."""
+        """Take over the version counters of another Kept with the same optimizers."""
         if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
             self._counters, self._sampled = other._counters, other._sampled
 
     def record(self) -> None:
-        """Remember parameters and optimizer state as they are at a boundary."""
+        """Remember version counters and samples of parameters and optimizer state at the end of a step."""
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
-        self._held = self._living()  # keeps the state alive if the script's main() returns
+        self._held = self._living()  # keeps optimizer state alive if the script's main() returns
 
     def release(self) -> None:
-        """Stop keeping optimizers alive, so that a dropped one is noticed."""
+        """Drop the references to optimizers, to notice an optimizer that the script drops."""
         self._held = []
 
     def changed(self) -> str:
-        """Return which state has changed since `record` without a step: PARAMETERS, an optimizer's name, or ""."""
+        """Return what has changed without an optimizer step since `record`: PARAMETERS, an optimizer's name, or ""."""
         found = dict(zip([*self.optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
         is_sampled = self._counters[-1].is_recorded
         if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):
@@ -340,25 +340,25 @@ class Kept:
         return next((name for name, what in found.items() if what), "")
 
     def count_tensors(self) -> int:
-        """Number of parameters that have optimizer state."""
+        """Return the number of parameters that have optimizer state."""
         return sum(len(optimizer.state) for optimizer in self._living())
 
     def counters(self) -> list[Any]:
-        """Version counter of each parameter."""
+        """Return the version counter of each parameter."""
         return list(map(_version_of, self._parameters))
 
     def sample(self) -> int:
-        """Checksum of the samples at the last `record`; equal on ranks with equal parameters."""
+        """Return a checksum of the parameter samples at the last `record`, to compare parameters of ranks."""
         return zlib.crc32(self._sampled)
 
     def versions(self) -> list[Any]:
-        """Version counters and samples. Equal lists mean that nobody has changed the parameters. The samples are needed
-        because writes through `.data` do not move a counter.
+        """Return version counters and samples of the parameters. Equal lists mean that parameters have not changed.
+        Samples are included because writes through `.data` do not move a version counter.
         """
         return [*self.counters(), self._sample_now()]
 
     def total(self) -> int:
-        """Sum of the bits of parameters and optimizer state. Raises OutgrownError, StateError."""
+        """Return the sum of all bits of parameters and optimizer state. Raises OutgrownError, StateError."""
         self.check()
         states = [tensor for own in self._counters for tensor in own.state_now()]
         every = [*self._parameters, *states]
@@ -375,7 +375,7 @@ class Kept:
 
 
 class _Held:
-    """Replaces a weak reference to an object that cannot have one, and keeps the object alive."""
+    """Strong reference to an object that cannot have a weak reference; keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -385,7 +385,7 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """Return a callable that returns the object, or None if the script has dropped it. Modules are kept alive."""
+    """Return a reference to call for the object, or for None if the script has dropped it; keeps modules alive."""
     if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)
@@ -397,12 +397,12 @@ def _held(value: Any) -> Callable[[], Any]:
 class _Counters:
     """Version counters of an optimizer's parameters and state.
 
-    Each step moves a counter by the same amount. So all counters are read only at every RECORD_STEPS-th boundary. At
-    the others a few are read, to check that they have the expected values.
+    Each step increases a counter by the same amount. So all counters are read only at every RECORD_STEPS-th step. At
+    other steps a few counters are read, to check that they have the expected values.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: list[torch.Tensor]) -> None:
-        """optimizer: None for parameters that no optimizer has."""
+        """optimizer: None for parameters that belong to no optimizer."""
         self.optimizer: Callable[[], Any] = _none if optimizer is None else weakref.ref(optimizer)
         self.steps = 0
         self._parameters, self._boundaries = parameters, 0
@@ -410,15 +410,15 @@ class _Counters:
         self._counters: list[int] | None = None
         self._moves: list[int] | None = None
         self._few: list[torch.Tensor] = []
-        self._few_moves: list[tuple[int, int]] = []  # counter and its increase per step, for each of the few
+        self._few_moves: list[tuple[int, int]] = []  # (counter, increase per step) for each of `_few`
 
     @property
     def is_recorded(self) -> bool:
-        """True if `record` was called."""
+        """True if `record` was called before."""
         return self._counters is not None
 
     def record(self) -> None:
-        """Remember the counters."""
+        """Remember the version counters as they are now."""
         self._boundaries += 1
         if self._moves is not None and self._boundaries < RECORD_STEPS:
             expected = [counter + self.steps * move for counter, move in self._few_moves]
@@ -439,7 +439,7 @@ class _Counters:
             self._few, self._few_moves = tensors[::stride], list(zip(counters, moves, strict=True))[::stride]
 
     def changed(self) -> str:
-        """Return PARAMETERS or "state" if something other than steps has changed them since `record`, else ""."""
+        """Return what has changed without an optimizer step since `record`: PARAMETERS, "state", or ""."""
         if self._counters is None:
             return ""
         tensors = self._now()
@@ -456,7 +456,7 @@ class _Counters:
         return [*self._parameters, *self.state_now()]
 
     def state_now(self) -> list[torch.Tensor]:
-        """The tensors of the optimizer's state."""
+        """Return the tensors of the optimizer's state."""
         optimizer = self.optimizer()
         states = [] if optimizer is None else list(optimizer.state.values())
         values = itertools.chain.from_iterable(state.values() for state in states if isinstance(state, dict))
@@ -468,7 +468,7 @@ def _none() -> None:
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
-    """The counters after this many steps."""
+    """Return the expected version counters after this many steps."""
     return [counter + steps * move for counter, move in zip(counters, moves, strict=True)]
 
 
@@ -479,12 +479,12 @@ class _Views(NamedTuple):
     tensors: list[torch.Tensor]
     """References that keep the memory alive if another thread replaces a tensor."""
     are_whole: list[bool]
-    """True for each tensor that is viewed completely."""
+    """For each tensor: True if its view has all bytes of the tensor."""
     views: list[Any]
 
 
 def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views:
-    """Views of these tensors, at most `most` bytes each. Returns `before` if no tensor has moved."""
+    """Return views of these tensors, at most `most` bytes each. Return `before` if no tensor has a new address."""
     addresses = list(map(_address_of, tensors))
     if addresses == before.addresses:
         return before
@@ -499,7 +499,7 @@ def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state as `save` would write it. Raises StateError if the two parts do not match each other."""
+    """Join large and small values to the state that `save` would write. Raises StateError if they do not match."""
     try:
         return {name: _merged(large.get(name), value) for name, value in small.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,28 +1,24 @@
-"""The rank's side of the memory that outlives it: after a failure the surviving ranks write the state.
+"""Keep the state of one rank in shared memory: after a failure each surviving rank can still write its state.
 
-Inspiration: between a boundary (`should_stop(step)`, `keep`, `save`) and the next `optimizer.step()` nothing changes
-parameters and optimizer state. No rank can finish that step without the failed rank. So every survivor still holds the
-state of the last boundary, and copying it at each step is not needed.
+Inspiration: from the end of a step (a call of `should_stop(step)`, `keep` or `save`) to the next `optimizer.step()`
+nothing changes parameters and optimizer state. No rank can finish that step without the failed rank. So every survivor
+still holds the state of the last complete step, and copying the state at each step is not needed.
 
-Flow: at a boundary `Keeper` writes only small values (random states, buffers, settings) to its slots in the agent's
-memory. It writes the large state (parameters, optimizer state) when the agent asks for it, or when it ends by an
-exception. It writes nothing large between an `optimizer.step()` and the next boundary, because the state is then half
-updated. Before the step it also writes the slot EARLY: the random states and buffers that a rank needs if it is killed
-before the next boundary.
+Flow: at the end of a step `Keeper` writes only small values (random states, buffers, settings) to shared memory. It
+writes parameters and optimizer state when the agent requests them, or when the rank ends by an exception. It does not
+write them between `optimizer.step()` and the end of that step, because they are then half updated. Before the optimizer
+step it writes random states and buffers to the slot EARLY: a rank needs them if it is killed before the step ends.
 
-Proof: the Keeper checks that nothing large changes between a boundary and the next step. On the first PROOF_STEPS steps
-it compares sums of all bits, later the version counters of the parameters and some of their values.
-
-Terms: a script *marks* a step if it makes a boundary after it, and *names* a state if it passes it to `save` or `keep`.
-Before the first call of these, the objects passed to `load` are assumed to be the state.
+Proof: the Keeper checks that parameters do not change from the end of a step to the next optimizer step. On the first
+PROOF_STEPS steps it compares sums of all bits, later the version counters of the parameters and some of their values.
 
 Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives the
-Keeper. It has three hooks into torch: before every optimizer step, in the backward pass and before the forward pass.
+Keeper. The Keeper hooks into torch before each optimizer step, in the backward pass and before the forward pass.
 
-Drawbacks: the script must mark its steps; the hooks run on every step of every optimizer; and there is much mutable
-state here, because scripts differ in the order of boundaries and steps. Two kinds of training cannot rely on
-survivors and copy the state regularly (`copies.py`): scripts that change parameters between boundary and step, and a
-rank that trains alone. A state on a GPU is always copied (`device_copies.py`).
+Drawbacks: the script must report the end of each step; the hooks run on every step of every optimizer; and there is
+much mutable state here, because scripts call `should_stop` and `save` at different points of their loops. Two kinds of
+training cannot rely on survivors and copy the state regularly (`copies.py`): one rank that trains alone, and scripts
+that change parameters after the end of a step. A state on a GPU is always copied (`device_copies.py`).
 """
 
 import contextlib
@@ -54,13 +50,13 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-LOOSE_STEPS = 2  # steps in a row with a change after the boundary, before a report; one may be the end of an epoch
+LOOSE_STEPS = 2  # steps in a row with changes after should_stop() until they are logged; one may be an epoch's end
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
     """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
     is_step = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if is_step and (keeper := process.current.keeper) is not None:  # a pass without gradients is an evaluation
+    if is_step and (keeper := process.current.keeper) is not None:  # a forward pass without gradients is an evaluation
         keeper.has_called |= keeper.step_begins()
 
 
@@ -78,8 +74,8 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: log text: what a restart does without memory. store: the group's store. streams: CUDA streams of
-        the rank's device, None for the CPU. has_folder: False if the states are in memory only.
+        """otherwise: log text, what a restart does if nothing is kept in memory. store: the group's store. streams:
+        CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -89,7 +85,7 @@ class Keeper:
         self._rank, self._world_size, self._otherwise, self._store = rank, world_size, otherwise, store
         self.mode = Mode.EMPTY
         self.kept: Kept | None = None
-        self._outgrown: Mapping[str, Any] | None = None  # objects with new parameters, kept from the next boundary on
+        self._outgrown: Mapping[str, Any] | None = None  # objects with replaced parameters; kept after this step
         self.assumed = False
         self.lock = threading.Lock()
         self.dirty_since = self.dirty_seconds = 0.0
@@ -98,25 +94,25 @@ class Keeper:
         self._slots, self._early = Slots(shared, rank, world_size), Early(rank)
         if (learned := self._slots.learned()) is not None:
             self.places.goes_on_from(learned)
-        self._turn: int | None = None  # slot for the next boundary; None until the first one
-        self._noted = 0  # step of the last boundary
-        self._stepped = True  # True if an optimizer made a step since the last boundary
+        self._turn: int | None = None  # slot to write at the end of the next step; None before the first step ends
+        self._noted = 0  # number of the last step whose end was written to a slot
+        self._stepped = True  # True if an optimizer has stepped, but the script has not reported the end of the step
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # names of optimizers that had not changed when the step began
-        self._notices_begin = False  # True once the beginning of a step was noticed
+        self._repeated: set[str] | None = None  # names of optimizers whose settings had not changed when the step began
+        self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
-        # The first counts steps between any boundaries, the second between boundaries at which the script passes
-        # everything. Only needed without a folder.
+        # [0] counts optimizer steps between any calls of should_stop(), keep() and save(). [1] counts those between
+        # calls of keep() and save(). Both are only needed if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
-        self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped since
+        self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
-        self._loose_steps = 0  # steps in a row in which something changed between the boundary and the step
+        self._loose_steps = 0  # steps in a row after which a small value changed before the next optimizer step
         self._proofs_left = self._proofs_needed
-        self._sum: tuple[int, int] | None = None  # (step, sum of all bits of the state), compared before the next step
+        self._sum: tuple[int, int] | None = None  # (step, sum of all bits of its state), checked before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
-        self._is_unnamed = True  # save() and keep() have named nothing, and that is not logged yet
+        self._is_unnamed = True  # True until save() or keep() is called, or the log says that it was not called
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -127,16 +123,16 @@ class Keeper:
 
     @property
     def is_on(self) -> bool:
-        """True if something is kept."""
+        """True if objects are kept in memory."""
         return self.kept is not None and not self._is_off
 
     @property
     def _is_off(self) -> bool:
-        """True if nothing is kept any more, or in a forked process, whose objects are not part of this training."""
+        """True if nothing is kept any more, or in a forked process, whose objects do not belong to this training."""
         return self.mode is Mode.OFF or os.getpid() != self.pid
 
     def _to(self, event: Event) -> None:
-        """Switch to the mode that follows, and tell the agent if it may wait for this rank to write the state."""
+        """Enter the mode that follows this event. The agent waits only for ranks whose mode is READY."""
         before, self.mode = self.mode, after(self.mode, event)
         if before is not self.mode or event == "dropped":
             is_ready = self.mode is Mode.READY and not self.survivor.is_asked
@@ -154,7 +150,7 @@ class Keeper:
             process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Keep these objects from now on. Plain values are captured only at the boundary at which they are passed."""
+        """Keep these objects from now on. Plain values are captured only when the script passes them."""
         if self._is_off:
             return
         was_assumed, self.assumed, self._is_unnamed = self.assumed, False, False
@@ -163,7 +159,7 @@ class Keeper:
         with self._guarded():
             kept = Kept(objects)
             if was_assumed:
-                self._forget_assumed()  # check again from the first step: save() may get more objects than load() did
+                self._forget_assumed()  # the check begins again, because save() may get more objects than load() did
             elif self.kept is not None and not kept.has_parts_of(self.kept):
                 self._prove_again()
             elif self.kept is not None:
@@ -171,9 +167,9 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # false if only plain values are new
+        if self.kept is None or not kept.has_parts_of(self.kept):  # equal parts: only plain values are new
             self._early.forget()
-        with self.lock:  # slots and areas written so far are of other objects
+        with self.lock:
             self.kept, self._outgrown, self._stepped = kept, None, True
             self._to("named")
             if not self._proofs_left:
@@ -193,16 +189,16 @@ class Keeper:
             )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
-        """Keep `load`'s objects until the first `save` or `keep`, unless the script trains other objects."""
+        """Keep the objects of `load` until the first `save` or `keep`, unless the script trains other objects."""
         if self._is_off or self.kept is not None or self.shared.node[MISCOUNTED]:
             return
-        with contextlib.suppress(StateError):  # save() reports what is wrong with them
+        with contextlib.suppress(StateError):  # save() will report what is wrong with the objects
             if objects and Kept(objects).may_be_assumed():
                 self.register(objects)
                 self.assumed = self._is_unnamed = True
 
     def forget_assumed(self) -> None:
-        """Drop the objects of `assume`: the script trains others. Keep nothing until the first `save` or `keep`."""
+        """Drop the objects of `load`, because the script trains others. Keep nothing until `save` or `keep`."""
         if self.assumed and not self._is_off:
             self.assumed = False
             self._forget_assumed()
@@ -214,7 +210,7 @@ class Keeper:
             self.copies.forget()
 
     def _prove_again(self) -> None:
-        """Keep nothing until the check on the first steps is repeated, because other objects are kept now."""
+        """Repeat the check of the first steps before a state is kept, because the objects are different now."""
         with self.lock:
             self.kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self.shared.cells[CLOCK] |= 1
@@ -234,10 +230,10 @@ class Keeper:
         self.shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False, kept_alone: bool = False) -> None:
-        """Called when parameters and optimizer state are those of this step.
+        """Called at the end of a step: parameters and optimizer state are those of this step.
 
-        named: the script passed everything that is kept, plain values too. saved: `save` made this boundary.
-        kept_alone: `keep` made it.
+        named: True if the script calls `save` or `keep`, or `load` has returned this state from memory. saved: True if
+        the script calls `save`. kept_alone: True if it calls `keep`. All are False for `should_stop`.
         """
         if self._unmarked:
             for steps in self._unmarked[: 1 + named]:
@@ -254,22 +250,21 @@ class Keeper:
         # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
         is_renamed = named and not self.has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
-            return  # nothing is new, or plain values belong to another step
+            return  # no new state, or the last plain values belong to another step
         if self._has_other(step):
             return
         if self.assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        try:  # without `_guarded`, which would add a tenth to a boundary's time
+        try:  # without `_guarded`, which would make each call a tenth slower
             self._take_in(kept, int(step), named=named, must_copy=must_copy, counts=named and not kept_alone)
         except Exception as error:
             self.give_up(error)
 
     def _has_other(self, step: int) -> bool:
-        """True if a copy with this step number exists and an optimizer has stepped since.
+        """True if memory has a copy with this step number, and an optimizer has stepped after it.
 
-        Memory keeps the first copy: a later one would mix the values and random states of one step with the parameters
-        of another.
+        The first copy stays: a second copy would mix values and random states of one step with parameters of another.
         """
         saved = None if self.copies is None else self.copies.saved
         return saved is not None and saved.step == step and not self._is_copied
@@ -279,7 +274,7 @@ class Keeper:
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
         if not self._copies_instead and memory.step_of(self.shared.cells[CLOCK]) != step:
-            self._stepped = True  # otherwise a state marked with another step number would not be copied
+            self._stepped = True  # otherwise a state that should_stop() gave another step number is not copied
         if self.copies is None:
             self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._is_copied |= not self._has_other(step)
@@ -304,7 +299,7 @@ class Keeper:
                 self._is_proven(kept, step)
         own = self.copies
         if own is not None and self.places.moved:
-            own.renew(self.at(kept, step, named))  # the copy lacks changes made between should_stop() and save()
+            own.renew(self.at(kept, step, named))  # the last copy lacks changes made between should_stop() and save()
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
         if must_copy and not self._is_off and not process.current.not_kept:
@@ -316,7 +311,7 @@ class Keeper:
             )
 
     def _tell_unnamed(self, step: int) -> None:
-        """Log once that nothing is kept, because `load` was not given all objects that `save` will name."""
+        """Log once that nothing is kept, because `load` was not given all objects that the script trains."""
         if self._is_unnamed and not self._is_off and step > self._numbers.began + PROOF_STEPS:
             self._is_unnamed = False
             if self._rank == 0:
@@ -338,7 +333,7 @@ class Keeper:
                 process.log(f"{why}; {self._otherwise}")
 
     def watched(self, kept: Kept) -> dict[str, Any]:
-        """Values that are compared between a boundary and the next step, by name.
+        """Small values by name, to see what the script has changed after the end of a step.
 
         Random states and buffers are those at the beginning of the next step, or the current ones if it has not begun.
         """
@@ -351,15 +346,15 @@ class Keeper:
         return {**begun, **settings, **kept.untrained()}
 
     def step_begins(self, sampler: Any = None) -> bool:
-        """Called when the next step begins: random numbers and buffer changes from here on belong to it. Return True if
-        a boundary is open.
+        """Called when the next step begins: random numbers and buffer changes from here on belong to the next step.
+        Return True between the end of a step and the next optimizer step.
 
         sampler: a batch is taken from this sampler. If its position is not kept, an evaluation may be using it.
         """
         kept, places = self.kept, self.places
         if kept is None or not places.is_open or self._is_off:
             return False
-        # True if a forward pass came before the first batch, and no backward pass followed: it was an evaluation
+        # True at the first batch: a forward pass before that batch was an evaluation, because no backward pass followed
         is_first = sampler is not None and self._repeated is None and not self.has_begun
         if self._begun is None or is_first:
             try:
@@ -383,7 +378,7 @@ class Keeper:
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
         """Learn where in its loop the script changes small values, and which buffers its forward pass changes.
-        counts: see `Places`."""
+        counts: True for a state that `save` gets, or that `load` has returned."""
         places = self.places
         if places.is_open and not named:
             return
@@ -408,7 +403,7 @@ class Keeper:
             raise ReplacedError(f"{', '.join(own)}: another sampler gives the batches than the one that save() has")
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
-        """Log that objects change between a boundary and the next step. where: between which calls."""
+        """Log that the script changes objects after the end of a step. where: between which two calls."""
         if self._rank == 0:
             process.log(
                 f"{', '.join(sorted(names))}: changed {where}. A restart within such a step does not use the memory, "
@@ -416,13 +411,13 @@ class Keeper:
             )
 
     def _leave(self, kept: Kept) -> None:
-        """Find and log values that have changed between the boundary and the optimizer step that begins."""
+        """Find and log small values that have changed between the end of the last step and this optimizer step."""
         if not self.places.is_open:
             return
         values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
         repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
         new = self.places.step(values, repeated)
-        if self.places.taken and self._repeated is None and self._rank == 0:  # otherwise they belong to the next step
+        if self.places.taken and self._repeated is None and self._rank == 0:  # no batch showed where the step begins
             process.log(
                 f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
@@ -438,7 +433,7 @@ class Keeper:
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
     def _check_number(self, step: int, named: bool) -> None:
-        """Check that the script would pass the same step number to `save`, because `load` would return this number."""
+        """Turn memory off if `should_stop` and `save` count steps differently, because `load` returns this number."""
         if self._is_off:
             return
         if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):
@@ -448,7 +443,7 @@ class Keeper:
 
     @property
     def _copies_instead(self) -> bool:
-        """True if only copies are kept, because survivors could not write a valid state."""
+        """True if only copies are kept, because after a failure no surviving rank could write a valid state."""
         return self.on_device or self.mode is Mode.COPYING
 
     def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
@@ -459,10 +454,10 @@ class Keeper:
         return Boundary(kept, step, named, small, self.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """Return where in its step this rank is. The next generation checks that all ranks were at the same point."""
+        """Describe at which call of its step this rank is. After a restart, all ranks must agree on that call."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
-        moment = self.places.is_named + self.places.counts  # 0: should_stop(), 1: keep(), 2: save()
+        moment = self.places.is_named + self.places.counts  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
         place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
         place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
         place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
@@ -476,7 +471,7 @@ class Keeper:
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state from now on, because parameters change after boundaries. why: for the log."""
+        """Copy the state from now on, because parameters change after the end of a step. why: for the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self.copies is None:
@@ -510,7 +505,7 @@ class Keeper:
             self._sum = step, kept.total()
 
     def _slot_to_write(self, step: int) -> int:
-        """Return the slot of the older boundary: two slots alternate. The same step goes to the same slot again."""
+        """Return the slot with the older step: two slots alternate. The same step goes to the same slot again."""
         if self._turn is not None and step == self._noted:
             return 1 - self._turn
         self._noted = step
@@ -521,12 +516,11 @@ class Keeper:
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """True if it is proven that nothing large changes before the next step; otherwise sum the state of this
-        boundary."""
+        """True if only optimizers change parameters. If that is not known yet, sum the bits of this state."""
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
-        if self.mode is Mode.PROVING:  # on all ranks, because equal sums show that they are replicas
+        if self.mode is Mode.PROVING:  # on each rank: equal sums show that the ranks are replicas
             self._sum = step, kept.total()
         return self.mode is not Mode.PROVING
 
@@ -540,7 +534,7 @@ class Keeper:
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
-        """Offer the state to the agent if it is proven and has an area; without an area, reserve one in a thread."""
+        """Once it is known that only optimizers change parameters, reserve memory; become READY if it is reserved."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
@@ -551,16 +545,16 @@ class Keeper:
             self._room.start()
 
     def _reserve(self, size: int) -> None:
-        """Reserve memory, in a thread: the kernel needs half a second for a large area."""
+        """Reserve memory for the state. Runs in a thread, because the kernel needs half a second for a large state."""
         with self._guarded():
             self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
-            with self.lock:  # has no effect if the objects, and so the proof, have changed
+            with self.lock:  # no effect if other objects are kept by now
                 self._to("reserved")
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Called before each step of each optimizer of this process."""
+        """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
         if self.kept is not None:
             self.kept.release()
         self._count_step(optimizer)
@@ -596,7 +590,8 @@ class Keeper:
         return True
 
     def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
-        """At the first optimizer step after a boundary, check the state, then make the copy valid or write EARLY."""
+        """Called when the first optimizer of a new step steps: check that parameters are unchanged, then make the last
+        copy valid, or write random states and buffers to the slot EARLY."""
         if self.copies is not None:
             self.copies.count_saved()
         kept.check_counts()
@@ -613,17 +608,18 @@ class Keeper:
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
-        """Called at a step that follows another step without a boundary between: update copies and EARLY."""
+        """Called before a second optimizer step, if the script has not reported the end of the first one."""
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
-        if self.kept is not None and self._makers.again(optimizer):  # no backward pass will rewrite EARLY
+        if self.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
             self._early.give_up(
                 self.shared, "an optimizer makes several steps after one backward pass", RANDOM, FORWARDED
             )
 
     def _count_step(self, optimizer: Any) -> None:
-        """Count the step. After two steps without a boundary, reset the load count: training does make progress."""
+        """Count an optimizer step. After two of them without a call of `should_stop`, `keep` or `save`, reset the load
+        count, because the training does make progress."""
         if self._is_off:
             return
         kept = self.kept
@@ -653,9 +649,9 @@ class Keeper:
             self.shared.node[PROVEN] = 1 + self.shared.generation
 
     def _before_reduce(self, _parameter: Any) -> None:
-        """Gradient hook, called in each backward pass before all of this rank's gradients can have reached the others.
+        """Gradient hook: write random states and buffers before the other ranks can have all gradients of this rank.
 
-        After that the other ranks may finish the step while this rank is killed in it.
+        With all gradients, the other ranks may finish the step even if this rank is killed in it.
         """
         kept = self.kept
         if kept is None or self._is_off:
@@ -671,15 +667,15 @@ class Keeper:
 
     @contextlib.contextmanager
     def _guarded(self) -> Any:
-        """Turn errors into "not kept": nothing in here may end a training that would succeed without it."""
+        """Turn errors into "not kept": an error here must not end a training that would succeed without memory."""
         try:
             yield
         except Exception as error:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Stop keeping the state: until the next boundary if the objects have other parameters now, until the next save
-        if the script trains other objects than it passed, otherwise for good.
+        """Stop keeping the state. Keep it again after the next step if parameters were replaced (OutgrownError), after
+        the next `save` if the script trains other objects (ReplacedError), and otherwise never.
         """
         if not isinstance(error, OutgrownError | ReplacedError):
             self.turn_off(str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}")

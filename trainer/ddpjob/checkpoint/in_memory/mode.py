@@ -1,31 +1,32 @@
-"""State machine of `memory.Keeper`: what a restart can rely on, and the events that change it.
+"""State machine of `memory.Keeper`: from where a restart can load the state, and the events that change this.
 
-The mode does not show at which boundary a rank is; its CLOCK does (`ddpjob_core/memory.py`).
+The mode does not show at which step a rank is; its CLOCK does (`ddpjob_core/memory.py`).
 """
 
 import enum
 from typing import Literal
 
 Event = Literal["named", "dropped", "proven", "reserved", "grown", "changes", "refused"]
-"""named: the script passes objects. dropped: it trains others. proven: nothing large changes between a boundary and the
-next step. changes: something large does. reserved: memory is there. grown: too little memory. refused: not kept."""
+"""named: the script passes objects. dropped: the script trains other objects. proven: only optimizers change
+parameters. changes: the script changes parameters, too. reserved: memory is reserved for the state. grown: the state
+has outgrown that memory. refused: the state cannot be kept."""
 
 
 class Mode(enum.Enum):
-    """The state that a restart in place can load."""
+    """What a restart in place loads: the last save in the folder, or a state in memory."""
 
     EMPTY = enum.auto()
-    """The folder, because the script has passed no objects."""
+    """A restart loads from the folder, because the script has passed no objects."""
     PROVING = enum.auto()
-    """The folder, until sums of all bits have shown at a few steps that nothing large changes before the step."""
+    """A restart loads from the folder, until PROOF_STEPS steps have shown that only optimizers change parameters."""
     PROVEN = enum.auto()
-    """The folder, because memory is still being reserved."""
+    """A restart loads from the folder, because memory is still being reserved."""
     READY = enum.auto()
-    """The state that a survivor writes; the agent waits for it."""
+    """A restart loads the state that a surviving rank writes; the agent waits for that rank."""
     COPYING = enum.auto()
-    """The last copy (`copies.py`), because the state of a survivor may be wrong."""
+    """A restart loads the last copy (`copies.py`), because a state that a survivor writes may be wrong."""
     OFF = enum.auto()
-    """The folder, until this process ends."""
+    """A restart loads from the folder, until this process ends."""
 
 
 _NEXT: dict[Event, dict[Mode, Mode]] = {
@@ -40,6 +41,5 @@ _NEXT: dict[Event, dict[Mode, Mode]] = {
 
 
 def after(mode: Mode, event: Event) -> Mode:
-    """Return the next mode: the same mode if the table has none, for example if memory was reserved for objects that
-    are dropped."""
+    """Return the mode after this event: the same mode if `_NEXT` has none."""
     return _NEXT[event].get(mode, mode)

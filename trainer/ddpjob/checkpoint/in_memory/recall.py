@@ -1,10 +1,11 @@
-"""Load the newest state that any node has in memory; ranks without the state get it from a rank with it.
+"""Load the newest state that any node has in memory. A rank that has lost the state gets it from another rank.
 
-Flow: `find` exchanges what each node has and chooses a state. `fetch` broadcasts the large values from the first rank
-that has them. Each rank adds its own small values from its slots, or those of another rank if its own are lost.
+Flow: `find` exchanges which state each node has, and chooses one. `fetch` broadcasts parameters and optimizer state
+from the first rank that has them. Each rank adds its own random states, buffers and settings from its slots, or those
+of another rank if its own are lost.
 
-All ranks must call `find` and then `fetch`, because both use collectives. An error on one rank is reported to all, and
-then all ranks load from the folder.
+All ranks must call `find` and then `fetch`, because both use collectives. If one rank has an error, all ranks load from
+the folder.
 
 Drawbacks: if one rank lacks the state, `fetch` broadcasts to all ranks, also to those that have it.
 """
@@ -47,7 +48,7 @@ _NUMBERS = int, float, bool, str, type(None)
 
 
 class _Row(NamedTuple):
-    """The state and the records that one rank and its node have; all ranks exchange their rows."""
+    """What the memory of one rank's node contains; all ranks exchange these records."""
 
     held: Held | None = None
     proof: Proof | None = None
@@ -58,11 +59,12 @@ class _Row(NamedTuple):
 
 
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
-    """Return the newest complete state in memory; all ranks get the same answer. shared: None if this node has none.
+    """Describe the newest complete state in memory; all ranks get the same answer. shared: None if this node has no
+    shared memory.
 
-    Nodes also exchange what their ranks have learned about the script, because all ranks copy at the same steps. Rank
-    0's node has priority, because rank 0 may be the only one that calls save. A node without the state learns from the
-    others if it is proved that only optimizers change the state; otherwise it would prove that again, and keep nothing.
+    Nodes also exchange if parameters change after the end of a step (COPIES), because all ranks copy at the same steps.
+    Rank 0's node has priority, because rank 0 may be the only one that calls save. A node without the state also takes
+    over PROVEN from the other nodes, because otherwise it would repeat the check and keep nothing until then.
     """
     own = _Row()
     if shared is not None:
@@ -92,23 +94,23 @@ class Fetched(NamedTuple):
     """A state that was loaded from memory."""
 
     state: dict[str, Any]
-    """Values under the names given to `save`."""
+    """Loaded values, by the names that were passed to `save`."""
     by_value: bool
     """True if the script saved plain values, which belong to no object."""
     seeded: list[int]
-    """Ranks whose random states are missing, so they are seeded."""
+    """Ranks that were seeded, because their random states are lost."""
     resized: bool
-    """True if the number of ranks has changed, so all are seeded."""
+    """True if the number of ranks has changed, so all ranks are seeded."""
 
 
 class _Numbering(NamedTuple):
-    """Which slots a restart uses, also if the number of ranks has changed."""
+    """Says whose slots a restart uses, also if the number of ranks has changed."""
 
     of: list[tuple[int, int]]
     """For each present rank: the former rank that wrote its slots, and the number of ranks at that time."""
     counts: list[bool]
     former: int
-    """Number of ranks when the slots that count were written."""
+    """Number of ranks when the used slots were written."""
 
     @property
     def resized(self) -> bool:
@@ -117,7 +119,8 @@ class _Numbering(NamedTuple):
 
 
 def _numbering(of: list[tuple[int, int]]) -> _Numbering:
-    """of: for each present rank, the former rank that wrote its slots and their number of ranks, or (rank, 0)."""
+    """of: for each present rank, the former rank that wrote its slots and the number of ranks then; (rank, 0) if its
+    slots are empty."""
     now = len(of)
     if any(size == now for _, size in of) or not any(size for _, size in of):
         return _Numbering(of, [each == (rank, now) for rank, each in enumerate(of)], now)
@@ -128,8 +131,8 @@ def _numbering(of: list[tuple[int, int]]) -> _Numbering:
 def fetch(
     shared: Shared | None, found: FoundState, rank: int, world_size: int, objects: Mapping[str, Any]
 ) -> Fetched | None:
-    """Return the found state; None on all ranks if one of them cannot use it. Restores this rank's random states, or
-    seeds them if they are lost, or if there were more or fewer ranks."""
+    """Return the found state; None on all ranks if one of them cannot use it. Restores this rank's random states. Seeds
+    the rank if its random states are lost, or if the number of ranks has changed."""
     version = found.held.version
     own, early, boundaries, numbering = _that_count(shared, version, rank, world_size)
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
@@ -170,9 +173,10 @@ def fetch(
 
 
 def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, is_kept: bool) -> str:
-    """Return why the random states of this step are lost; "" if they are known, or the rank is seeded instead.
+    """Return why the state cannot be used without the lost random states; "" if it can be used.
 
-    own: this rank's slot. source: a rank that has a slot. is_kept: False if this rank should have a slot, but has none.
+    own: values of this rank's slot. source: first rank that has written a slot. is_kept: False if this rank should have
+    written a slot, but has not.
     """
     if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
         return (
@@ -188,10 +192,10 @@ def _why_not_random(shared: Shared | None, version: Version, own: Any, source: i
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
-    """Return this rank's small values. If its own are lost, take those of the first rank that still has its own.
+    """Return this rank's buffers and settings. If they are lost, return those of the first rank that still has its own.
 
     Buffers then come from rank 0, like DistributedDataParallel's broadcast, except those that this rank's forward pass
-    has changed. Raise StateError if the rank had other buffers than rank 0, and they are lost.
+    has changed. Raise StateError if the rank had other buffers than rank 0, and has lost them.
     """
     small: dict[str, Any] = {**(first if own is None else own)["small"]}
     place = small.pop(PLACE, {"of_0": [], "own": [], "models": []})
@@ -238,8 +242,8 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
 def _that_count(
     shared: Shared | None, version: Version, rank: int, world_size: int
 ) -> tuple[Any, Any, dict[int, Any], _Numbering]:
-    """Return this rank's slots as `_slots` does, hashes of its other boundaries in that generation, and which ranks'
-    slots count. Slots that another rank wrote are left out."""
+    """Return the values of this rank's slot and of EARLY, hashes of its slots by step, and whose slots a restart uses.
+    The values are None, and there are no hashes, if another rank wrote these slots."""
     own, early, version = _slots(shared, version)
     boundaries: dict[int, Any] = {}
     of = (own or early or {"of": (rank, 0)})["of"]
@@ -291,11 +295,11 @@ def _flat(small: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_copied_from(target: Any) -> bool:
-    """True if this object copies the tensors of a state that it loads, like torch's modules
+    """True if this object copies the tensors in `load_state_dict`, like torch's modules
     (torch/nn/modules/module.py:2495). Then the caller need not copy them first.
 
-    An optimizer on a CPU keeps the given tensors (torch/optim/optimizer.py:801: `.to()` returns the same tensor), and
-    they would change when the next state is written. Seen with torch 2.13.0.
+    An optimizer on a CPU uses the given tensors (torch/optim/optimizer.py:801: `.to()` returns the same tensor). The
+    next write to shared memory would change them. Seen with torch 2.13.0.
     """
     model = unwrapped(target)
     return (
@@ -311,7 +315,7 @@ def _is_copied_from(target: Any) -> bool:
 
 
 def _slots(shared: Shared | None, version: Version) -> tuple[Any, Any, Version]:
-    """Return this rank's slot of that version, its slot EARLY before that step, and the version that they belong to.
+    """Return the values of this rank's slot of that version, those of EARLY before that step, and the version of both.
 
     If the rank died before it wrote a slot, the slot of an earlier generation that loaded this state is used as EARLY.
     """
@@ -332,8 +336,8 @@ def _slots(shared: Shared | None, version: Version) -> tuple[Any, Any, Version]:
 
 
 def _left(shared: Shared, version: Version) -> tuple[Any, Any]:
-    """Return this rank's slot written at the boundary of that version, and its slot EARLY written before that step;
-    None for each that is missing."""
+    """Return the values of this rank's slot of that version, and those of EARLY before that step. None for a slot that
+    is empty or has another version."""
     boundaries = [shared.slot_version(slot) for slot in range(EARLY)]
     own = [slot for slot in (*range(EARLY), *COPY_SLOTS) if shared.slot_version(slot) == version]
     early = [EARLY] if memory.leads_to(shared.slot_version(EARLY), boundaries, version) else []
@@ -348,14 +352,14 @@ def _left(shared: Shared, version: Version) -> tuple[Any, Any]:
 
 
 def _exchanged(own: Any, world_size: int) -> list[Any]:
-    """Exchange a JSON value; return those of all ranks, by rank."""
+    """Exchange a JSON value between all ranks; return all values, by rank."""
     text = json.dumps(own)
     return [json.loads(row) for row in (gather.texts(text) if world_size > 1 else [text])]
 
 
 def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int) -> Any:
-    """Return the large values. If a rank lacks them, the first rank that has them broadcasts them; otherwise they are
-    not copied. Collective: every rank calls it. Raises StateError."""
+    """Return parameters and optimizer state. If a rank lacks them, the first rank that has them broadcasts them;
+    otherwise they are not copied. Collective: every rank calls it. Raises StateError."""
     size, source = found.held.size, found.ranks[0]
     own: torch.Tensor | None = None
     if rank in found.ranks:
@@ -364,7 +368,7 @@ def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int)
             own = shared.newest(size)
     if len(found.ranks) < world_size:
         if rank == source and own is None:
-            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # every rank will find that zeros are no state
+            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # an invalid state, which all ranks will reject
         memory = packed.reserved(size) if own is None else own
         gather.broadcast(memory, source, is_written=own is None)
         return packed.in_place(memory)
@@ -374,7 +378,7 @@ def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int)
 
 
 def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
-    """Return a small value that rank `source` broadcasts."""
+    """Return a value that rank `source` broadcasts."""
     if world_size == 1:
         return value
     body = packed.dumps(value) if rank == source else b""

@@ -1,4 +1,4 @@
-"""The memory of this rank's node, as the rank sees it: cells, slots and the area (layout: `ddpjob_core/memory.py`)."""
+"""A rank's access to the shared memory of its node: cells, slots and areas (layout: `ddpjob_core/memory.py`)."""
 
 import contextlib
 import fcntl
@@ -35,19 +35,19 @@ from ddpjob_core.memory import (
 )
 
 AGAIN_SECONDS = 0.001
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: map all pages at once; one by one takes ten times as long
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: map all pages at once, because one by one takes ten times as long
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
 
 class Shared:
-    """One rank's view of its agent's memory.
+    """One rank's access to the shared memory that its agent owns.
 
-    Everything is written through mappings, after the kernel has reserved the memory. Otherwise the kernel would kill a
-    process that writes to a page for which there is no memory.
+    Memory is reserved before it is written, because the kernel kills a process that writes to a page for which there is
+    no memory.
     """
 
     def __init__(self, where: str, attempt: int, generation: int) -> None:
-        """where: DDPJOB_MEMORY. Raises OSError or ValueError if the agent or its memory is gone."""
+        """where: value of DDPJOB_MEMORY. Raises OSError or ValueError if the agent or its memory is gone."""
         agent, file, pipe, ranks, local_rank = map(int, where.split(":"))
         self._path = f"/proc/{agent}/fd/{file}"
         self.attempt, self.generation, self.local_rank, self.ranks = attempt, generation, local_rank, ranks
@@ -58,25 +58,25 @@ class Shared:
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
         self._slots: mmap.mmap | None = None  # this rank's slots
-        self._taken = [0] * memory.SLOTS  # bytes that this process has reserved for each slot
+        self._taken = [0] * memory.SLOTS  # number of bytes that this process has reserved for each slot
         self._areas: dict[int, mmap.mmap] = {}
         self.loaded: Held | None = None
         """The state that this generation has loaded from memory."""
         self.proven_elsewhere = 0
-        """Cell PROVEN of the nodes that have the loaded state, if this node does not have that state."""
+        """Highest PROVEN cell of the nodes that have the loaded state, if this node did not have it; else 0."""
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[int]:
-        """Open the memory for a moment: a script may close a descriptor that is kept open. Raises OSError."""
+        """Open the memory's file for a moment: a script may close descriptors that stay open. Raises OSError."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield descriptor
         finally:
-            with contextlib.suppress(OSError):  # the script may have closed the descriptor
+            with contextlib.suppress(OSError):  # fails if the script has closed the descriptor
                 os.close(descriptor)
 
     def _map(self, offset: int, size: int) -> mmap.mmap:
-        """Map a part of the memory. Raises OSError, also if there is nothing to map."""
+        """Map a part of the memory's file. Raises OSError, also if the size is 0."""
         if size <= 0:
             raise OSError(5, "the memory is shorter than it was")
         with self._file() as descriptor:
@@ -89,7 +89,7 @@ class Shared:
 
     @property
     def has_agent(self) -> bool:
-        """True if the agent, which owns the memory, is alive: the memory then outlives this process."""
+        """True if the agent that owns the memory is alive, so that the memory outlives this process."""
         try:
             os.stat(self._path)
         except FileNotFoundError:
@@ -99,11 +99,11 @@ class Shared:
         return True
 
     def others(self) -> set[int]:
-        """Return the other local ranks that are alive, take part, and have not answered yet."""
+        """Return the other ranks of this node that are alive and have not answered the agent's request to write."""
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
     def clocks_of_others(self) -> tuple[list[int], list[int]]:
-        """Return the clocks of the ranks in `others`, and the clocks of killed ranks, also of other nodes."""
+        """Return the steps (CLOCK cells) of living ranks of this node, and of killed ranks, also of other nodes."""
         living = self.others()
         gone = [self._all[rank][memory.CLOCK] for rank in self._unanswered() if rank not in living]
         return [self._all[rank][memory.CLOCK] for rank in living], [*gone, self.node[memory.FURTHEST]]
@@ -126,27 +126,28 @@ class Shared:
                 return
             try:
                 yield True
-            finally:  # unlock explicitly, because a DataLoader worker that was forked meanwhile has the descriptor too
-                with contextlib.suppress(OSError):  # the script may have closed the descriptor
+            finally:  # unlock explicitly, because a DataLoader worker that was forked meanwhile has the descriptor, too
+                with contextlib.suppress(OSError):  # fails if the script has closed the descriptor
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     # ---- the areas: under the lock -------------------------------------------------------------------------
 
     def reserve(self, size: int, area: int = 0) -> None:
-        """Reserve memory for this many bytes of an area. Raises OSError."""
+        """Reserve this many bytes of memory for an area. Raises OSError."""
         if (before := self.reserved(area)) < size:
             with self._file() as descriptor:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
-            # A virtual machine may get its memory only at the first write; survivors would take 4 s for 1,500 MB.
+            # Write zeros, because a virtual machine may get its memory only at the first write. Otherwise a surviving
+            # rank would need 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 
     def take(self, size: int, areas: int, *, later: int = 0) -> None:
-        """Wait until no other rank writes, and reserve this many bytes for each of these areas.
+        """Wait until no other rank is writing, and reserve this many bytes for each of the first `areas` areas.
 
-        later: number of areas that will be needed later; the memory limit in the error includes them. Raises
-        StateError, OSError.
+        later: number of areas that will be needed later, for the memory limit that the error names. Raises StateError,
+        OSError.
         """
         while True:
             with self.locked() as alone:
@@ -177,11 +178,11 @@ class Shared:
         return found
 
     def held(self) -> Held | None:
-        """Return the newest state of all areas; None if there is none."""
+        """Describe the newest state in the areas; None if both are empty."""
         return self.held_in(self._newest_area)
 
     def held_in(self, area: int) -> Held | None:
-        """Return the state of this area; None if there is none."""
+        """Describe the state in this area; None if the area is empty."""
         step, generation, *others = (self.node[memory.area_cell(area, cell)] for cell in _OF_HELD)
         if step <= 0:
             return None
@@ -197,10 +198,9 @@ class Shared:
         return memory.layout(self.ranks)[1] + area * memory.OTHER_AREA_OFFSET
 
     def set_loads(self, version: Version, loads: int) -> None:
-        """Set how often this state was loaded; 0 if steps followed without a boundary.
+        """Set how often this state was loaded; 0 if the training made steps after the load.
 
-        Does nothing if the memory has another state: a faster rank may have loaded this one, failed, and written the
-        next one.
+        Does nothing if the newest state is another one, because a faster rank has already written a newer state.
         """
         area = self._newest_area
         held = self.held_in(area)
@@ -208,14 +208,14 @@ class Shared:
             self.node[memory.area_cell(area, AREA_LOADS)] = loads
 
     def newest(self, size: int) -> torch.Tensor:
-        """Return the newest state's bytes without a copy: they change when the area is written. Raises OSError."""
+        """Return the bytes of the newest state, not copied: they change when the area is written. Raises OSError."""
         mapped = self.mapped(self._newest_area)
         if not 0 < size <= len(mapped):
             raise OSError(5, "the memory is shorter than it was")
         return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
 
     def write_copy(self, area: int, state: packed.Packed, held: Held, threads: int = 1) -> None:
-        """Write a state over an area's old one; it becomes valid with `count_copy`. Raises OSError."""
+        """Write a state to an area. `count_copy` makes it valid. Raises OSError."""
         self.forget_copy(area)
         packed.write(state, torch.frombuffer(self.mapped(area), dtype=torch.uint8), threads, self._report)
         self.describe_copy(area, held)
@@ -224,12 +224,12 @@ class Shared:
         self.node[memory.WROTE] += 1
 
     def describe_copy(self, area: int, held: Held) -> None:
-        """Record which state was written to an area, without its step: the copy is not valid yet."""
+        """Record which state was written to an area, but not its step, so that the copy is not valid yet."""
         for cell, value in _described(area, held):
             self.node[cell] = value
 
     def count_copy(self, area: int, held: Held) -> bool:
-        """Make a copy valid. False if it is gone: survivors may have written over it. Raises OSError."""
+        """Make a copy valid. Return False if surviving ranks have written over the copy. Raises OSError."""
         with self.locked(waits=True):
             if any(self.node[cell] != value for cell, value in _described(area, held)):
                 return False
@@ -237,15 +237,15 @@ class Shared:
             return True
 
     def forget_copy(self, area: int | None = None) -> None:
-        """Empty an area, by default the one with the newest state."""
+        """Mark an area as empty, by default the area with the newest state."""
         area = self._newest_area if area is None else area
-        for cell in (AREA_STEP, AREA_BYTES):  # both, because a copy that is not valid yet has only AREA_BYTES
+        for cell in (AREA_STEP, AREA_BYTES):  # a copy that is not valid yet has only AREA_BYTES
             self.node[memory.area_cell(area, cell)] = 0
 
     def write_rescued(self, state: packed.Packed, held: Held, threads: int) -> None:
-        """Write a survivor's state; the caller has the lock. Raises OSError.
+        """Write the state of a surviving rank. The caller has the lock. Raises OSError.
 
-        Memory has no state until the new one is complete, unless two areas are reserved: then the newest stays.
+        The older of two areas is overwritten. If only one area is reserved, memory has no state during the write.
         """
         others = [self.held_in(area) for area in range(memory.AREAS)]
         older = [one if one is not None and one.version < held.version else None for one in others]
@@ -254,14 +254,14 @@ class Shared:
         self.node[memory.area_cell(area, AREA_STEP)] = held.version.step
 
     def all_have_copied(self, step: int) -> bool:
-        """True if each rank of this node has written a slot with its copy of this step."""
+        """True if each rank of this node has written its small values for the copy of this step."""
         version = Version(self.attempt, self.generation, step)
         return all(version in (self.slot_version(slot, cells) for slot in memory.COPY_SLOTS) for cells in self._all)
 
     # ---- the slots of this rank ----------------------------------------------------------------------------
 
     def write_slot(self, slot: int, step: int, data: bytes) -> None:
-        """Replace the value in a slot. Raises OSError, StateError."""
+        """Write this value to a slot. Raises OSError, StateError."""
         first, size = memory.slot_cell(slot, 0), len(data)
         self.forget_slot(slot)
         if size > memory.SECTION_BYTES:
@@ -287,13 +287,12 @@ class Shared:
         return self._slots
 
     def forget_slot(self, slot: int) -> None:
-        """Empty a slot."""
+        """Mark a slot as empty."""
         self.cells[memory.slot_cell(slot, memory.SLOT_STEP)] = 0
 
     def forget_slots(self, saved: Version | None = None) -> None:
-        """Empty the slots of this generation; those of an older one belong to the state in the area.
-
-        saved: the slot with a copy of this version stays.
+        """Mark the slots of this generation as empty. Slots of older generations stay, because they belong to the state
+        that was loaded. saved: version of the copy that stays, too.
         """
         for slot in range(memory.SLOTS):
             is_saved = saved is not None and slot in memory.COPY_SLOTS and self.slot_version(slot) == saved
@@ -301,7 +300,7 @@ class Shared:
                 self.forget_slot(slot)
 
     def slot_version(self, slot: int, cells: memoryview | None = None) -> Version | None:
-        """Return the version of a slot's value; None if it is empty. cells: those of another rank."""
+        """Return the version of the value in a slot; None if the slot is empty. cells: cells of another rank."""
         cells = self.cells if cells is None else cells
         step = cells[memory.slot_cell(slot, memory.SLOT_STEP)]
         generation = cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
@@ -313,12 +312,12 @@ class Shared:
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
     def write_mark(self, step: int, before: int) -> None:
-        """Record the steps of the last two boundaries of this rank, if it does not write a slot at each boundary."""
+        """Record the last two steps that this rank has completed, if it does not write a slot at each step."""
         values = {memory.MARK_STEP: step, memory.MARK_GENERATION: self.generation, memory.MARK_BEFORE: before}
         write_record(self.cells, values)
 
     def mark(self) -> Mark | None:
-        """Return the last two boundaries of this rank or of its former process; None if there were fewer than two."""
+        """Return the last two steps that this rank or its former process has completed; None if fewer than two."""
         marks: list[Mark] = []
         generation, step, before = (self.cells[memory.MARK_GENERATION + number] for number in range(3))
         if before > 0 and step > 0:
@@ -329,24 +328,24 @@ class Shared:
         return max(marks, default=None)
 
     def read_slot(self, slot: int) -> Any:
-        """Return the value in a slot. Raises OSError, StateError."""
+        """Return the value that was written to a slot. Raises OSError, StateError."""
         begin, size = slot * memory.SECTION_BYTES, self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
         return packed.loads(self._mapped_slots()[begin : begin + size])
 
     # ---- the proof that ranks are replicas -----------------------------------------------------------------
 
     def write_proof(self, step: int, total: int) -> None:
-        """Record the sum of this rank's parameters at this step."""
+        """Record the sum of all bits of this rank's state at this step, to check later that ranks are replicas."""
         write_record(self.cells, {PROOF_STEP: step, PROOF_GENERATION: self.generation, PROOF_SUM: total})
 
     def proof(self) -> Proof | None:
-        """Return what this local rank has written with `write_proof`, maybe in an earlier generation; else None."""
+        """Return the last record of `write_proof` by this local rank, maybe from an earlier generation; else None."""
         step = self.cells[PROOF_STEP]
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
 
 
 def write_record(cells: memoryview, record: Mapping[int, int]) -> None:
-    """Write some cells. The first one makes the record valid, so it is 0 until the others are written."""
+    """Write a record to cells. The first cell makes the record valid, so it is 0 until the others are written."""
     (first, value), *others = record.items()
     cells[first] = 0
     for cell, other in others:
@@ -355,7 +354,7 @@ def write_record(cells: memoryview, record: Mapping[int, int]) -> None:
 
 
 def _described(area: int, held: Held) -> Iterator[tuple[int, int]]:
-    """Yield the cells of an area that describe a state, except its step."""
+    """Yield (cell, value) pairs that describe a state in an area, except its step."""
     values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
     for cell, value in zip(_OF_HELD[1:], values, strict=True):
         yield memory.area_cell(area, cell), value

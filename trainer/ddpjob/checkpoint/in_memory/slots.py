@@ -1,4 +1,4 @@
-"""The slots of a rank: random states, buffers, and settings such as learning rates, written at each step."""
+"""Write random states, buffers and settings (for example learning rates) of a rank to its slots in shared memory."""
 
 import contextlib
 from collections.abc import Mapping
@@ -12,25 +12,25 @@ from ddpjob.errors import StateError
 from ddpjob_core.memory import CLOCK, COPY_SLOTS, EARLY
 
 PLACE = "\0ddpjob place"
-"""Key that `Keeper` adds to the settings: the place within the step at which the rank was."""
+"""Key in the settings: `Keeper._place`, which describes at which call of its step the rank was."""
 LEARNED = "learned"
-"""Key within PLACE: `Places.learned`."""
+"""Key within PLACE: `Places.learned`, the places in the loop where the script changes small values."""
 RANDOM, FORWARDED = "random numbers", "buffers"
-"""The two kinds of values in the slot EARLY, by their names in the log."""
+"""The two kinds of values in the slot EARLY, as the log names them."""
 
 
 class Slots:
-    """The slots of one rank."""
+    """Writes the slots of one rank, which have its small values in shared memory."""
 
     def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
         self._shared, self._of = shared, (rank, world_size)
 
     def write(self, slot: int, step: int, kept: Kept, rng: dict[str, Any] | None, small: dict[str, Any]) -> None:
-        """Write one slot. Raises StateError, OSError."""
+        """Write the small values of this step to a slot. Raises StateError, OSError."""
         self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small)))
 
     def learned(self) -> Any:
-        """Return `Places.learned` from the newest slot of this rank; None if there is none."""
+        """Return `Places.learned` from the newest slot of this rank; None if the rank has written no slot."""
         slots = (*range(EARLY), *COPY_SLOTS)
         versions = {version: slot for slot in slots if (version := self._shared.slot_version(slot)) is not None}
         with contextlib.suppress(StateError, OSError, LookupError, TypeError, ValueError):
@@ -38,15 +38,15 @@ class Slots:
         return None
 
     def value(self, kept: Kept, rng: dict[str, Any] | None, small: Any) -> dict[str, Any]:
-        """Return the content of a slot, as a reader finds it."""
+        """Return the dict that is written to a slot."""
         return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
 
 
 class Early:
-    """The slot EARLY, for a rank that is killed between the all-reduce of its gradients and the next boundary.
+    """The slot EARLY, for a rank that is killed between the all-reduce of its gradients and the end of the step.
 
-    Holds random states and buffers as they are during the backward pass. If the script changes one of the two after
-    that pass, this slot no longer keeps it, because its values at the next boundary are different.
+    It has random states and buffers as they are during the backward pass. If the script changes one of the two after
+    the backward pass, EARLY does not keep it, because its value at the end of the step is different.
     """
 
     def __init__(self, rank: int) -> None:
@@ -57,7 +57,7 @@ class Early:
         self._forwarded: dict[tuple[str, str], Any] = {}
 
     def give_up(self, shared: Shared, why: str, *what: str) -> None:
-        """Stop keeping these kinds, because their values at the next boundary are different."""
+        """Stop writing random states or buffers to EARLY, because they change after the backward pass."""
         if self._rank == 0 and not self._has.isdisjoint(what):
             process.log(
                 f"{why}: a rank that is killed between its backward pass and should_stop() does not get its "
@@ -67,7 +67,7 @@ class Early:
         shared.forget_slot(EARLY)
 
     def forget(self) -> None:
-        """Forget random states and buffers of the last step, because the state now consists of other objects."""
+        """Forget random states and buffers of the last step, because other objects are kept now."""
         self._rng, self._content, self._forwarded = None, None, {}
 
     def boundary(self, content: Mapping[str, Mapping[str, Any]], rng: dict[str, Any], shared: Shared) -> None:
@@ -83,7 +83,7 @@ class Early:
         self._rng, self._content, self._forwarded = None, content, {}
 
     def write(self, kept: Kept, slots: Slots, shared: Shared, *, in_backward: bool = False) -> None:
-        """Write random states and buffers, unless they are unchanged.
+        """Write random states and buffers to EARLY if they have changed.
 
         in_backward: a later micro-batch may have changed buffers without drawing random numbers."""
         rng = random_states.compact() if RANDOM in self._has else None
@@ -94,7 +94,7 @@ class Early:
         # Leave out buffers that the forward pass did not change: a weight average that is updated after the step would
         # be one step older here than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
-        if before is None:  # before the first boundary, nobody knows which buffers the forward pass changes
+        if before is None:  # in the first step it is not known which buffers the forward pass changes
             before, own = content, kept.wrapped
         self._forwarded = {
             (each, key): what

@@ -1,4 +1,4 @@
-"""Records of `Keeper` about steps: their numbers, if a boundary follows each, and which optimizers make them."""
+"""Check how a script reports its steps: step numbers, missing reports, and the optimizers that make the steps."""
 
 import weakref
 from typing import Any
@@ -7,27 +7,26 @@ from ddpjob.checkpoint.in_memory.kept import Kept, ReplacedError
 
 
 class Unmarked:
-    """Counts optimizer steps between two boundaries (calls of should_stop, keep or save), to see if each step has one.
+    """Counts optimizer steps between two calls of should_stop, keep or save, to see if the script reports each step.
 
-    Step numbers do not show that: scripts pass epochs or micro-batches, or skip numbers.
+    Step numbers do not show this, because scripts pass epochs or micro-batches, or skip numbers.
     """
 
     def __init__(self) -> None:
         self._made: dict[int, int] = {}
         self._is_first = True
         self.are_unmarked = False
-        """True if an optimizer made several steps before the last boundary, or if `save` made the first boundary,
-        because nothing is known yet. One of two optimizers may make several steps in each marked step; then copies are
-        made that are not needed, which does no harm.
+        """True if an optimizer made several steps before the last call. Also true after the first call if it is `save`.
+        Unneeded copies are made if one of two optimizers makes several steps in each reported step.
         """
 
     def one_more(self, optimizer: Any) -> int:
-        """Count a step of this optimizer; return its steps since the last boundary."""
+        """Count a step of this optimizer. Return its number of steps after the last call of should_stop or save."""
         made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         return made
 
     def boundary(self, *, saved: bool) -> None:
-        """Set `are_unmarked` from the count, and count from 0 again. saved: `save` made this boundary."""
+        """At the end of a step, set `are_unmarked` and count from 0 again. saved: True if the script called `save`."""
         if self._made:
             self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
             self._made.clear()
@@ -35,25 +34,25 @@ class Unmarked:
 
 
 class Numbers:
-    """Checks that `should_stop` and `save` get the number of steps made so far, and the same number for one state."""
+    """Checks that `should_stop` and `save` get the number of steps made so far, and the same number for a state."""
 
     def __init__(self, began: int) -> None:
         """began: the step that `load` returned."""
         self.began = began
-        self._last: tuple[int, bool] | None = None  # step of the last boundary, and True if save() or keep() made it
-        self._marked: int | None = None  # step passed to should_stop since the last optimizer step
+        self._last: tuple[int, bool] | None = None  # last reported step, and True if save() or keep() reported it
+        self._marked: int | None = None  # step passed to should_stop after the last optimizer step
         self.has_worked = False
         """True if a backward pass or an optimizer step followed `load`."""
         self._has_stepped = False
 
     def step(self) -> None:
-        """Record that an optimizer that is kept makes a step."""
+        """Record that an optimizer whose state is kept makes a step."""
         self._has_stepped, self.has_worked, self._marked = True, True, None
 
     def problem(self, step: int, *, named: bool, is_kept: bool) -> str:
-        """Return what is wrong with the step number of this boundary, or "".
+        """Return what is wrong with this step number; "" if nothing is.
 
-        named: save() or keep() made the boundary. is_kept: its objects are known, so their backward passes are seen.
+        named: save() or keep() got the number. is_kept: the objects are known, so their backward passes were seen.
         """
         has_stepped, last, marked = self._has_stepped, self._last, self._marked
         self._last, self._has_stepped = (step, named), False
@@ -75,20 +74,20 @@ class Numbers:
 
 
 class Makers:
-    """Records which optimizers make the steps between two boundaries."""
+    """Records which optimizers make each step, to notice an optimizer that the script did not pass to `save`."""
 
     def __init__(self) -> None:
-        self._made: set[int] = set()  # ids of kept optimizers that have stepped since the last boundary
-        self._is_once = True  # False if one of them has stepped twice
-        self._others_make = False  # True if an optimizer that is not kept has stepped since the last boundary
+        self._made: set[int] = set()  # ids of kept optimizers that have stepped after the last should_stop()
+        self._is_once = True  # False if a kept optimizer has stepped twice
+        self._others_make = False  # True if an optimizer that is not kept has stepped after the last should_stop()
         self._has_made = False  # True if a kept optimizer has ever stepped
         self._has_mixed = False  # True if a backward pass followed a kept optimizer's step
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are not kept and have stepped
-        self._first: int | None = None  # id of the optimizer that made the first step after the last boundary
-        self._has_hooked = False  # True if a backward pass was seen since the last step
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped while nothing was kept
+        self._first: int | None = None  # id of the optimizer that stepped first after the last should_stop()
+        self._has_hooked = False  # True if a backward pass followed the last optimizer step
 
     def step(self, kept: Kept | None, optimizer: Any) -> None:
-        """Record a step of this optimizer."""
+        """Record a step of this optimizer. kept: the kept objects."""
         if kept is not None and not kept.has(optimizer):
             self._others_make = True
             return
@@ -97,13 +96,13 @@ class Makers:
         self._has_made = kept is not None
 
     def backward(self, *, has_stepped: bool) -> None:
-        """Record that a backward pass has begun. has_stepped: True if it follows a step without a boundary between."""
+        """Record that a backward pass has begun. has_stepped: True if an optimizer has stepped after should_stop()."""
         self._has_hooked = True
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
-        """True if a backward pass followed a kept optimizer's step. Raises ReplacedError if other optimizers
-        stepped."""
+        """True if a backward pass followed an optimizer step within the step that ends now, as with LBFGS. Raises
+        ReplacedError if only optimizers that are not kept have stepped."""
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:
@@ -122,11 +121,11 @@ class Makers:
         return kept.trains_with(optimizer)
 
     def first(self, optimizer: Any) -> None:
-        """Record the optimizer that makes the first step after a boundary."""
+        """Record the optimizer that steps first after should_stop()."""
         self._first, self._has_hooked = id(optimizer), False
 
     def again(self, optimizer: Any) -> bool:
-        """True if this optimizer also made the first step, and no backward pass has followed."""
+        """True if this optimizer stepped first after should_stop(), and now steps again without a backward pass."""
         is_again = self._first == id(optimizer) and not self._has_hooked
         self._first, self._has_hooked = None if is_again else self._first, False
         return is_again

@@ -13,24 +13,24 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 
 
 class StreamMark:
-    """A point in a device's stream; done when the device has finished all work queued before it."""
+    """A CUDA event in a device's stream; done when the device has finished all work that was queued before it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Record the mark on the current stream."""
+        """Record the event on the current stream."""
         self._device, self._event = device, _event()
         self._event.record(torch.cuda.current_stream(device))
 
     def is_done(self) -> bool:
-        """True if the device has reached the mark. Does not wait."""
+        """True if the device has reached the event. Does not wait."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Block the host until the device has reached the mark."""
+        """Block the host until the device has reached the event."""
         self._event.synchronize()
 
 
 class Ticket(StreamMark):
-    """A copy in progress; done when all its bytes have arrived."""
+    """A copy from a device into host memory; done when all bytes have arrived."""
 
     def __init__(
         self, device: torch.device, began: Any, ended: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -48,7 +48,7 @@ class Ticket(StreamMark):
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device has copied. The copy must be done."""
+        """Seconds that the copy took on the device. The copy must be done."""
         return float(self._began.elapsed_time(self._event)) / 1000
 
     @property
@@ -67,21 +67,21 @@ class Streams:
         self._side: Any = None
 
     def pin(self, memory: torch.Tensor) -> str:
-        """Pin `memory`, so that the device can write to it asynchronously. Return "" or why that failed.
+        """Pin `memory`, so that the device can write to it asynchronously. Return the error; "" if there was none.
 
         PyTorch pins shared memory in the same way for torch.distributed's state dicts.
         """
-        with torch.cuda.device(self.device):  # a new thread would use device 0
+        with torch.cuda.device(self.device):  # without this, a new thread would use device 0
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE))
         return f"cudaHostRegister answers {error}" if error else ""
 
     def clone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queue a copy on the device, in the order of the current stream."""
+        """Queue a copy of this tensor on the device's current stream."""
         return tensor.detach().clone()
 
     def begin_copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ticket:
-        """Queue a copy for each (target, source) pair. The copies start after all work queued so far."""
+        """Queue a copy for each (target, source) pair on a second stream. They start after all work queued so far."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(self.device))
@@ -94,11 +94,11 @@ class Streams:
         return Ticket(self.device, began, ended, pairs)
 
     def mark(self) -> StreamMark:
-        """Mark the current end of the current stream."""
+        """Record an event on the current stream, after all work that is queued there."""
         return StreamMark(self.device)
 
     def is_recording(self) -> bool:
-        """True if the current stream is being captured into a CUDA graph, so that queued work is not done now."""
+        """True if the current stream is being captured into a CUDA graph: queued work runs only when it is replayed."""
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -1,15 +1,15 @@
-"""After a failure a thread of each surviving rank writes the state, if nothing has changed it since the last boundary.
+"""After a failure a thread of each surviving rank writes the state, if it is still the state of the last complete step.
 
 Flow: the agent closes its end of a pipe when a rank of the group has failed. The thread `ddpjob-memory` wakes up,
-checks that the state is clean, writes it to the agent's memory and sets ANSWER to SAVED or UNABLE. A rank that ends by
-an exception does the same at exit. A rank that stops on request does it too, if there is no folder or the last save
-failed.
+checks that no optimizer step has changed the state, writes the state to shared memory and sets ANSWER to SAVED or
+UNABLE. A rank that ends by an exception does the same at exit. So does a rank that stops on request, if there is no
+folder or its last save has failed.
 
-Life cycle: `memory.Keeper` creates one Survivor per process. Its thread is a daemon and runs until the process exits.
-It sees only the `Keeps` part of the Keeper. `shared.py` writes the areas that the ranks of a node share.
+Life cycle: `memory.Keeper` creates one Survivor per process. The thread is a daemon and runs until the process exits.
+The Survivor uses only the `Keeps` part of the Keeper. `shared.py` writes to the memory that the ranks of a node share.
 
-Drawbacks: the thread races with the training thread. A lock and the clock in the agent's memory protect only against
-optimizer steps. Changes that the script makes by other means are found by comparing version counters before and after
+Drawbacks: the thread races with the training thread. A lock and the CLOCK cell in shared memory protect only against
+optimizer steps. Other changes by the script are found by comparing version counters before and after the write
 (`_check_unchanged`). `_is_in_step` inspects the stack of the training thread.
 """
 
@@ -38,13 +38,13 @@ from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE,
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _BACKWARD = torch.autograd.backward.__code__
-DIRTY_SECONDS = 0.05  # seconds; more than an optimizer step usually takes
-TRIES_LEAST = 50  # attempts to write, even after the time limit; with CPU time a rank makes hundreds
-HELD_UP = 4  # wait at most this many times the usual duration of a step if the main thread is runnable
+DIRTY_SECONDS = 0.05  # seconds; an optimizer step usually takes less
+TRIES_LEAST = 50  # attempts to write, even after the time limit; a rank that gets CPU time makes hundreds
+HELD_UP = 4  # a main thread that is waiting for CPU time may need this many times the usual duration of a step
 
 
 class Keeps(Protocol):
-    """The part of `Keeper` that a survivor uses: its thread reads, and the training thread writes."""
+    """The part of `Keeper` that a `Survivor` reads. The training thread writes these attributes."""
 
     shared: Shared
     copies: Copies | None
@@ -53,31 +53,31 @@ class Keeps(Protocol):
     mode: Mode
     kept: Kept | None
     assumed: bool
-    """True if the objects come from load(), because save() has named none yet."""
+    """True if the objects are those of load(), because the script has not called save() yet."""
     lock: threading.Lock
     """Lock, held while parameters and optimizer state must not change."""
     dirty_since: float
     dirty_seconds: float
-    """Longest time from an optimizer step to the next boundary, in seconds."""
+    """Longest time from an optimizer step to the end of that step, in seconds."""
     names_each_step: bool
     """True if the script passes plain values at every step."""
     places: Places
     thread: int
     """The training thread."""
     has_begun: bool
-    """True if a backward pass began since the last boundary."""
+    """True if a backward pass has begun after the end of the last step."""
     has_called: bool
-    """True if a training forward pass began since the last boundary."""
+    """True if a forward pass with gradients has begun after the end of the last step."""
     pid: int
 
     def give_up(self, error: Exception) -> None:
         """Stop keeping the state, because it cannot be written."""
 
     def watched(self, kept: Kept) -> Mapping[str, Any]:
-        """Values that are compared between a boundary and the next step, by name."""
+        """Small values by name, to see what the script has changed after the end of a step."""
 
     def at(self, kept: Kept, step: int, named: bool) -> Boundary:
-        """Describe this rank's state as a boundary."""
+        """Describe the state of this rank at the end of this step."""
 
 
 class Survivor:
@@ -86,10 +86,10 @@ class Survivor:
     def __init__(self, keeper: Keeps) -> None:
         self._keeper = keeper
         self._answered = threading.Lock()
-        self._tries, self._wrote = 0, (0, 0.0)  # _wrote: last value of WROTE, and the time of its last change
-        self._ends = False  # True if the process ends by an exception: no boundary follows
+        self._tries, self._wrote = 0, (0, 0.0)  # (last value of WROTE, time of its last change)
+        self._ends = False  # True if the process ends by an exception, so that no step follows
         self.is_asked = False
-        """True if the agent has asked for the state."""
+        """True if the agent has requested the state by closing its pipe."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
@@ -110,7 +110,7 @@ class Survivor:
         return self._answered.locked()
 
     def _wait(self) -> None:
-        """Write the state when the agent closes its end of the pipe: a rank of the group has failed."""
+        """Wait for the failure of a rank, after which the agent closes its end of the pipe. Then write the state."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
             self.is_asked = True
@@ -121,22 +121,22 @@ class Survivor:
     def _at_exit(self) -> None:
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
-        # If one pod is asked to stop, all ranks stop, and the agents of the other pods keep the state in their memory.
+        # If one pod is stopped, all ranks stop, and the agents of the other pods keep the state in their memory.
         is_saved = self._keeper.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
         if os.getpid() == self._keeper.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
-            self._keeper.pid = 0  # multiprocessing calls this a second time
-            # keep the thread out of torch: returning from C++ after the interpreter has ended aborts the process
+            self._keeper.pid = 0  # multiprocessing calls this function a second time
+            # Block the thread here, because a return from torch's C++ code after the interpreter's end would abort.
             self._answered.acquire()
 
     def save(self) -> None:
-        """Write the state if it is clean, or becomes clean in time, and answer the agent."""
+        """Write the state if the last step is complete, or becomes complete in time, and answer the agent."""
         if os.getpid() != self._keeper.pid or not self._keeper.shared.has_agent:
             return
         if self._keeper.on_device and self._keeper.copies is not None:
-            # the device may have continued without the lost rank, so its current state is not used
+            # The device may have made steps without the failed rank, so its current state is not used.
             self._keeper.copies.stop()
             return
         with self._answered:
@@ -145,7 +145,7 @@ class Survivor:
                 return
             answer, began = None, time.monotonic()
             self._tries, self._wrote = 0, (shared.node[WROTE], began)
-            try:  # nothing in here may end a training that would succeed without it
+            try:  # an error here must not end a training that would succeed without memory
                 while answer is None and self._has_time(began):
                     answer = self._try_to_save(began)
                     if answer is None:
@@ -155,7 +155,7 @@ class Survivor:
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True until this part of the time limit is over. A rank with few attempts (no CPU time) gets more time."""
+        """True until this part of the time limit is over. A rank that gets no CPU time has more time."""
         size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
@@ -167,7 +167,7 @@ class Survivor:
         time.sleep(AGAIN_SECONDS)
 
     def _try_to_save(self, began: float) -> int | None:
-        """Return the answer for the agent; None to try again. began: time at which the agent asked."""
+        """Return the answer for the agent (SAVED or UNABLE); None to try again. began: time of the agent's request."""
         shared, kept = self._keeper.shared, self._keeper.kept
         if kept is None or self._keeper.mode is Mode.OFF or not shared.is_current:
             return UNABLE
@@ -197,15 +197,13 @@ class Survivor:
         return None if answer == SAVED and self._comes_further(clock, began) else answer
 
     def _unsettled(self, kept: Kept, began: float) -> int | None:
-        """Return SAVED if the last boundary has everything that a folder would have, UNABLE if not, None if not known
-        yet.
-
-        began: time at which the agent asked.
+        """Check that memory has the same small values as a save to the folder would have. Return SAVED if it has them,
+        UNABLE if not, None if that is not known yet. began: time of the agent's request.
         """
         places, why = self._keeper.places, ""
         try:
             if names := places.unsettled(self._keeper.watched(kept)):
-                kept.check()  # raises if the model was moved to another device, because then its buffers differ too
+                kept.check()  # raises if the model was moved to another device, which also changes its buffers
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
@@ -218,7 +216,7 @@ class Survivor:
         return UNABLE if why else SAVED
 
     def _is_in_step(self) -> bool:
-        """True if the next step has begun: with a forward pass of the model, or a backward pass."""
+        """True if a forward pass of the model, or a backward pass, has begun the next step."""
         frame = sys._current_frames().get(self._keeper.thread)
         has_begun = self._keeper.has_called or self._keeper.has_begun
         while frame is not None and not has_begun:
@@ -226,10 +224,10 @@ class Survivor:
         return has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
-        """Return `memory.turn`, but "write" after half of the time, or if the memory already has the state of the
-        furthest boundary."""
+        """Return "write", "wait" or "stay" as `memory.turn` does. Always return "write" after half of the time limit,
+        or if the memory already has the newest state that any rank can reach."""
         living, gone = self._keeper.shared.clocks_of_others()
-        if self._ends:  # this rank will reach no further boundary
+        if self._ends:  # this rank will complete no further step
             gone = []
         furthest = memory.next_boundary(max([clock, *living, *map(memory.passed, gone)]))
         if not self._has_time(began, 0.5) or self._is_there(furthest):
@@ -244,12 +242,12 @@ class Survivor:
         return not self._ends and any(other > clock for other in gone) and self._has_time(began, 0.5)
 
     def _is_there(self, step: int) -> bool:
-        """True if the memory has the state of this step."""
+        """True if the memory already has the state of this step."""
         own = Version(self._keeper.shared.attempt, self._keeper.shared.generation, step)
         return memory.is_there(self._keeper.shared.held(), own, assumed=self._keeper.assumed)
 
     def _check_unchanged(self, kept: Kept, step: int) -> None:
-        """Raise StateError if the parameters are not those of this step.
+        """Raise StateError if the parameters have changed after this step.
 
         After a load the bits are compared, not the version counters. DistributedDataParallel writes the same values
         again when it wraps a model (_sync_module_states, torch/nn/parallel/distributed.py:1066, torch 2.13.0), and a
@@ -261,19 +259,20 @@ class Survivor:
             if packed.total(packed.tensors_of(kept.large())) != loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
-            self._keeper.shared.node[COPIES] = memory.CHANGED  # the next generation makes copies
+            self._keeper.shared.node[COPIES] = memory.CHANGED  # tell the next generation to make copies
             what = name if name == "parameters" else f"{name}: its state"
             raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
-        """True if it is useful to wait: the rank is in optimizer.step() and needs no other rank to finish it."""
+        """True if the rank is in optimizer.step(), and will soon complete its step without the other ranks."""
         usual, taken = 2 * self._keeper.dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._keeper.dirty_since
         if self._ends or (kept.by_value and not self._keeper.names_each_step) or taken > HELD_UP * usual:
             return False
         return taken < usual or threads.would_run(self._keeper.pid, self._keeper.pid)
 
     def _write(self, kept: Kept, step: int) -> int | None:
-        """Write the state; None while another rank of this node is writing. If that rank dies, this one writes."""
+        """Write the state and return SAVED. Return None while another rank of this node is writing the state; if that
+        rank dies, the next attempt of this rank writes."""
         shared, loaded = self._keeper.shared, self._keeper.shared.loaded
         loads = loaded.loads if loaded is not None and step == loaded.version.step else 0
         if self._keeper.copies is not None and self._keeper.copies.write_now(self._keeper.at(kept, step, False), loads):
@@ -289,6 +288,6 @@ class Survivor:
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
                 held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)
-                self._check_unchanged(kept, step)  # if the script changes them during the write, the sum will not match
+                self._check_unchanged(kept, step)  # changes during the write make the checksum wrong
                 shared.write_rescued(state, held, threads)
         return SAVED

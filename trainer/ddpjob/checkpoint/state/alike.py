@@ -1,4 +1,4 @@
-"""Compare small states: of one object at two moments, or of one name on several ranks."""
+"""Compare small values: one object at two moments, or the objects of one name on several ranks."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import torch
 
 
 def same(one: Any, other: Any) -> bool:
-    """True if both are the same value; tensors are compared bit by bit."""
+    """True if both values are the same; tensors are compared bit by bit."""
     try:
         if bool(one == other):
             return True
-    except (RuntimeError, ValueError, TypeError):  # == of tensors with several values has no truth value
+    except (RuntimeError, ValueError, TypeError):  # `==` of tensors with several values gives no bool
         pass
     return digest(one) == digest(other)  # NaN is not equal to itself
 
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return the names that are in both and have different values."""
+    """Return the names that are in both mappings and have different values."""
     return {
         name
         for name, value in now.items()
@@ -27,7 +27,7 @@ def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
 
 def digest(value: Any) -> str:
-    """Return a hash of a plain value, the same on every rank that has the same value."""
+    """Return a hash of a plain value; ranks with the same value get the same hash."""
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value)
     return hasher.hexdigest()

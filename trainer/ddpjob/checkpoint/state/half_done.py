@@ -1,8 +1,8 @@
-"""Find unfinished work that no state_dict() contains, so that it is logged before a restart loses or repeats it.
+"""Find unfinished work that no state_dict() contains, to log it before a restart loses or repeats it.
 
-Examples: gradients that wait for an optimizer's step, the state of a communication hook, and shards that
-ZeroRedundancyOptimizer consolidated before its last step. Also work at the end of an epoch that is done already, and
-the seed that a DataLoader draws at the beginning of one.
+Examples: gradients that wait for an optimizer's step, the state of a communication hook, shards that
+ZeroRedundancyOptimizer consolidated before its last step, a scheduler that has already stepped at the end of an epoch,
+and the seed that a DataLoader draws at the beginning of an epoch.
 """
 
 import gc
@@ -23,13 +23,13 @@ from ddpjob import process
 from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
-COMPARED_STEPS = 3  # first steps, between which random states are compared to see if training draws numbers
-SCANS = 3  # searches for a DataLoader that draws a seed, at the first saves
-WATCHED_MAX = 8  # parameters of each optimizer that have a hook; a hook on all of them would cost time at each step
+COMPARED_STEPS = 3  # number of first steps whose random states are compared, to see if training draws random numbers
+SCANS = 3  # number of first saves that search for a DataLoader that draws a seed
+WATCHED_MAX = 8  # hooks per optimizer; a hook on each parameter would cost time at each step
 
 
 def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Return the type of the state that a DDP model's communication hook keeps, by name of the model."""
+    """Return the type of the communication hook's state, by name of the DDP model."""
     found = {}
     for name, value in objects.items():
         for _, state in getattr(value, "_comm_hooks", ()) if isinstance(value, DistributedDataParallel) else ():
@@ -76,15 +76,15 @@ def draws_within_epoch() -> bool:
 
 
 class SinceLastStep:
-    """Find gradients that wait for the next optimizer step, and consolidated shards that are older than the last one.
+    """Find gradients that wait for the next optimizer step, and consolidated shards older than the last optimizer step.
 
-    Parameters usually keep their gradients after a step. So hooks on some parameters record when new ones arrive.
+    Parameters usually keep their gradients after a step. So hooks on some parameters record when new gradients arrive.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._watched: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-        self._settled: set[int] = set()  # ids of parameters whose gradients the last step has used
+        self._settled: set[int] = set()  # ids of parameters whose gradients the last optimizer step has used
         self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._all: set[int] = set()
         self._steps = self._random = 0  # _random: hash of the random states after the first step
@@ -108,7 +108,7 @@ class SinceLastStep:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
-        count = min(len(parameters), WATCHED_MAX)  # evenly spread from the first to the last
+        count = min(len(parameters), WATCHED_MAX)  # number of watched parameters, evenly spread over all
         self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
         settled = self._settled  # a hook that refers to self would keep this object alive
         for parameter in self._watched[optimizer]:
@@ -122,7 +122,7 @@ class SinceLastStep:
         self._random = self._random if self._steps else mark
         self._steps += 1
         self._draws |= mark != self._random
-        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # without it save() does this
+        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # otherwise save() logs it
             self.name_loader()
 
     def name_loader(self) -> None:
@@ -139,8 +139,9 @@ class SinceLastStep:
             )
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
-        """Raise StateError if a ZeroRedundancyOptimizer has stepped after consolidate_state_dict(), which makes a new
-        list at each call. The save would mix older shards of other ranks with the newer step. Called on rank 0."""
+        """Raise StateError if a ZeroRedundancyOptimizer has stepped after consolidate_state_dict(), because the save
+        would mix older shards of other ranks with the newer step. Called on rank 0. Each call of consolidate_state_dict
+        makes a new list."""
         for name, value in objects.items():
             shards = getattr(value, "_all_state_dicts", None) if isinstance(value, torch.optim.Optimizer) else None
             if shards and self._shards.get(value) is shards:
@@ -153,7 +154,7 @@ class SinceLastStep:
         """Return the name of a model with gradients that wait for an optimizer step; "" if there is none."""
         for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
-                self._watch(value)  # this optimizer may not have stepped yet
+                self._watch(value)  # in case this optimizer has not stepped yet
         for parameter in (each for its in self._watched.values() for each in its):
             waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
             for name, value in objects.items() if waits else ():

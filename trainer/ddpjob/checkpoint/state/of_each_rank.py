@@ -1,8 +1,8 @@
-"""State that differs between ranks, in one snapshot file: data readers, generators, buffers that DDP does not send.
+"""Collect state that differs between ranks in one file: data readers, generators, buffers that DDP does not send.
 
-Rank 0 writes its own state. Every other rank sends it a copy of values that may differ, and its random state. The file
-keeps the copies that do differ under "ranks". Models and optimizers are replicas, so only two parts are compared: what
-DistributedDataParallel does not synchronize, and the numbers in an optimizer's settings.
+Rank 0 writes its own state. Every other rank sends rank 0 its random state, and a copy of values that may differ. The
+file has the copies that do differ under "ranks". Models and optimizers are replicas, so only two parts are compared:
+what DistributedDataParallel does not synchronize, and the numbers in an optimizer's settings.
 """
 
 import gc
@@ -19,8 +19,8 @@ from ddpjob.checkpoint.state.alike import digest
 from ddpjob.checkpoint.state.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
-OWN_BYTES_MAX = 4 << 20  # limit for one object of one rank, because the group's store transfers it
-SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, values of each: ranks that are out of step differ everywhere
+OWN_BYTES_MAX = 4 << 20  # limit in bytes for one object of one rank, because the group's store transfers it
+SAMPLES, SAMPLED_VALUES = 32, 8  # parameters per model, values per parameter: ranks out of step differ everywhere
 
 WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
@@ -31,7 +31,7 @@ class LateError(StateError):
 
 
 def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return, by name, a copy of the values given to save() that may differ between ranks; a checksum of large ones."""
+    """Return a copy of each value of save() that may differ between ranks, by name; for a large value its checksum."""
     models = [unwrapped(value) for value in objects.values() if isinstance(value, torch.nn.Module)]
     of_rank = {id(model.get_parameter(name)) for model in models for name in ignored(model)}
     found = {name: _own(name, value, of_rank) for name, value in objects.items()}
@@ -40,7 +40,7 @@ def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
     if isinstance(value, torch.optim.Optimizer):
-        # keys are the parameter numbers of state_dict()
+        # as in state_dict(), parameters have the keys 0, 1, 2 …
         numbered = enumerate(p for group in value.param_groups for p in group["params"]) if of_rank else ()
         moments = {n: value.state[p] for n, p in numbered if id(p) in of_rank and p in value.state}
         groups = value.param_groups
@@ -54,7 +54,7 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
 
 
 def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the first values of some synchronized parameters, by name of the model; equal on ranks in step."""
+    """Return some values of synchronized parameters by model name; equal on ranks that are at the same step."""
     models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     found = {}
     for name, model in models.items():
@@ -70,13 +70,13 @@ def _first_values(tensor: torch.Tensor) -> str:
 
 
 def out_of_step(of_0: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of models whose parameters on some rank differ from rank 0's."""
+    """Return the names of models whose parameters differ between rank 0 and any other rank."""
     return sorted({name for other in others for name in of_0 if other.get(name, of_0[name]) != of_0[name]})
 
 
 def senders(value: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DDP wrappers that broadcast this model's buffers before each forward pass; none if one of them does
-    not broadcast them all."""
+    """Return the DDP wrappers that broadcast this model's buffers before each forward pass; an empty list if a wrapper
+    does not broadcast all its buffers."""
     inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
     wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
     return wrappers if all(each.broadcast_buffers and not _ignores_a_buffer(each) for each in wrappers) else []
@@ -104,7 +104,7 @@ def outermost(value: torch.nn.Module) -> torch.nn.Module:
 def _wrapper_of(module: torch.nn.Module) -> Any:
     """Return the DDP wrapper of a model that the script saves without its wrapper; None if there is none."""
     found = _wrappers.get(module)
-    if found is None or (found is not _none and found() is None):  # remembered, because the search takes 0.1 s
+    if found is None or (found is not _none and found() is None):  # the result is cached: a search takes 0.1 s
         wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
         wrapper = next((each for each in wrappers if _uncompiled(each.module) is module), None)
         found = _wrappers[module] = _none if wrapper is None else weakref.ref(wrapper)
@@ -116,7 +116,7 @@ def _none() -> None:
 
 
 def _uncompiled(module: Any) -> Any:
-    """Return the original of a module that torch.compile returned; any other module itself."""
+    """Return the original module if torch.compile returned this one, else the module itself."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -162,15 +162,15 @@ class Handed(NamedTuple):
 
 
 def from_bytes(data: bytes) -> Handed:
-    """Parse `Handed.as_bytes`."""
+    """Parse the bytes that `Handed.as_bytes` returned."""
     return Handed(**torch.load(io.BytesIO(data), weights_only=True))
 
 
 def differing(
     of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]], known: Collection[str] = ()
 ) -> dict[int, dict[str, Any]]:
-    """Return, for each rank, the values that are not equal on all ranks, by name. known: names that are treated as
-    different in any case, because a rank is missing."""
+    """Return for each rank the values that are not equal on all ranks, by name. known: names of values that are treated
+    as different even if they are equal, because the value of a rank is missing."""
     names = {name for parts in others.values() for name in of_0 if digest(of_0[name]) != digest(parts.get(name))}
     names |= of_0.keys() & set(known)
     ranks = {0: of_0, **others} if names else {}
@@ -191,10 +191,10 @@ def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Sequence[str]) -> dict[str, Any]:
-    """Return the document's state with this rank's own parts. named: names that will be restored into objects.
+    """Return the state in the document with this rank's own parts. named: names that will be restored into objects.
 
-    Raises StateError if a rank's own part of one of them is not in the document, LateError if the rank did not save in
-    time. For other names rank 0's part is used instead.
+    Raises StateError if the document lacks a rank's own part of a restored object, LateError if the rank did not save
+    in time. For objects that are not restored, rank 0's part is used instead.
     """
     state: dict[str, Any] = dict(document["state"])
     ranks: Mapping[int, Mapping[str, Any]] = document.get("ranks", {})
@@ -215,7 +215,7 @@ def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Se
 
 
 def _lost(names: Sequence[str], document: Mapping[str, Any], world_size: int) -> str:
-    """Return why ranks cannot get their own parts back, the same text on all ranks; "" if they can."""
+    """Return why ranks cannot restore their own parts, the same text on all ranks; "" if they can."""
     if names and world_size != document["world_size"]:
         return (
             f"{_had_own(names, document)}, by {document['world_size']} ranks, and there are {world_size} now. Start as "
@@ -234,12 +234,12 @@ def _with(whole: Any, part: Mapping[str, Any]) -> Any:
     if part["kind"] == WHOLE:
         return part["value"]
     if part["kind"] == OPTIMIZER and "param_groups" not in whole:
-        return whole  # an optimizer with a format of its own
+        return whole  # an optimizer with another format of its state_dict()
     if part["kind"] == OPTIMIZER:
         groups = [{**group, **own} for group, own in zip(whole["param_groups"], part["value"]["rates"], strict=True)]
         return {**whole, "state": {**whole["state"], **part["value"]["state"]}, "param_groups": groups}
     merged = type(whole)(whole)
     merged.update(part["value"])
-    if hasattr(whole, "_metadata"):  # versions of the modules, which load_state_dict() reads
+    if hasattr(whole, "_metadata"):  # `_metadata` has the versions of the modules, which load_state_dict() reads
         merged._metadata = whole._metadata
     return merged

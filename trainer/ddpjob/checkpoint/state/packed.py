@@ -1,14 +1,14 @@
-"""A state as bytes: small values as a pickle, the large state as tensors that lie one after the other in shared memory.
+"""Convert a state to bytes in shared memory: plain values as a pickle, tensors one after the other behind the pickle.
 
-Why not torch.save: it takes at least a millisecond, and it copies and sums a large state. It is meant for files that
-are kept. These bytes are only read by the same versions of the code, in the same pod or by a peer of the same group.
+Why not torch.save: it takes at least a millisecond, copies a large state and computes its checksum. Its files can be
+read by other versions; these bytes are read only by the same version, in the same pod or by a peer of the same group.
 
-Flow: `pack` describes a value without copying its tensors, `write` copies them to a memory area, `in_place` reads them
-there without a copy, and `own` gives them memory of their own. `total` is the checksum.
+Flow: `pack` describes a value without copying its tensors, `write` copies the tensors to shared memory, `in_place`
+returns tensors that use the shared memory, and `own` copies tensors from there. `total` is the checksum.
 
 Security: a pickle can run any code, so only plain values and the types in `find_class` are unpickled.
 
-Drawbacks: the format has no version. Tensors from `in_place` change when the area is written again.
+Drawbacks: the format has no version. Tensors from `in_place` change when the shared memory is written again.
 """
 
 import collections
@@ -51,7 +51,7 @@ _PLAIN = {("collections", "OrderedDict"), ("collections", "Counter"), ("torch", 
 
 
 def dumps(value: Any) -> bytes:
-    """Return a small value and its tensors as bytes. Raises StateError if it has other than plain values."""
+    """Return a small value and its tensors as bytes. Raises StateError for a value of an unsupported type."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=5).dump(value)
@@ -61,7 +61,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: Any) -> Any:
-    """Return the value of these bytes. Raises StateError for anything else."""
+    """Return the value that `dumps` converted to these bytes. Raises StateError for other bytes."""
     try:
         return _Plain(io.BytesIO(data)).load()
     except _UNREADABLE as error:
@@ -89,7 +89,7 @@ def tensor_of(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], d
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickle plain values, and the few types that `state_dicts.copied` lets through."""
+    """Unpickle plain values, and the few types that `state_dicts.copied` accepts."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None
@@ -120,7 +120,7 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A state to write: its tensors are the live ones, not copies."""
+    """A state to write. Its tensors are those of the training, not copies."""
 
     head: bytes
     layouts: Sequence[Layout]
@@ -130,9 +130,9 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any) -> Packed:
-    """Describe a value without copying its tensors. Raises StateError if it has other than plain values."""
+    """Describe a value without copying its tensors. Raises StateError for a value of an unsupported type."""
     tensors: list[torch.Tensor] = []
-    numbers: dict[Any, int] = {}  # tied weights are one tensor
+    numbers: dict[Any, int] = {}  # number of each tensor, because tied weights are written once
     skeleton = _skeleton(value, tensors, numbers, 0)
     layouts: list[Layout] = []
     end = 0
@@ -149,13 +149,13 @@ def pack(value: Any) -> Packed:
 
 
 def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return the part of this memory for each tensor; the memory begins with the head."""
+    """Return for each tensor its part of this memory, which begins with the pickle."""
     start = len(packed.head)
     return [memory[start + layout.offset :][: layout.size] for layout in packed.layouts]
 
 
 def write(packed: Packed, memory: torch.Tensor, threads: int = 1, report: Callable[[], object] = lambda: None) -> None:
-    """Copy the state to this memory. report: called after each piece."""
+    """Copy the state to this memory. report: called after each piece of 16 MiB."""
     head = torch.frombuffer(bytearray(packed.head), dtype=torch.uint8)
     sources = [flat_bytes(tensor) for tensor in packed.tensors]
     with torch_threads(threads):
@@ -166,12 +166,13 @@ def write(packed: Packed, memory: torch.Tensor, threads: int = 1, report: Callab
 
 
 def copy_piece(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy some bytes."""
+    """Copy bytes from source to target."""
     target.copy_(source)
 
 
 def in_place(memory: torch.Tensor) -> Any:
-    """Return the value of these bytes; its tensors share their memory. Raises StateError for anything else."""
+    """Return the value that `write` has written to this memory. Its tensors use the same memory, without a copy. Raises
+    StateError for other bytes."""
 
     def made(layout: Layout) -> torch.Tensor:
         at = start + layout.offset
@@ -199,7 +200,7 @@ def own(value: Any, threads: int = 1) -> Any:
     copies = [_empty(t.dtype, t.shape, t.stride()) for t in tensors]
     with torch_threads(threads):
         for copy, tensor in zip(copies, tensors, strict=True):
-            flat_bytes(copy).copy_(flat_bytes(tensor))  # both are contiguous bytes, in the same order
+            flat_bytes(copy).copy_(flat_bytes(tensor))  # both tensors are contiguous bytes in the same order
     return _filled(skeleton, copies)
 
 
@@ -209,7 +210,8 @@ def reserved(size: int) -> torch.Tensor:
 
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Allocate in huge pages if the kernel has them: getting a gigabyte in 4 kB pages takes longer than filling it."""
+    """Allocate a tensor, in huge pages if the kernel has them: with 4 kB pages, allocating a gigabyte takes longer than
+    filling it."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     begin, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if size >= _HUGE_BYTES:
@@ -228,7 +230,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
     small, large = 0, []
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() < SMALL_BYTES:
-            on_host = tensor.cpu()  # a variable, so that the memory is not freed while it is read
+            on_host = tensor.cpu()  # kept in a variable, so that the memory is not freed while it is read
             small = zlib.crc32(_bytes_of(on_host), small)
         else:
             large.append(tensor)
@@ -246,8 +248,8 @@ def threads(processes: int, size: int) -> int:
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads. Most ranks have one (OMP_NUM_THREADS=1, as under torchrun), but the node's other
-    CPU cores are idle while a state is loaded, or written after a failure."""
+    """Let torch use this many threads. Most ranks have one thread (OMP_NUM_THREADS=1, as under torchrun), but other CPU
+    cores of the node are idle while a state is loaded, or written after a failure."""
     before = torch.get_num_threads()
     if count <= before:
         yield
@@ -260,7 +262,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return all tensors of the value; tied ones once."""
+    """Return all tensors in the value; tied tensors once."""
     found: list[torch.Tensor] = []
     _skeleton(value, found, {}, 0)
     return found
@@ -330,7 +332,7 @@ def is_one_run(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Return the tensor's memory to read from; the tensor must outlive it. Raises StateError if it is on a device."""
+    """Return the tensor's memory as bytes to read; the tensor must outlive them. Raises StateError for a GPU tensor."""
     if tensor.device.type != "cpu":
         raise StateError(f"a tensor on {tensor.device} cannot be kept in memory by the processor alone")
     size = tensor.numel() * tensor.element_size()
@@ -347,6 +349,6 @@ def _sum(flat: torch.Tensor) -> torch.Tensor:
     if flat.storage_offset() % 8:  # torch views bytes as int64 only at a multiple of 8
         flat = flat.clone()
     rest = len(flat) % 8
-    if not rest:  # the usual case; each torch call takes the GIL from the training thread
+    if not rest:  # the usual case, returned early: each torch call takes the GIL from the training thread
         return flat.view(torch.int64).sum()
     return flat[:-rest].view(torch.int64).sum() + flat[-rest:].sum()

@@ -1,4 +1,4 @@
-"""Read and restore the random generators of a process. `Snapshot` and the state in memory use it."""
+"""Read and restore the random states of a process, for `Snapshot` and for the state in memory."""
 
 import array
 import ctypes
@@ -12,14 +12,14 @@ import torch
 
 from ddpjob import process
 
-_WORDS, _WORD_BYTES = 624, 4  # state of the Mersenne Twister; its position follows in memory
+_WORDS, _WORD_BYTES = 624, 4  # size of a Mersenne Twister's state; in memory its position follows the state
 _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
 
 
 class _Seen(NamedTuple):
-    """State of numpy's generator at the last call of `compact`."""
+    """State of numpy's global generator at the last call of `compact`."""
 
-    generator: Any  # keeps the memory at the generator's address valid
+    generator: Any  # a reference, so that the memory at the generator's address stays valid
     memory: Any
     raw: bytes
     """Content of the memory; b"" if it was not what get_state() returned."""
@@ -32,14 +32,14 @@ _numpy = _Seen(None, None, b"", None)
 
 
 def current() -> dict[str, Any]:
-    """Return the states of Python, numpy if it is imported, torch and this rank's CUDA device, as values for a file."""
+    """Return the states of Python, numpy (if imported), torch and this rank's CUDA device, as values for a file."""
     return expanded(compact())
 
 
 def compact() -> dict[str, Any]:
-    """Return the states as bytes, in a tenth of the time of `current`, because they are written at each step.
+    """Return the random states as bytes, in a tenth of the time of `current`, because they are written at each step.
 
-    A generator that was not used gives the same object again, so comparing and hashing it costs nothing.
+    If a generator was not used, its state is the same object as before, so comparing and hashing it costs nothing.
     """
     global _torch
     now = torch.default_generator.get_state()
@@ -56,8 +56,9 @@ def compact() -> dict[str, Any]:
 
 
 def _compact_python() -> Any:
-    """Return the state of Python's generator. Only the position, which each draw changes, and the first eight words are
-    compared. These words change when the position starts again. Comparing all 624 takes as long as reading them."""
+    """Return the state of Python's generator. To see if the state has changed, only the position and the first eight
+    words are compared: each draw changes the position, and the words change when the position starts again. Comparing
+    all 624 words takes as long as reading them."""
     global _python
     version, words, gauss = random.getstate()
     mark = version, words[:8], words[-1], gauss
@@ -98,7 +99,7 @@ def mark(state: Mapping[str, Any]) -> int:
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the result of `compact` to that of `current`. In a state from a slot, torch's is already a tensor."""
+    """Convert the result of `compact` to that of `current`. torch's random state may already be a tensor."""
     version, words, gauss = state["python"]
     full: dict[str, Any] = {
         "python": (version, tuple(array.array("I", words)), gauss),
@@ -117,7 +118,7 @@ def _as_tensor(state: Any) -> torch.Tensor:
 
 
 def restore(document: Mapping[str, Any], rank: int, world_size: int) -> None:
-    """Restore this rank's states if the document has them and the number of ranks is the same; else seed them."""
+    """Restore this rank's random states; seed the rank if they are missing or the number of ranks has changed."""
     own = document["rng"].get(rank) if document["world_size"] == world_size else None
     if own is None:
         seed(document["rng"][0], document["step"], rank)
@@ -152,7 +153,7 @@ def continue_from_here() -> None:
 
 
 def seed(of_rank_0: Mapping[str, Any], step: int, rank: int) -> None:
-    """Seed all generators. Every resume from the same file gives the same seed; ranks and steps have different ones."""
+    """Seed all generators. Every resume from the same file uses the same seed; each rank and step has its own seed."""
     sha256 = hashlib.sha256(of_rank_0["torch"].numpy().tobytes())
     sha256.update(f"{step}/{rank}".encode())
     number = int.from_bytes(sha256.digest()[:4], "big")  # numpy accepts at most 32 bits

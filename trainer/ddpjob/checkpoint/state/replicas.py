@@ -63,7 +63,7 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if len(set(gather.numbers(torch.tensor([digest], device="cpu"), group).flatten().tolist())) > 1:
         _compare_layouts([json.loads(other) for other in gather.texts(text, group)], ranks)
-    if error is not None:  # the same on all ranks, otherwise _compare_layouts would have raised
+    if error is not None:  # all ranks raise the same error, because _compare_layouts found no difference
         raise error
     if layout:
         _compare_sums(layout, gather.numbers(sums, group).view(len(ranks), len(layout)), ranks)

@@ -1,8 +1,8 @@
 """Copy the values that `Snapshot` can save to the CPU, and restore them into the objects.
 
-Values are accepted by exact type: otherwise a value that cannot be read back would be noticed only after a crash. Which
-dtypes torch.load reads with weights_only=True depends on its version (2.4 reads neither bytes nor torch.uint16), so it
-is tried. `replicas` also uses `not_whole` and `sharded`.
+Values are accepted by exact type, because otherwise a value that cannot be read back would be noticed only after a
+crash. The dtypes that torch.load reads with weights_only=True depend on its version (2.4 reads neither bytes nor
+torch.uint16), so each dtype is tried. `replicas` also uses `not_whole` and `sharded`.
 """
 
 import collections
@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from ddpjob.errors import StateError
 
-NESTED_MAX = 100  # levels of lists in lists; also ends the copy of a list that contains itself
-INTEGER_BITS_MAX = 2039  # torch.load(weights_only=True) cannot read longer integers: pickle's LONG4
+NESTED_MAX = 100  # maximum nesting of lists; also ends the copy of a list that contains itself
+INTEGER_BITS_MAX = 2039  # bits; torch.load(weights_only=True) cannot read longer integers (pickle's LONG4)
 
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
 _WHOLE_LAYOUTS = [
@@ -41,7 +41,7 @@ def state_of(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the model without its DDP wrapper, which adds "module." to all keys. A state fits with or without DDP."""
+    """Return the model without its DDP wrapper, so that the keys of its state lack the prefix "module."."""
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
@@ -49,7 +49,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def not_whole(tensor: torch.Tensor) -> str:
-    """Return what kind of tensor this is if its values are not all on this rank as plain numbers; else ""."""
+    """Return the kind of tensor if this rank does not have all its values as plain numbers; else ""."""
     if type(tensor) not in _WHOLE_TYPES:
         return f"a {_type_name(tensor)}"
     if tensor.is_meta:
@@ -62,9 +62,9 @@ def not_whole(tensor: torch.Tensor) -> str:
 
 
 def sharded(value: Any) -> str:
-    """Return why no rank has the whole model or optimizer, the same text on all ranks; "" if each rank has it.
+    """Return why no rank has the complete model or optimizer, the same text on all ranks; "" if each rank has it.
 
-    Every rank checks this first, because state_dict() of such a model waits for all ranks, or returns only a part.
+    Every rank checks this first, because state_dict() of a sharded model waits for all ranks, or returns only a part.
     """
     value = unwrapped(value)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
@@ -87,7 +87,7 @@ def _trained(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_sharded(objects: Mapping[str, Any]) -> None:
-    """Raise StateError, on every rank, for objects of which each rank holds only a part."""
+    """Raise StateError, on every rank, for sharded objects: each rank holds only a part of such an object."""
     for name, value in objects.items():
         if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
@@ -149,13 +149,13 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
     if type(value) is dict:
         return items
     same = type(value)(items)  # MultiStepLR's milestones are a Counter
-    if hasattr(value, "_metadata"):  # versions of the modules, which load_state_dict reads
+    if hasattr(value, "_metadata"):  # `_metadata` has the versions of the modules, which load_state_dict reads
         same._metadata = copied(value._metadata, f"{where} metadata", depth + 1)  # type: ignore[attr-defined]
     return same
 
 
 def _key(key: Any, where: str, depth: int) -> Any:
-    """Return a copy of a dict's key. Raise StateError for a tensor, because a copy of it is another key."""
+    """Return a copy of a dict's key. Raise StateError for a tensor, because a copied tensor is another key."""
     if isinstance(key, torch.Tensor):
         raise StateError(f"{where} key: a {_type_name(key)} cannot be saved as a key: {_REMEDY}")
     if type(key) is tuple:
@@ -189,7 +189,7 @@ def is_read(value: torch.dtype | bytes | torch.Tensor) -> bool:
 
 
 def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
-    """Write a state into the objects. where: the file or memory that it comes from, for errors.
+    """Load a state into the objects. where: the file or memory that the state comes from, for error messages.
 
     Raises StateError. Most errors are found before anything is changed.
     """
@@ -211,23 +211,22 @@ def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
         problem = str(error)
         if problem.startswith("Error(s) in loading state_dict"):
             problem = _first_difference(error)
-        elif not problem.startswith("loaded state dict "):  # Optimizer.load_state_dict, a ValueError
+        elif not problem.startswith("loaded state dict "):  # a ValueError of Optimizer.load_state_dict
             raise
         raise StateError(f"{where} holds another {name}: {problem}; give this run another folder.") from error
 
 
 def _first_difference(error: Exception) -> str:
-    """Return the first line below the heading of load_state_dict()'s error."""
+    """Return the first line of load_state_dict()'s error message after the heading."""
     lines = str(error).strip().splitlines()
     return lines[min(1, len(lines) - 1)].strip()[:200].rstrip(".") if lines else type(error).__name__
 
 
 def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with the objects' own tensors for models and optimizers, so that the memory that the state was
-    read into can be freed."""
+    """Replace loaded tensors of models and optimizers by the objects' own tensors, to free memory."""
     own = {}
     for name, target in large_of(objects).items():
-        with contextlib.suppress(RuntimeError):  # raised by ZeroRedundancyOptimizer: no rank has its whole state now
+        with contextlib.suppress(RuntimeError):  # raised by ZeroRedundancyOptimizer, whose state is sharded
             own[name] = unwrapped(target).state_dict()
     return {**state, **own}
 
@@ -239,10 +238,10 @@ def large_of(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return why a model or an optimizer would refuse its state, "" if none would; nothing is changed.
+    """Return why a model or an optimizer would refuse its state; "" if all would accept it. Nothing is changed.
 
     Without this check a model's load_state_dict() would raise after it has loaded the keys that fit. A script that then
-    continues from another state would have a part of this one.
+    continues from another state would keep these parameters.
     """
     for name, target in objects.items():
         if problem := _would_refuse(unwrapped(target), state[name]):
@@ -278,7 +277,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _does_not_fit(target: Any, saved: Any) -> str:
     if hasattr(target, "load_state_dict"):
-        return ""  # no check here, because load_state_dict() checks this
+        return ""  # load_state_dict() itself checks these objects
     if isinstance(target, torch.Tensor):
         if not isinstance(saved, torch.Tensor):
             return f"a {type(saved).__name__} was saved, and cannot be copied into a tensor."
@@ -305,9 +304,9 @@ def _restore_one(target: Any, saved: Any) -> None:
         inner: Any = getattr(target, "optim", None)
         shares = getattr(inner, "param_groups", None) is target.param_groups
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
-        if shares:  # PostLocalSGDOptimizer would keep the old list, and schedulers change only that
+        if shares:  # PostLocalSGDOptimizer would keep its old list of groups, which schedulers change
             target.param_groups = inner.param_groups
-        if lacked := own.difference(own.intersection(*target.param_groups)):  # from another class: step() would fail
+        if lacked := own.difference(own.intersection(*target.param_groups)):  # another class: step() would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
         target.load_state_dict(_where_they_are(target, saved))
@@ -322,14 +321,14 @@ def _restore_one(target: Any, saved: Any) -> None:
 
 
 def _where_they_are(own: Any, saved: Any) -> Any:
-    """Return the saved value with its tensors moved to the devices of the present ones.
+    """Return the saved value with its tensors moved to the devices of the object's own tensors.
 
     torch moves the state of a parameter to its device, but not a learning rate. A step with a learning rate on the CPU
     and one on the GPU differ in their last bits.
     """
     if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved.to(own.device)
-    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # SequentialLR has schedulers among its attributes
+    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # SequentialLR has schedulers as attributes
         own = vars(own)
     if type(own) is type(saved) is dict:
         return {key: _where_they_are(own.get(key), value) for key, value in saved.items()}
