@@ -32,12 +32,12 @@ from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
-SMALL_BYTES_MAX = 4 << 20  # limit for one object, because it is copied at each step
-SAMPLES = 32  # parameters; few are enough, because averaged weights or ranks out of step differ in every parameter
-SAMPLED_BYTES = 8192  # total size of all samples
-COMPARED_BYTES = 1 << 14  # bytes of a buffer that are compared
-RECORD_STEPS = 64  # boundaries between two reads of all version counters; such a read is the slowest part of a boundary
-READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
+SMALL_BYTES_MAX = 4 << 20  # limit in bytes for one object that is copied at each step
+SAMPLES = 32  # number of sampled parameters; 32 are enough, because different models differ in every parameter
+SAMPLED_BYTES = 8192  # total size of all samples, in bytes
+COMPARED_BYTES = 1 << 14  # number of first bytes of a buffer that are compared
+RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
+READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
 # types of settings that need no copy, such as a learning rate
@@ -92,7 +92,7 @@ class Kept:
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = self._seen = _Views([], [], [], [])
-        self._sampled = b""  # bytes of the samples at the last boundary
+        self._sampled = b""  # bytes of the samples at the end of the last step
         self._parts, self._counts = self._parts_now(), self._counts_now()
         own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
         self._untrained = {
@@ -101,7 +101,7 @@ class Kept:
             if self.optimizers and own.isdisjoint(map(id, module.parameters()))
         }
         self.buffered = {f"buffers of {name}": name for name, (_, places) in self._modules.items() if places}
-        """Names of modules with buffers, by the names under which changes of their buffers are reported."""
+        """Names of modules with buffers, by the name under which the log reports that the buffers have changed."""
         others = {name: unwrapped(objects[name]) for name in self._others}
         self.models = list(self._modules)
         alike = LRScheduler | torch.amp.GradScaler
@@ -262,7 +262,7 @@ class Kept:
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
     def buffers(self, only: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
-        """Live buffers of the modules. only: (module name, key) pairs; None: all."""
+        """Return the buffers of the modules, not copied. only: (module name, key) pairs to return; None for all."""
         return {
             name: {key: of_module[leaf] for key, of_module, leaf in places if only is None or (name, key) in only}
             for name, (_, places) in self._modules.items()
@@ -294,9 +294,9 @@ class Kept:
         return large
 
     def buffers_as_they_are(self) -> dict[str, dict[str, Any]]:
-        """Content of the buffers, to find out if they have changed, by the names in `buffered` and their keys.
+        """Return the content of each buffer, to find out if it has changed, by the names in `buffered` and its key.
 
-        For a large buffer: its first bytes, its address and its version counter. Version counters alone are not enough:
+        For a large buffer: first bytes, address and version counter. Version counters alone are not enough, because
         forward passes in C++ (BatchNorm, InstanceNorm) and writes through `.data` do not move them.
         """
         if not self.buffered:

@@ -366,8 +366,8 @@ class Keeper:
 
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # read random states only if a lost draw would do harm: the read takes a fifth of the cost per step
-        if places.counts or not places.trusts(RANDOM):  # after save() we learn where the script draws
+        # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
+        if places.counts or not places.trusts(RANDOM):  # after save(), this shows where the script draws numbers
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
         if from_sampler:  # a restart does not repeat changes made before a batch is taken

@@ -51,8 +51,8 @@ class Early:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._has = rank, {RANDOM, FORWARDED}
-        self._rng: dict[str, Any] | None = None  # random states before the last step
-        self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the last boundary
+        self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
+        self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the end of the last step
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
@@ -71,10 +71,9 @@ class Early:
         self._rng, self._content, self._forwarded = None, None, {}
 
     def boundary(self, content: Mapping[str, Mapping[str, Any]], rng: dict[str, Any], shared: Shared) -> None:
-        """Begin a step. Give up random states if the script drew numbers after the gradients, and buffers if it changes
-        them too, not only the forward pass.
+        """Begin the next step. Give up random states or buffers that the script has changed after the backward pass.
 
-        content: of the buffers at this boundary. rng: random states at this boundary.
+        content: content of the buffers at the end of the last step. rng: random states at the end of the last step.
         """
         if RANDOM in self._has and self._rng is not None and rng != self._rng:
             self.give_up(shared, "random numbers are drawn after the gradients", RANDOM)
@@ -91,8 +90,8 @@ class Early:
             return
         self._rng = rng
         content = kept.buffers_as_they_are()
-        # Leave out buffers that the forward pass did not change: a weight average that is updated after the step would
-        # be one step older here than on the ranks that finish the step.
+        # Leave out buffers that the forward pass did not change, for example a weight average that is updated after the
+        # optimizer step: its value here would be one step older than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
         if before is None:  # in the first step it is not known which buffers the forward pass changes
             before, own = content, kept.wrapped
