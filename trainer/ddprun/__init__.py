@@ -10,7 +10,7 @@ generation).
     run.py             puts an agent together             wire.py         the protocol between agents
     agent.py           the loop: signals, sockets, time
     leader.py          the agent of node 0                follower.py     the agents of all other nodes
-    appointment.py     another node's agent leads         calls.py        work in a child process
+    asking.py          who leads, and in which term         calls.py        work in a child process
     node.py            the ranks of this node              processes.py    fork, exec, signals, the tree
     forkserver.py      the process with torch in it       preload.py      the agent's connection to it
     heartbeats.py      shared memory of heartbeats       watch_ranks.py  the watchdog: reads them, asks for positions

@@ -22,7 +22,7 @@ from ddpjob_core.findings import NamedFinding
 from ddpjob_core.heartbeat import RERUN_SIGNAL, STACKS_SIGNAL
 from ddpjob_core.members import Members
 from ddprun import processes
-from ddprun.appointment import Appointment, Asking
+from ddprun.core.appointment import Appointment
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
 from ddprun.logs import TAIL_SECONDS, LogFolder
@@ -82,11 +82,25 @@ class Watchdog(Protocol):
     def end(self) -> None: ...
 
 
+class Asker(Protocol):
+    """Asks the status receiver who leads."""
+
+    @property
+    def deadline(self) -> float | None:
+        """Time of the next call of `tick`; None if none is due."""
+
+    def tick(self, now: float, seconds: float, /) -> None: ...
+    def ask_soon(self) -> None: ...
+
+
 class Agent:
     """The agent of one node of a job."""
 
     group: Group
+    group_of: Callable[[bool, int], Group]
+    """Returns the agent's next role: True to lead, and the last generation of this node's ranks."""
     watching: Watchdog
+    asking: Asker
 
     def __init__(
         self, options: Options, environ: Mapping[str, str], folder: LogFolder, server: ForkServer | None
@@ -110,11 +124,8 @@ class Agent:
         self.members = Members()  # nodes of the last generation in which this node took part
         self._failure_reported = False
         self.settled = True  # False until all ranks of the last generation have ended on this node
-        self.asking = Asking(self, self._told)
-        # A pod that was created after another agent had been appointed asks first.
-        is_known = not (self.asking.is_possible and environ.get("DDPJOB_LEADER_APPOINTED") == "1")
-        self.leader = Appointment(int(is_known), options.places.leader, options.host, options.port)
-        self._next_leader = self.leader
+        self.leader = Appointment(1, options.places.leader, options.host, options.port)
+        self._next_leader: Appointment | None = None
         self._has_backlog = False  # True if ranks have written more output than one turn of the loop copies
 
     # ---- the loop ------------------------------------------------------------------------------------------
@@ -254,30 +265,28 @@ class Agent:
         """Number of this leader in the attempt: each later one has a higher number."""
         return self.leader.term if self.leader.term > 1 else self.options.replacement
 
-    def _told(self, leader: Appointment, _now: float) -> None:
-        if leader.term > max(self.leader.term, self._next_leader.term):
+    def take_answer(self, leader: Appointment) -> None:
+        """Record who leads. The role changes when no ranks are being stopped."""
+        if leader.term > (self._next_leader or self.leader).term:
             self._next_leader = leader
 
     def _change_leader(self, now: float) -> None:
         """Follow the newest leader, or lead, after all ranks have ended here. Ranks that are being stopped end first,
         because they may be saving together."""
-        from ddprun.follower import Follower
-
         leader, ends_already = self._next_leader, not self.settled and (self.node.stopped or self.node.failures)
-        if leader.term <= self.leader.term or ends_already or self.code is not None:
+        if leader is None or ends_already or self.code is not None:
             return
+        self._next_leader = None
         if self.leader.term:
             say(f"node {leader.place} is appointed the leader, term {leader.term}")
         generation = self.group.leave()
         self.stop(now, patient=False)
-        self.leader, self.group = leader, Follower(self, generation)
+        self.leader, self.group = leader, self.group_of(False, generation)
         self.group.begin(now)
 
     def lead(self, generation: int, now: float) -> None:
         """Lead the group from now on. generation: the last one of this node's ranks."""
-        from ddprun.leader import Leader
-
-        self.group = Leader(self, generation)
+        self.group = self.group_of(True, generation)
         self.group.begin(now)
 
     # ---- what the group orders -----------------------------------------------------------------------------

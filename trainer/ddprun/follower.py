@@ -14,7 +14,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
 from ddprun import processes
-from ddprun.appointment import FOLLOWER_SECONDS, LEADERLESS_SECONDS
+from ddprun.asking import FOLLOWER_SECONDS, LEADERLESS_SECONDS
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
 from ddprun.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of, line_of

@@ -13,7 +13,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.findings import NamedFinding
 from ddprun import ports
-from ddprun.appointment import LEADER_SECONDS
+from ddprun.asking import LEADER_SECONDS
 from ddprun.core import deadlock
 from ddprun.core.leader_state import STANDS, Ask, Ended, EndOrder, LeaderState, Over, Stand, StartOrder, Stop
 from ddprun.core.stall_monitor import StallReport

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 
 from ddpjob_core.failures import Failure
 from ddprun import environment, missing_script, processes
 from ddprun.agent import Agent, Group, forget_message, leave_message
+from ddprun.asking import Asking
 from ddprun.logs import LogFolder
 from ddprun.node import say
 from ddprun.options import Options
@@ -37,7 +39,11 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     if folder.has_unseen:
         say(f"what the console does not show of the ranks' output is in {folder.path}")
     agent = Agent(options, prepared, folder, _fork_server(options, prepared))
-    agent.watching, agent.group = Watching(agent), _group(agent)
+    agent.watching, agent.group_of, asking = Watching(agent), partial(_group, agent), Asking(agent, agent.take_answer)
+    # A pod that was created after another agent had been appointed asks first.
+    if asking.is_possible and environ.get("DDPJOB_LEADER_APPOINTED") == "1":
+        agent.leader = agent.leader._replace(term=0)
+    agent.asking, agent.group = asking, agent.group_of(agent.is_appointed, -1)
     try:
         return agent.run()
     finally:
@@ -45,14 +51,14 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         folder.remove()
 
 
-def _group(agent: Agent) -> Group:
-    if agent.is_appointed:
+def _group(agent: Agent, leads: bool, generation: int) -> Group:
+    if leads:
         from ddprun.leader import Leader
 
-        return Leader(agent)
+        return Leader(agent, generation)
     from ddprun.follower import Follower
 
-    return Follower(agent)
+    return Follower(agent, generation)
 
 
 def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:

@@ -7,14 +7,13 @@ may have been taken for lost. An agent without a leader asks each second. The ot
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
-from ddpjob_core.budget import Grant, natural
 from ddpjob_core.members import LEADER_PATH
 from ddprun.calls import ChildCall
+from ddprun.core.appointment import Appointment
 
 if TYPE_CHECKING:
     from ddprun.agent import Agent
@@ -22,34 +21,10 @@ if TYPE_CHECKING:
 LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # between two questions
 
 
-class Appointment(NamedTuple):
-    """The leader of one term."""
-
-    term: int
-    """1 for the first leader of an attempt, which is node 0; 0 if the leader is not known yet."""
-    place: int
-    host: str
-    port: int | None
-    """Port of the leader's agent."""
-    grant: Grant | None = None
-    """Restarts that were left when the operator appointed it."""
-
-    @staticmethod
-    def read(text: bytes) -> Appointment:
-        """Parse an answer. Raise ValueError."""
-        try:
-            values = json.loads(text)
-            grant = Grant.read(json.dumps(values["left"])) if values.get("left") else None
-            term, place, port = (natural(values[name]) for name in ("term", "place", "port"))
-            return Appointment(term, place, str(values["host"]), port, grant)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise ValueError(f"no appointment: {text[:100]!r}") from None
-
-
 class Asking:
     """Asks the status receiver, one question at a time."""
 
-    def __init__(self, agent: Agent, told: Callable[[Appointment, float], None]) -> None:
+    def __init__(self, agent: Agent, told: Callable[[Appointment], None]) -> None:
         self._agent, self._told = agent, told
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "") if agent.options.is_elastic else ""
         self._call = ChildCall(agent, self._answered)
@@ -83,9 +58,9 @@ class Asking:
         """Ask at the next `tick`."""
         self._asked_at = float("-inf")
 
-    def _answered(self, answer: bytes, now: float) -> None:
+    def _answered(self, answer: bytes, _now: float) -> None:
         try:
-            self._told(Appointment.read(answer), now)
+            self._told(Appointment.read(answer))
         except ValueError:  # the operator does not answer, or is older: the leader stays
             return
 
