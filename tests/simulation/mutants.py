@@ -19,7 +19,7 @@ from ddpjob_operator.kube.watch import listing, observe
 from ddpjob_operator.kube.work import executor as execute
 from ddpjob_operator.kube.work import lookup
 from ddpjob_operator.observed import cluster, facts
-from ddpjob_operator.plan import agent_restarts, decide, lifecycle, pod_replacement, settlement, startup
+from ddpjob_operator.plan import agent_restarts, decide, leadership, lifecycle, pod_replacement, settlement, startup
 from ddpjob_operator.plan.actions import CreatePod, CreateService, Decision, DeletePod, Plan
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import environment as pod_environment
@@ -175,7 +175,7 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
         settled = settlement.settle(view, status, first) if lost and first is not None else None
         if settled is None or not settled.verdict.restart:
             return None
-        return Decision(pod_replacement._replaced(view, status, settled, lost))
+        return Decision(pod_replacement._replaced(view, status, "Restarting", settled, lost, ""))
 
     def of_older_attempts(view: View, status: api.Status) -> Decision | None:
         older = tuple(p for p in view.older if p.attempt < status.attempt)
@@ -187,7 +187,7 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
     """Bug: lost pods are replaced one by one, even if no other pod is left that was in the newest generation."""
-    return mock.patch.object(pod_replacement, "_one_was_in_the_last_group", lambda *seen: bool(seen[-1]))
+    return mock.patch.object(leadership, "in_last_group", lambda *seen: set(seen[-1]))
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:

@@ -277,7 +277,7 @@ def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_hav
     assert before is not None
     assert before.place == 2
     world.stops(2, 75).settle()
-    assert world.status.leader == api.JobLeader(term=before.term + 1, place=0, replacement=1)
+    assert world.status.leader == api.JobLeader(term=before.term + 1, place=0)
     assert world.status.state == "Running"
 
 

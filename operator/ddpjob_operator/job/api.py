@@ -195,7 +195,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     observed_generation: int | None = None
     """The metadata.generation that this status is about."""
     attempt: Count = 0
-    """Number of the current set of pods; each restart, resume and retry of the start takes the next number."""
+    """Number of the current set of pods; each restart, resume and retry takes the next one."""
     attempt_time: Time | None = None
     """When the pods of this attempt were created; if in the future, when they will be."""
     running_time: Time | None = None
@@ -205,26 +205,26 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_retries: Count = 0
     """How often in a row all pods were deleted because not all ran within startDeadlineSeconds."""
     starting_since: Time | None = None
-    """Start of the first of several attempts in which not all pods started; startDeadlineSeconds counts from here.
-    Unset: from attemptTime."""
+    """Start of the first of several attempts in which not all pods started, for startDeadlineSeconds; else
+    attemptTime."""
     unconfigured_since: Time | None = None
     """When a ConfigMap or Secret was first missing."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
-    """How many nodes the job wants, and how many run now."""
+    """Nodes that the job wants, and that run now."""
     gang: Gang | None = None
     """What admits all pods at once, and why; unset if the operator has no such API enabled."""
     attempt_nodes: Count | None = None
-    """spec.nodes when this attempt began; only for elastic jobs, where it may change later."""
+    """spec.nodes of this attempt of an elastic job."""
     started_nodes: Ranges = ""
     """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
     replacements: Annotated[dict[str, Count], Meta(max_length=NODES_MAX)] = {}
-    """How often single pods were replaced in this attempt (with ddprun), by node rank."""
+    """Replacements of single pods in this attempt (with ddprun), by node rank."""
     in_place: InPlace | None = None
-    """Restarts in place in this attempt that node 0's agent has reported and `restarts` includes."""
+    """Restarts in place in this attempt, as reported by node 0's agent; `restarts` includes them."""
     leader: JobLeader | None = None
-    """The leader of an elastic ddprun job after node 0 was lost in this attempt; unset while node 0 leads."""
+    """Who leads an elastic ddprun job after node 0 was lost."""
     completed_nodes: Ranges = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
     selector: Text = ""
@@ -232,13 +232,13 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_time: Time | None = None
     """When the job (last) started; unset while it is suspended."""
     completion_time: Time | None = None
-    """When the job succeeded or failed and its last pod had ended."""
+    """When the last pod of a job that succeeded or failed had ended."""
     master_addr: Text = ""
     """Address of the rendezvous, on the node of rank 0, as host:port."""
     progress: Progress | None = None
     """What the training reports."""
     resumed_step: Count | None = None
-    """Step of the state that the present ranks loaded; unset if they loaded none."""
+    """Step of the state that the present ranks loaded, if any."""
     resumed_from: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
     """Source of that state: a folder, or the memory of named nodes."""
     not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
@@ -247,7 +247,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
     """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds."""
     furthest_step: Count | None = None
-    """Furthest step reported before the last restart; unset if none was reported."""
+    """Furthest step reported before the last restart."""
     last_failure: JobFailure | None = None
     """The root cause of the last failure."""
     failures: Annotated[list[FailureLine], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
@@ -345,23 +345,21 @@ class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
 
 
 class JobLeader(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """The pod whose agent (ddprun) starts and stops the ranks of all nodes."""
+    """The pod whose agent starts and stops the ranks of all nodes."""
 
     term: Count
-    """Number of the leader in this attempt, from 1."""
+    """Grows with each new leader."""
     place: Count = 0
     """Number in the pod's name."""
-    replacement: Count = 0
-    """How often the pod of this place had been replaced before."""
 
 
 class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Restarts without new pods, as counted by one agent."""
 
     replacement: Count = 0
-    """How often node 0's pod had been replaced before the agent's; the term of a later leader."""
+    """How often node 0's pod was replaced before the agent's; or the leader's term."""
     earlier: Count = 0
-    """Restarts in place in this attempt by earlier leaders."""
+    """Those of earlier leaders in this attempt."""
     application: Count = 0
     """Charged to backoffLimit."""
     infrastructure: Count = 0
@@ -461,7 +459,7 @@ class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_onl
     step: Count | None = None
     """The last step that the training had reported."""
     generation: Count | None = None
-    """How often these ranks had been restarted in their pods, as known when the failure was recorded."""
+    """Restarts of these ranks in their pods before the failure."""
     exception: Text = ""
     """The exception's line in the log, if there is one."""
     where: Annotated[str, Meta(max_length=128)] = ""

@@ -30,8 +30,7 @@ def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Sta
     place = min(in_last_group(view, status, staying, lost) or staying, default=next_one)
     # Reports of an agent of node 0 that nobody has appointed have the number of its pod.
     before = max(present.term, naming.replacement(status, view.spec.members.leader))
-    found = api.JobLeader(term=before + 1, place=place, replacement=naming.replacement(status, place))
-    return replace(status, leader=found)
+    return replace(status, leader=api.JobLeader(term=before + 1, place=place))
 
 
 def in_last_group(view: View, status: api.Status, waiting: Set[int], lost: Collection[int]) -> set[int]:
@@ -72,9 +71,7 @@ def turn(job: api.DDPJob, status: api.Status) -> int:
 
 def pod_name(job: api.DDPJob) -> str:
     """Return the name of the leader's pod, by the stored status."""
-    found = leader(job, job.status)
-    number = found.replacement if job.status.leader is not None else naming.replacement(job.status, found.place)
-    return naming.pod_name(job, job.status.attempt, found.place, number)
+    return naming.present_pod_name(job, job.status, leader(job, job.status).place)
 
 
 def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None:

@@ -273,7 +273,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 def _absent(view: View, status: api.Status) -> list[int]:
     """Return the places that have no pod and have not run. At the end of an elastic training none is missing: a new
     node would find no group to join."""
-    known = status.started | set(view.pods)
+    known = status.started | set(view.pods) | {p.place for p in view.removed}
     return [] if view.is_elastic and status.completed_nodes else [p for p in view.spec.members if p not in known]
 
 
