@@ -197,6 +197,8 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 lost -= self._training.agents.not_trained.get((uid, attempt), set())
+                # The pods from spec.nodes on have been told to leave, and the others go on.
+                lost = {rank for rank in lost if rank < (new.get("attemptNodes") or rank + 1)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
                     lost &= completed  # an elastic group that has ended may leave out nodes that did not complete
                 if lost:
@@ -222,8 +224,10 @@ class Judge:
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
         # Until the operator learns of an agent's restarts, it may spend the same restarts of the budget itself.
-        if _own_charges(old, new)["application"] > 0:
+        if (own := _own_charges(old, new)["application"]) > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
+            if spec.get("minNodes") and spec["template"]["spec"]["containers"][0]["command"][0] == "ddprun":
+                self._spent_twice[uid] += own  # the others go on, and their agent learns of it from the next pod
         if application > limit + self._spent_twice[uid]:
             self.wrong.append(f"{application} restarts are charged, backoffLimit is {limit}")
         truly = sum(1 for job, _ in self._training.failed if job == uid)

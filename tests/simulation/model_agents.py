@@ -292,7 +292,14 @@ class Agents:
             self._drop(old, leader)
         link = Link(leader, agent, {leader, agent}, {leader: [], agent: []})
         leader.links[agent.node] = agent.links[0] = link
-        lead.joined(agent.node, self._loop.time(), agent.generation, agent.replacement, grant=agent.grant)
+        lead.joined(
+            agent.node,
+            self._loop.time(),
+            agent.generation,
+            agent.replacement,
+            nodes=agent.process.nodes,
+            grant=agent.grant,
+        )
         if agent.told:
             self._say(agent, lambda lead, now: lead.termination_requested(agent.node, now), of_now=False)
         self._turn(leader)
