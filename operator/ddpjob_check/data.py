@@ -227,7 +227,7 @@ def batch_size_not_divided(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _total_name(script: Script, size: ast.expr) -> str:
-    """Return the name of a total batch size that is not divided by the number of ranks; "" for other sizes."""
+    """Return the variable of a total batch size that the script does not divide by the number of ranks; else ""."""
     for node in (size, *script.origins(size)):
         if isinstance(node, ast.Name | ast.Attribute):
             words = words_of(name_of(node))

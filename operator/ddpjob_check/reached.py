@@ -163,7 +163,7 @@ class Certainty:
         return any(self._may_leave(statement) for statement in before(parent, child))
 
     def _may_leave(self, statement: ast.stmt) -> bool:
-        """True for a statement such as `if args.evaluate: return`. A raise does not count: it ends the run as well."""
+        """True for a statement such as `if args.evaluate: return`. A raise does not count: the run fails anyway."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
         return not isinstance(statement.body[-1], ast.Raise) and not self._is_met(statement.test, False)

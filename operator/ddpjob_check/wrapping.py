@@ -119,8 +119,8 @@ def forward_around_ddp(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
-    """Return the DDP wrapper that a forward pass certainly bypasses: `model` if model.module is called, or the network
-    that the same function has wrapped earlier. Return "" if there is none."""
+    """Return the name of the DDP wrapper that a forward pass certainly bypasses; "" if there is none. A pass bypasses
+    DDP if it calls `model.module`, or the network that the same function has passed to DDP earlier."""
     if isinstance(inner, ast.Attribute) and inner.attr == "module" and script.is_wrapped(inner.value):
         return script.text_of(inner.value)
     if not isinstance(inner, ast.Name):

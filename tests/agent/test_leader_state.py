@@ -717,7 +717,7 @@ def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -
 def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
     order: tuple[int, ...], between: str
 ) -> None:
-    """Nodes that got SIGTERM end by themselves, so node 0 waits only for others, which may still be saving."""
+    """If all nodes got SIGTERM, node 0's agent must leave at once, because each agent now ends its own ranks."""
     found = with_operator(3)
     if between == "told":
         for node in order:

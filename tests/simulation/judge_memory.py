@@ -130,8 +130,8 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # If the newest state is useless, states one step earlier are useless too.
-        # The folder may be loaded, although its state may be the cause of the failure too (docs/memory.md).
+        # If the newest state in memory must not be loaded, neither must older ones: they may contain the same fault.
+        # The state in the folder may be loaded, although it may contain the fault too (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 

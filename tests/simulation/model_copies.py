@@ -1,8 +1,8 @@
 """A model of periodic copies: what ranks do at boundaries (calls of `should_stop`, `save`, `keep`) without failures.
 
 The real rules (`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan applies. The model
-replaces `in_memory/copies.py`: the store for rank 0's plans, the cost of copies, and their parts. The job may end
-between any two parts. The first rank of each node writes the state, and each rank its own random states."""
+replaces `in_memory/copies.py`. Rank 0 announces its plans in a Store. A copy has a random duration and several actions
+(WORK), and the job may end between any two. The first rank of a node writes the state, each rank its random states."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_each_generation_begins_with_the_newest_complete_state() -> None:
 ONCE_WRONG = {
     # The state may contain the cause of the failure, and would fail the job three more times if loaded again.
     "after three loads of a state the folder counts and not a state a step before": 701221,
-    # The judge counted a forgotten report as lost, but the agent repeats its report unless the agent is killed.
+    # An operator that lost its Lease drops reports. Nothing is lost: agents repeat reports, unless they are killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
     # The agent of a pod of an attempt that is over would get the complete restart budget again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,

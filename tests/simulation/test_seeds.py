@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 BLOCK = 50
 OF_THIS_TREE = range(0, 1000, BLOCK)
 LONG = range(BLOCK, 2000, BLOCK)
-# Seeds that once showed a bug. A change of the code makes a seed another run, but repeating old seeds costs little.
+# Seeds that once showed a bug. A code change may turn a seed into a different run, but running them costs little.
 ONCE_FAILED = (
     *(22, 42, 63, 69, 91, 150, 191, 233, 335, 534, 812),
     *(11287, 12110, 12128, 12139, 14037, 15831, 16161, 16498, 16636),

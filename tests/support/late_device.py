@@ -106,7 +106,7 @@ class LateDevice:
         self._owned: list[torch.Tensor] = []
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor that from now on only work of the device changes."""
+        """Record a tensor that, from now on, only the device may change."""
         self._owned.append(tensor)
         return tensor
 

@@ -132,9 +132,10 @@ def _forget_pytest() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
     atexit._clear()
+    # Keep only torch's finalizers: pytest's finalizers would remove its temporary folders when this process exits.
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
-        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # others remove pytest's folders
+        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     logging.getLogger().handlers.clear()

@@ -170,7 +170,7 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
 
 
 def saved_otherwise(until: int, who_saves: str) -> int:
-    """Clip weights; save(2), and save(40) with other weights than should_stop() finds. Return the first step."""
+    """Save at steps 2 and 40; at 40, clip weights between should_stop() and save(). Return the loaded step."""
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])

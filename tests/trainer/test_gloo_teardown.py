@@ -128,7 +128,7 @@ else:
 
 def test_the_thread_of_the_watchdog_does_not_abort_an_ending_rank() -> None:
     """The watchdog's thread must not abort an ending rank. If the thread returned from C++ after the interpreter's end,
-    one rank in some thousands would end with SIGABRT."""
+    one rank in several thousand would end with SIGABRT."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{[0] * 3}\n", done.stderr
 

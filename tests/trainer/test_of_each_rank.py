@@ -143,7 +143,7 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
 def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """If a rank is killed just before save(2), the file of step 2 lacks its reader, so step 1 is loaded."""
+    """If a rank is killed just before save(2), file 2 lacks the state of its data reader, so step 1 is loaded."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -192,7 +192,7 @@ def test_replicas_that_differ_are_named_at_a_save(
 
 
 def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
-    """If no file has the reader of a late rank, the load must be refused: a start at step 0 would be wrong, too."""
+    """If no file has a late rank's data reader state, the load is refused: a start at step 0 would be wrong, too."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:

@@ -464,7 +464,7 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
 
 
 def test_a_parent_that_continues_by_itself_removes_the_failure_of_its_children(log, start_script):
-    """A parent that trains on without its failed children must remove their message."""
+    """A parent that continues to train without its failed children must remove their message."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank():\n"

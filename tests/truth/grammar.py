@@ -14,7 +14,7 @@ from typing import NamedTuple
 EPOCH = 10  # steps in an epoch
 TOTAL = 40
 KILLS_MAX = 6  # largest number of kills in a run
-PLAIN = (0.8, 0.6, 0.3)  # probabilities for the plain (first) option of each choice; a script draws one of the three
+PLAIN = (0.8, 0.6, 0.3)  # each script draws one of these as its probability of a plain (first) option
 
 # The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -419,7 +419,7 @@ def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
 
 
 def cut_off_for_a_while(world: World, place: int) -> World:
-    """Let the node controller call the pod not ready, because its node does not report, and then ready again."""
+    """Mark the pod as not ready, as the node controller does if a node does not report, and then as ready again."""
     pod = world.pods[f"digits-{world.status.attempt}-{place}"]
     for silent_since in (world.now, None):
         pod = world.pods[pod.name] = facts.merge(pod, replace(pod, silent_since=silent_since))

@@ -171,8 +171,8 @@ def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
 
 
 def test_a_pod_that_lost_the_label_of_the_job_gets_it_back_and_training_continues() -> None:
-    """A user may remove a pod's label to inspect the pod. Its group must not restart while the pod trains on into the
-    checkpoint of the next attempt."""
+    """A user may remove a pod's label to inspect the pod. Its group must not restart while the pod is
+    running, because both attempts would write the same checkpoint."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()

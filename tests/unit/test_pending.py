@@ -108,7 +108,7 @@ def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
 
 
 def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_an_unready_one() -> None:
-    """The job must not say `2 of 2 nodes are running` for 57 s, and then call the pod deleted."""
+    """The message must not be `2 of 2 nodes are running` for 57 s, and then that the pod was deleted."""
     world = digits().running().after(5).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
     assert world.plan().requeue_at == START + dt.timedelta(seconds=35)

@@ -220,7 +220,7 @@ def test_a_resumed_job_waits_for_a_pod_on_a_lost_node_only_until_the_time_in_its
 
 
 def test_a_pod_on_a_lost_node_is_deleted_before_the_pods_of_a_resumed_job_are_created() -> None:
-    """The pod on the lost node must not train on into the same folder, next to the new pods (seed 1003759)."""
+    """The pod on the lost node must not continue to write into the same folder, next to the new pods (seed 1003759)."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(31)
     todo = world.step()
@@ -613,7 +613,7 @@ def test_a_complete_job_has_only_a_few_events() -> None:
 
 
 def routine(world: World) -> list[str]:
-    """Return the reasons of routine Events, which a job that simply trains does not have at the level Brief."""
+    """Return the reasons of the Events that the operator does not send at the level Brief."""
     return [e.reason for e in world.events if e.is_routine]
 
 

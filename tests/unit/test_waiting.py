@@ -85,8 +85,8 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
         ([], 0, 0),
         ([], 3, -1),  # three sends, or collectives that the recorder dropped
         ([entry(1), entry(2)], 2, 2),
-        ([entry(1), entry(2)], 3, -1),  # a send after collective 2
-        ([entry(1), entry(2, op_id=5)], 5, 2),  # sends before collective 2
+        ([entry(1), entry(2)], 3, -1),  # one send was made after collective 2
+        ([entry(1), entry(2, op_id=5)], 5, 2),  # three sends were made before collective 2
         ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed, and created again with its old name
     ],
 )

@@ -26,7 +26,7 @@ class Members(tuple[int, ...]):
 
     @property
     def text(self) -> str:
-        """Return the places as ranges, such as 0-3,7, so that 99,999 pods fit into one line between agents."""
+        """Return the places as ranges, such as 0-3,7, so that 99,999 places fit into a line of the agents' protocol."""
         runs: list[list[int]] = []
         for place in self:
             if runs and place == runs[-1][-1] + 1:

@@ -48,7 +48,7 @@ class Group(Protocol):
 
     @property
     def ask_seconds(self) -> float:
-        """Seconds between two questions about who leads."""
+        """Seconds between two requests for the leader."""
 
     @property
     def deadline(self) -> float | None:
@@ -126,7 +126,7 @@ class Agent:
         self.settled = True  # False until all ranks of the last generation have ended on this node
         self.leader = Appointment(1, options.places.leader, options.host, options.port)
         self._next_leader: Appointment | None = None
-        self._has_backlog = False  # True if ranks have written more output than one turn of the loop copies
+        self._has_backlog = False  # True if ranks have written more output than one iteration of the loop copies
 
     # ---- the loop ------------------------------------------------------------------------------------------
 

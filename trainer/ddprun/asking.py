@@ -18,11 +18,11 @@ from ddprun.core.appointment import Appointment
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # between two questions
+LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # between two requests
 
 
 class Asking:
-    """Asks the status receiver, one question at a time."""
+    """Asks the status receiver who leads, one request at a time."""
 
     def __init__(self, agent: Agent, told: Callable[[Appointment], None]) -> None:
         self._agent, self._told = agent, told
@@ -43,7 +43,7 @@ class Asking:
         return self._call.until if self._call.is_running else self._asked_at + self._seconds
 
     def tick(self, now: float, seconds: float) -> None:
-        """Ask if the last question was so long ago."""
+        """Send a request if the last one is old enough."""
         self._seconds = seconds
         self._call.tick(now)
         if not self._url or self._call.is_running or now < self._asked_at + seconds:

@@ -59,7 +59,7 @@ class Follower:
 
     @property
     def ask_seconds(self) -> float:
-        """Seconds between two questions about who leads: the leader is lost, or it is connected or starts."""
+        """Seconds between two requests for the leader; few while the leader is lost."""
         is_lost = self._link is None and (self._generation >= 0 or not self._agent.leader.term)
         return LEADERLESS_SECONDS if is_lost else FOLLOWER_SECONDS
 

@@ -95,7 +95,7 @@ class Heartbeats:
         return max(0, self._cells[local_rank][WAITED_IN])
 
     def ask(self, *, kind: int = LOUD) -> int:
-        """Ask every rank where it is. Return the number of the question; answers come within half a second."""
+        """Request the position of every rank. Return the number of the request; ranks answer within half a second."""
         self._asked += 1
         for cells in self._cells:
             cells[KIND] = kind
@@ -109,7 +109,7 @@ class Heartbeats:
 
     @property
     def asked(self) -> int:
-        """Number of the last question."""
+        """Number of the last request."""
         return self._asked
 
     def begun_by(self, local_rank: int) -> int:
@@ -118,7 +118,7 @@ class Heartbeats:
         return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 
     def answer(self, local_rank: int) -> dict[str, Any] | None:
-        """Return the answer to the last question; None if there is none."""
+        """Return the answer to the last request; None if there is none."""
         cells = self._cells[local_rank]
         length = cells[LENGTH]
         if cells[ANSWERED] != self._asked or not 0 < length <= PAGE_BYTES - CELLS_BYTES or not cells[PID]:

@@ -37,7 +37,7 @@ class Memory:
         self._node = cells[: memory.NODE_CELLS]
         self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self._read = self._write = -1
-        self._wrote = 0, 0.0  # last value of WROTE, and seconds from the request to its last change
+        self._wrote = 0, 0.0  # last value of WROTE, and when it changed: seconds after `order`
 
     def begin(self, generation: int) -> None:
         """Prepare the memory for a new generation of ranks. Raise OSError if no file descriptor is left."""

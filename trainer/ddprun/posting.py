@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 BODY_BYTES_MAX = 8192  # limit of the receiver
-REPEAT_SECONDS = 60.0  # a new operator pod does not know the counts
+REPEAT_SECONDS = 60.0  # send the counts again, because a new operator pod does not have them
 BACK_OFF_SECONDS, BACK_OFF_SECONDS_MAX = 1.0, 60.0
 LAST_POST_SECONDS = 2.0
 _CONFIRMED = b"ok"

@@ -32,12 +32,12 @@ UNWATCHED = "cannot be asked: no process group and no reported step"
 
 
 class StacksQuestion:
-    """Asks the ranks for their stacks and prints them. A signal during a question is ignored."""
+    """Requests the stacks of the ranks and prints them. Another signal during a request is ignored."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._beats: Heartbeats | None = None
-        self._number = 0  # number of our question in the heartbeat memory; 0: not asked yet
+        self._number = 0  # number of the request for stacks in the heartbeat memory; 0: not sent yet
         self._pipe = -1  # output of the process that runs py-spy
         self._child = 0
         self._found: list[RankStack] = []
@@ -55,14 +55,14 @@ class StacksQuestion:
         self._is_open, self._beats, self._number, self.deadline = True, beats, 0, now
 
     def end(self) -> None:
-        """Drop the question, because the ranks are ending."""
+        """Drop the request, because the ranks are ending."""
         if self._is_open:
             self._close_pipe()
             self._is_open, self._beats, self.deadline = False, None, None
             say(f"{folded_stacks.NONE}the ranks are ending")
 
     def tick(self, now: float, *, is_free: bool) -> None:
-        """Take the next step if it is due. is_free: the ranks have no other question to answer."""
+        """Take the next step if it is due. is_free: the ranks have no other request to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
         if self._pipe >= 0:

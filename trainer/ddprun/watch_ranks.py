@@ -45,7 +45,7 @@ class Watching:
         self._still: dict[
             int, tuple[str, float]
         ] = {}  # by rank: context switch counts, and the time of their last change
-        self._quiet = False  # True if the ranks must not log their answers to the last question
+        self._quiet = False  # True if the ranks must not log their answers to the last request
         self._looked_at = 0.0
         self._look_at: float | None = None  # None: there is no heartbeat yet
         self._signals: list[int] = []  # ranks that get a signal if they do not answer within SIGNAL_SECONDS

@@ -27,7 +27,8 @@ _POSIX = {
 }  # fmt: skip
 _STAR, _SLASH = "*", "/"
 _NEVER = "(?!)"
-# Stars, a class, an escaped character, or any other character. A lone `[` or backslash has no end.
+# Stars, a character class, an escaped character, or one other character. An unclosed `[` or a last backslash also
+# matches as one character; git matches nothing with such a pattern (`_tokens`).
 _TOKEN = re.compile(
     r"\*+|\[(?P<negated>[!^]?)(?P<members>\]?(?:\[:[a-z]+:\]|\\.|\[(?!:[a-z]+:\])|[^]\\[])*)\]|\\.|.", re.DOTALL
 )

@@ -63,7 +63,7 @@ def job_yaml(start: Source, text: str | None) -> str:
         "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
     )
     file = f"{name_of(script)}.yaml"
-    # Remove line ends: the notes contain option names of the script, which could add lines to the YAML.
+    # Replace newlines by spaces: notes quote the script's option names, and a newline there would add a line to YAML.
     sentences += [start.note] if start.note else []
     notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
     restarts = start.max_restarts

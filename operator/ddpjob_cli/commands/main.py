@@ -269,7 +269,7 @@ def kubectl_plugin() -> None:
 def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Use Python's default for stderr on stdout too: otherwise a character that the locale lacks would end a run.
+        # With "strict" a character that the locale cannot encode would raise UnicodeEncodeError and end the run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(prog_name=name, standalone_mode=False)

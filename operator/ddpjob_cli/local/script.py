@@ -49,7 +49,7 @@ def of_launches(source: str, read: WithScript) -> list[Path]:
 
 
 def _here(source: str, job: api.DDPJob, names: list[str]) -> Path | None:
-    # Look next to the YAML and here too, because a workingDir often exists only in the image.
+    # Search the YAML's folder and the current folder too, because a workingDir often exists only in the image.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
     # Not Path.is_file(), which raises for a name of 1,000 characters.
     return next((path for name in names for folder in folders if os.path.isfile(path := folder / name)), None)

@@ -85,7 +85,7 @@ class DevSession:
         self._held: collections.deque[tuple[Any, str]] = collections.deque(maxlen=HELD_MAX)  # what pods printed then
         self._news: collections.deque[str] = collections.deque()
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # The pod that reported that all ranks have ended, with its message, until we have shown it.
+        # After all ranks have ended: the pod that reported it, and the reason. None again after the user has seen it.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
         self._stands = False  # True while no rank is running; new files then come from the user, not from the script

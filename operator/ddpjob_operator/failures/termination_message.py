@@ -140,9 +140,9 @@ def read(text: str) -> ContainerReport:
 def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: True if the exit code is the last launcher's. If log or message then report a rank's failure, a retry
-    succeeded. A traceback with nothing after it always counts, because the script printed it and ended. False if the
-    shell hides the exit code, so that any traceback may be the end of a rank.
+    trusted: True if the exit code is that of the container's last launcher. An earlier failure in log or message is
+    then ignored, because a retry succeeded. False if the shell hides the exit code, so any traceback may be the end of
+    a rank. A traceback at the end of the log always counts, because the script printed it and ended.
     """
     message, log = _message(text)
     if message is not None:
@@ -197,10 +197,10 @@ def _ends_with_traceback(log: str) -> bool:
 
 
 def raised(log: str) -> list[Failure]:
-    """Return the exceptions in a log in order of their ends. A chain of exceptions counts as one.
+    """Return the exceptions in a log, in the order in which their tracebacks end. A chain of exceptions counts as one.
 
-    The rank comes from the line's prefix. A symptom is an exception that reports a lost peer, or that such a report
-    caused.
+    The rank comes from the line's prefix. An exception is a symptom if it reports a lost peer, or if its chain began
+    with such an exception.
     """
     chains: list[list[Failure]] = []
     streams: dict[str, _Stream] = {}

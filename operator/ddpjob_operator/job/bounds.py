@@ -20,7 +20,7 @@ NODES_MAX = 10_000
 NPROC_MAX = members.NPROC_MAX
 # The largest attempt number or replacement number, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place that one agent may report; each restart takes longer than a second.
+# Restarts in place that one agent may report. Each takes longer than a second, so this many take at least 12 days.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
@@ -38,7 +38,7 @@ ADVICE_MAX = 600
 FINDINGS_MAX = findings.FINDINGS_MAX
 # Characters of the reason for a gang's kind, which may quote the API server.
 WHY_MAX = 500
-# A pod template has some hundred values, and is nested about 15 levels deep.
+# A pod template has a few hundred values, and is nested about 15 levels deep.
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64

@@ -136,7 +136,7 @@ def _alone(spec: api.Spec) -> list[str]:
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
         return []
-    # Outside its command the template may name the nodes, for example in a hostfile.
+    # No warning if the template mounts a hostfile or names one in a variable: it may list the other nodes.
     mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(spec.facts.mounts)
     if mounted or any(map(_HOSTFILE_VARIABLE.search, spec.facts.env)):
         return []

@@ -102,7 +102,7 @@ def _ratio(spent: api.Goodput) -> float | None:
 
 
 def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
-    """Return the status with no step made after `since`: that time is not productive until the next step."""
+    """Return the status of a job that is idle (makes no step) from `since` on. Idle time is not productive time."""
     before = status.goodput or api.Goodput()
     if since is None or status.state != "Running" or status.first_step_time is None or before.idle_since is not None:
         return status

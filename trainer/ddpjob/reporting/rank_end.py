@@ -4,9 +4,9 @@
 script that ends or hangs is not affected. A rank forked by the fork server records all of this. A rank in a new process
 (DDPJOB_END) records only checksums, of modules that it wraps after its first call of `ddpjob.init` or `progress`.
 
-A module's parameters are summed when the DDP object is released, or at the end of the process. In addition, the first
-32 KiB of each parameter are summed at some backward passes, less and less often: 1, 2, 3, 4, 6, 8, 12, 16, … At the
-others, one hook counts the passes and copies a few values of one parameter without waiting for the device.
+The checksum is computed when the DDP object is released, or at the end of the process. Checksums of the first 32 KiB
+of each parameter are computed at some backward passes, less and less often: 1, 2, 3, 4, 6, 8, 12, 16, … At the others,
+one hook counts the passes and copies a few values of one parameter without waiting for the device.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def is_known(main: int, recorded: list[dict[str, Any]]) -> bool:
 
 
 def world_size() -> int | None:
-    """Return the number of ranks; None unless the default group has all ranks of the job with the same numbers."""
+    """Return the number of ranks; None unless the default group has all ranks of the job, numbered as in the job."""
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     ranks = c10d._world.pg_group_ranks[c10d._world.default_pg]
     size, rank = len(ranks), process.place().rank

@@ -17,7 +17,7 @@ from ddpjob_operator.job.status import apart_from_progress, present_progress
 CHANGES_MAX = 400
 NAMES_MAX = 24
 PROGRESS_SECONDS = 5.0  # seconds between writes of only progress, because a long history has up to a megabyte
-SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of the series for training speed, next to the job's metrics
+SAMPLES, STEP_SECONDS = "samples/s", "s/step"  # names of two series in addition to the job's metrics
 
 
 class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
-# The limit is larger than the number of ranks of any job. Each report needs some hundred bytes.
+# The limit is larger than the number of ranks of any job. Each report needs a few hundred bytes.
 REPORTERS_MAX = 100_000
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 UNDELETABLE_SECONDS = 60

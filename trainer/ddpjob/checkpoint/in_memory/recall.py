@@ -62,9 +62,9 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     """Describe the newest complete state in memory; all ranks get the same answer. shared: None if this node has no
     shared memory.
 
-    Nodes also exchange if parameters change after the end of a step (COPIES), because all ranks copy at the same steps.
-    Rank 0's node has priority, because rank 0 may be the only one that calls save. A node without the state also takes
-    over PROVEN from the other nodes, because otherwise it would repeat the check and keep nothing until then.
+    Nodes also agree on COPIES (parameters change after the end of a step), because all ranks copy at the same steps.
+    Rank 0's node has priority, because rank 0 may be the only one that calls save. A node that lacks the loaded state
+    takes over PROVEN from the nodes that have it. Otherwise it would keep nothing until its ranks have proved it again.
     """
     own = _Row()
     if shared is not None:
