@@ -134,7 +134,7 @@ def test_a_replaced_pod_cannot_disturb_the_new_one(launcher: Launcher) -> None:
     job.up(1)
     late = job.start(1, 1)
     assert job.agents[0].stderr is not None
-    eventually(lambda: "node 1 comes as pod 1" in job.agents[0].stderr.readline())
+    eventually(lambda: "pod 1 of node 1 is outdated" in job.agents[0].stderr.readline())
     late.terminate()
     assert finish(late).returncode == 143
     assert [d.returncode for d in job.done()] == [0, 0]

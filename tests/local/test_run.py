@@ -214,7 +214,7 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({"suspend": True}, [], "spec.suspend: is true, so nothing would start"),
         ({"container": {"command": ["trochrun", "x.py"]}}, [], '"trochrun" is not a program on this machine'),
         ({"container": {"command": ["torchrun", "--standalone", "x"]}}, [], "torchrun --standalone is for one node"),
-        ({"container": {"resources": {"limits": {"nvidia.com/gpu": 64}}}}, [], "--cpu"),
+        ({"container": {"resources": {"limits": {"nvidia.com/gpu": 16}}}}, [], "--cpu"),
         (
             {"backend": "nccl"},
             ["--env", "CUDA_VISIBLE_DEVICES="],
