@@ -93,7 +93,8 @@ def test_a_trainer_gets_the_same_variables_in_a_cluster_and_in_a_local_run(space
         own = re.compile(r"(PET_|DDPJOB_|KUBEFLOW_|MASTER_|.*RANK$|.*WORLD_SIZE$|NNODES|NPROC_|TORCH_FR|PYTHONUNB)")
         return {name for name in names if own.match(name)}
 
-    assert contract(there) == contract(here)
+    # A local run reports more often than the default, which needs no variable.
+    assert contract(there) == contract(here) - {"DDPJOB_STATUS_INTERVAL"}
     assert len(contract(there)) > 25
 
 
