@@ -200,8 +200,9 @@ class _ScriptWalk:
             shell.Loop: self._loop, shell.Case: self._case, shell.Function: self._function, shell.Simple: self._simple,
         }  # fmt: skip
         self._builtins: dict[str, _Builtin] = {
-            "exit": self._exit, "return": self._exit, "set": _set, "trap": _trap, "wait": _wait, "eval": self._eval,
-            "kill": _kill, "setsid": self._setsid, "pushd": _directory_stack, "popd": _directory_stack,
+            "exit": self._exit, "return": self._exit, "set": _set, "trap": _trap, "wait": _wait, "fg": _wait,
+            "eval": self._eval, "kill": _kill, "setsid": self._setsid, "pushd": _directory_stack,
+            "popd": _directory_stack,
             **dict.fromkeys(("break", "continue"), lambda words, _n, state, _t: state.ended(leaving=words[0])),
             **dict.fromkeys(("script", "su", "runuser", "flock"), self._command_option),
             **dict.fromkeys(withheld.CARRIERS, self._carrier), "unset": _unset,
@@ -392,6 +393,7 @@ class _ScriptWalk:
     def _simple(self, node: shell.Simple, state: ShellState, tested: bool) -> _States:
         has_runs = any(word.runs for word in shell.words_of(node))
         words = state.expanded(node, self._work.take)
+        state = state.calculated(node, words)
         ends: _States = []
         for before in self._substitutions(node, state):
             own = before.status if has_runs else "0"
@@ -406,6 +408,12 @@ class _ScriptWalk:
         return ends
 
     def _program(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
+        if words[0] == "exec" and len(words) > 1:  # the program replaces the shell, and no trap runs
+            ends = self._run_program(words, node, replace(state, traps={}), tested)
+            return [end if end.leaving else replace(end, leaving="exit") for end in ends]
+        return self._run_program(words, node, state, tested)
+
+    def _run_program(self, words: list[str], node: shell.Simple, state: ShellState, tested: bool) -> _States:
         while words[0] in _BECOMES_NEXT and len(words) > 1:
             if words[1].startswith("-"):
                 if words[0] == "command":
@@ -548,8 +556,8 @@ def _trap(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
 
 
 def _wait(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    """Return the states after `wait`. `wait` alone returns 0; an unknown process may be any background job."""
-    named = [word for word in words[1:] if word != "-f"]
+    """Return the states after `wait` or `fg`. `wait` alone returns 0; an unknown process may be any background job."""
+    named = [word for word in words[1:] if word != "-f"] or (["$!"] if words[0] == "fg" else [])
     if not named:
         state = state.losing("wait", "wait", again=True) if FAILED in state.jobs else state
         return state.ended(jobs=())

@@ -23,6 +23,10 @@ _VARIABLE = re.compile(rf"\$(?:({_PARAMETER})|\{{({_PARAMETER})(?:\[[@*]\])?\}})
 _ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
 _PIPESTATUS = re.compile(r"\$\{?PIPESTATUS(?:\[(\d)\])?\}?")
 _CALCULATION = re.compile(r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*")
+_CHANGE = re.compile(
+    r"([-+])\1\s*([A-Za-z_]\w*)|(?<!\w)([A-Za-z_]\w*)\s*(?:([-+])\4|([-+*/%|&^]|<<|>>|)=(?!=)\s*([^\s,;()]*))"
+)
+_NAME = re.compile(r"\$?\b([A-Za-z_]\w*)")
 _COMPARISON = re.compile(r"\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*")
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "=": op.eq, "==": op.eq, "!=": op.ne, "-eq": op.eq, "-ne": op.ne, "-gt": op.gt, "-ge": op.ge, "-lt": op.lt,
@@ -108,6 +112,16 @@ class ShellState:
             variables[name] = f"{before} {word if value is None else value}".lstrip()
         return self.ended(status, variables=variables, withheld=self.withheld.but([name for name, _ in named]))
 
+    def calculated(self, node: shell.Simple, words: list[str]) -> ShellState:
+        """Return the state after ((NAME += 1)), let NAME++ and $((NAME = 1))."""
+        texts = words[1:] if words[:1] in (["(("], ["let"]) else []
+        texts += [text for word in shell.words_of(node) for text in word.expanded if text.startswith("$((")]
+        changed = {}
+        for found in (found for text in texts for found in _CHANGE.finditer(text)):
+            name, sign, right = found[2] or found[3], found[1] or found[4] or found[5], found[6] or "1"
+            changed[name] = f"$(({name} {sign} {right}))" if sign else right
+        return self.assigned(changed.items(), self.status)[0] if changed else self
+
     def expanded(self, node: shell.Simple, count: Callable[[int], None]) -> list[str]:
         """Return the words of a command with the known variables expanded. count: called with the characters added."""
 
@@ -133,7 +147,7 @@ class ShellState:
         if found := _PIPESTATUS.fullmatch(text):
             return (self.pipe[int(found[1] or 0) :] or ("",))[0] or None
         if arithmetic := re.fullmatch(r"\$\(\((.*)\)\)", text):
-            if found := _CALCULATION.fullmatch(arithmetic[1]):
+            if found := _CALCULATION.fullmatch(_NAME.sub(self._number, arithmetic[1])):
                 return str(_CALCULATES[found[2]](int(found[1]), int(found[3])))
             if found := re.fullmatch(r"\s*(\w+)\s*", arithmetic[1]):
                 text = f"${found[1]}"
@@ -145,6 +159,10 @@ class ShellState:
         name = found[1] or found[2]
         value = self.status or None if name == "?" else self.variables.get(name)
         return None if value is None or "$" in value or "`" in value else value
+
+    def _number(self, name: re.Match[str]) -> str:
+        value = self.variables.get(name[1], "")
+        return value if value.isdecimal() else name[0]
 
     def test(self, words: list[str]) -> str:
         """Return the status of [ ], [[ ]], test or (( )); "" for any other command."""
