@@ -122,9 +122,9 @@ YAML_RULES = (
     YamlRule(
         "exit-code-lost",
         "warning",
-        "A shell script ends with 0 although its launcher failed, so the job counts as done: "
-        "`torchrun train.py | tee log`, `|| true`, `; echo done`, `&`, `trap 'exit 0' EXIT`. The message has the fix "
-        "([failures.md](failures.md#when-the-exit-code-is-lost)).",
+        "A shell script ends with 0 although its launcher, or a file such as train.sh, failed, so the job counts as "
+        "done: `torchrun train.py | tee log`, `|| true`, `; echo done`, `&`, `trap 'exit 0' EXIT`. The message has the "
+        "fix ([failures.md](failures.md#when-the-exit-code-is-lost)).",
     ),
     YamlRule(
         "pipefail-in-sh",

@@ -85,6 +85,10 @@ def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> Non
         (["/bin/bash", "-lc", "torchrun t.py | tee log"], True),
         (["bash", "-o", "pipefail", "-c", "torchrun t.py | tee log"], False),
         (["timeout", "1h", "bash", "-c", "torchrun t.py | tee log"], True),
+        (["/opt/nvidia/nvidia_entrypoint.sh", "bash", "-c", "torchrun t.py | tee log"], True),
+        (["busybox", "sh", "-c", "torchrun t.py | tee log"], True),
+        (["bash", "-O", "extglob", "-c", "torchrun t.py | tee log"], True),
+        (["bash", "run.sh", "-c", "torchrun t.py | tee log"], False),  # an option of run.sh
         (["script", "-c", "torchrun t.py", "log"], True),
         (["torchrun", "t.py"], False),
         (["setsid", "torchrun", "t.py"], True),  # setsid forks if it is the leader of its group, as in a container

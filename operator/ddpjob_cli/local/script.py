@@ -90,8 +90,7 @@ def with_shell_script(source: str, job: api.DDPJob) -> WithScript:
         if own:
             given = _ALL_ARGUMENTS.sub(shlex.join(arguments).replace("\\", r"\\"), text)
             changed = [*words[:i], *own, "-c", given, name, *arguments]
-            started = [one.started for one in exit_codes.launcher_exits(changed)]
-            if started:
+            if started := [one.started for one in exit_codes.launcher_exits(changed) if one.starts_a_script]:
                 starts = [one for i, one in enumerate(started) if one not in started[:i]]
                 return WithScript(_with_command(job, changed), name, starts)
     return WithScript(job)

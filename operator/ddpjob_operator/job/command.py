@@ -306,9 +306,26 @@ def _launcher_name(word: str) -> str:
 
 def shell_script(words: list[str]) -> str | None:
     """Return the script of `sh -c "…"`; None for any other command."""
-    option = next((i for i, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", word)), None)
-    has_script = option is not None and programs.name(words[0]) in SHELLS
-    return words[option + 1] if has_script and option is not None else None
+    return shell_call(words)[1] if is_shell(words) else None
+
+
+def shell_call(words: list[str]) -> tuple[set[str], str | None, list[str]]:
+    """Return the options of a shell (letters, and names after -o), its script after -c, and the words after them."""
+    options: set[str] = set()
+    rest = iter(words[1:])
+    others: list[str] = []
+    for word in rest:
+        if word == "--" or not word.startswith(("-", "+")) or len(word) == 1:
+            others = [*([] if word == "--" else [word]), *rest]
+            break
+        if word.startswith("--"):
+            if word in ("--rcfile", "--init-file"):
+                next(rest, "")
+            continue
+        options |= set(word[1:]) if word[0] == "-" else set()
+        if word.endswith(("o", "O")):
+            options |= {next(rest, "")}
+    return options, others[0] if "c" in options and others else None, others
 
 
 def shell_words(text: str) -> list[str]:

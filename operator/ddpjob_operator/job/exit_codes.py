@@ -19,6 +19,7 @@ from ddpjob_operator.job import command, programs, shell, withheld
 from ddpjob_operator.job.shell_state import FAILED, JOB, ShellState, replace
 
 PATHS_MAX = 64
+RANK = "a rank"
 WORK_MAX = 150_000
 """The most characters that are parsed or created while one command is followed, in the operator's event loop."""
 STEP_WORK = 200
@@ -42,7 +43,7 @@ class LauncherExit:
     """The effect of one launcher's failure on the exit code of the script."""
 
     launcher: str
-    """torchrun, ddprun, …; python if the script starts no launcher."""
+    """torchrun, ddprun, …; python if the script starts no launcher; RANK for a program that a rank's shell starts."""
     lost: str = ""
     """How the launcher's exit code is lost: pipe, or, next, wait, if, not, words, exit, trap, …; "" if it is not."""
     at: str = ""
@@ -55,6 +56,11 @@ class LauncherExit:
     started: command.Command = field(default_factory=command.Command)
     withheld: withheld.Withheld = withheld.NOTHING
     """Variables of the job that the launcher does not have on any path."""
+
+    @property
+    def starts_a_script(self) -> bool:
+        """False for a file such as train.sh, whose text is not known, and for a program that a rank's shell starts."""
+        return self.launcher != RANK and not is_training_file(self.launcher)
 
 
 class _TooMuchError(Exception):
@@ -97,7 +103,8 @@ def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
         walk.ends(_as_command(words))
     except _CANNOT_FOLLOW:
         return {}
-    return {node: started.launcher for node, started in walk.started.items() if started.launcher != "python"}
+    named = {node: started.launcher for node, started in walk.started.items() if started.launcher != "python"}
+    return {node: name for node, name in named.items() if not is_training_file(name)}
 
 
 def zero_proves_success(words: list[str]) -> bool | None:
@@ -108,24 +115,12 @@ def zero_proves_success(words: list[str]) -> bool | None:
     found = launcher_exits(words)
     if any(one.lost for one in found):
         return False
-    return True if found and all(one.certain for one in found) else None
+    return True if found and all(one.certain and one.starts_a_script for one in found) else None
 
 
-def shell_call(words: list[str]) -> tuple[set[str], str | None, list[str]]:
-    """Return the options of a shell (letters, and names after -o), its script after -c, and the script's arguments."""
-    options: set[str] = set()
-    rest = iter(words[1:])
-    others: list[str] = []
-    for word in rest:
-        if word == "--" or not word.startswith(("-", "+")) or len(word) == 1:
-            others = [*([] if word == "--" else [word]), *rest]
-            break
-        if word.startswith("--"):
-            continue
-        options |= set(word[1:]) if word[0] == "-" else set()
-        if word.endswith("o"):
-            options |= {next(rest, "")}
-    return options, others[0] if "c" in options and others else None, others[2:]
+def is_training_file(name: str) -> bool:
+    """True for a script file that probably starts the training: train.sh. Its text is not known here."""
+    return name.endswith(".sh") and (any(w in name for w in ("train", "tune", "launch")) or name == "run.sh")
 
 
 def _as_command(words: tuple[str, ...]) -> shell.Simple:
@@ -143,9 +138,11 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
             found[node] = _launcher_exit(top, node, succeeding, work)
     except _CANNOT_FOLLOW:
         return ()
-    by_launcher = tuple(one for one in found.values() if one.launcher != "python")
-    programs_alone = tuple(found.values())  # the program that trains is unknown, so warn only if all codes are lost
-    return by_launcher or (programs_alone if len(found) == 1 or all(one.lost for one in found.values()) else ())
+    by_launcher = tuple(one for one in found.values() if one.launcher not in ("python", RANK))
+    others = tuple(one for one in found.values() if one.launcher == (RANK if by_launcher else "python"))
+    # The program that trains is unknown, so warn only if the codes of all programs are lost.
+    is_certain = all(one.lost for one in others) or len(found) == 1
+    return (*by_launcher, *(others if is_certain else ()))
 
 
 def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptWalk, work: _Work) -> LauncherExit:
@@ -169,7 +166,7 @@ def _launcher_exit(top: shell.Simple, node: shell.ShellNode, succeeding: _Script
     is_lost = bool(zero) and not any(state.status == FAILED for state in ends)
     how, at = zero[0].loss if is_lost else ("", "")
     return LauncherExit(
-        own.launcher,
+        RANK if node in succeeding.in_ranks else own.launcher,
         lost=how or ("exit" if is_lost else ""),
         at=at,
         shell=walk.shell_of.get(node, ""),
@@ -193,6 +190,8 @@ class _ScriptWalk:
         """The launchers that ran before each launcher, by path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
         self.withheld: dict[shell.ShellNode, withheld.Withheld] = {}
+        self.in_ranks: set[shell.ShellNode] = set()
+        self._rank_shells = 0  # 1 in the shell of a rank: torchrun --no-python bash -c "…"
         self._pipes = 0  # the number of pipelines around the current command
         self._by_type: dict[type, Callable[..., _States]] = {
             shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
@@ -442,14 +441,16 @@ class _ScriptWalk:
             return self._shell(words[place:], node, state)
         if (text := state.variables.get(_file(words[0]))) is not None:
             return self._shell(["sh", "-c", text, *words], node, state)
+        if is_training_file(name):
+            return self._script_file(words, node, state)
         if name in ("cat", "tee") and node.document:
             written = {_file(word.value): node.document[-1] for word in (*node.targets, *node.words[1:])}
             return state.ended(variables={**state.variables, **written})
         begin = _command_in(words) if name in ("find", "xargs") else 0
         if (started := _starts(words[begin:])) is not None:
-            end = self._launched(node, started, state)
+            ends = self._launcher(words[begin:], node, started, state)
             hides = name == "find" and ";" in words[begin:]
-            return end.losing("find", "find -exec … ;").ended() if hides else [end]
+            return _with_zero(ends, "find", "find -exec … ;") if hides else ends
         if name == "export" and words[1:2] == ["-n"]:
             return _unset(words[1:], node, state, tested)
         if name in _DECLARES:
@@ -463,8 +464,21 @@ class _ScriptWalk:
         is_test = name in _TESTS or tests_file or exits or (tested and not self._pipes)
         return state.ended(state.test(words) if is_test else "0")
 
+    def _launcher(self, words: list[str], node: shell.Simple, started: command.Command, state: ShellState) -> _States:
+        """Return the states after a launcher, which fails if a rank's shell does: torchrun --no-python bash -c "…"."""
+        inner = next((i for i, word in enumerate(words) if programs.name(word) in command.SHELLS), 0)
+        if "no_python" not in started.options or not inner:
+            return [self._launched(node, started, state)]
+        self._rank_shells += 1
+        ranks = self._shell(words[inner:], node, replace(state, withheld=withheld.NOTHING))
+        self._rank_shells -= 1
+        ends = [self._launched(node, started, replace(end, withheld=state.withheld)) for end in ranks]
+        is_own = node in self.failing
+        return [end if is_own else replace(end, status=rank.status) for end, rank in zip(ends, ranks, strict=True)]
+
     def _launched(self, node: shell.Simple, started: command.Command, state: ShellState) -> ShellState:
         self.started[node] = started
+        self.in_ranks.update([node] if self._rank_shells else ())
         self.shell_of[node] = state.program
         own = state.withheld.but([name for name, _ in node.assigned])
         self.withheld[node] = min(self.withheld.get(node, own), own, key=lambda one: len(one.names))
@@ -475,22 +489,26 @@ class _ScriptWalk:
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
 
     def _shell(self, words: list[str], node: shell.Simple, state: ShellState) -> _States:
-        options, text, arguments = shell_call(words)
+        options, text, rest = command.shell_call(words)
         if text is None:
-            file = next((word for word in words[1:] if not word.startswith("-")), "")
-            text = node.document[-1] if node.document else state.variables.get(_file(file))
+            text = node.document[-1] if node.document else state.variables.get(_file(next(iter(rest), "")))
         if text is None:
-            return state.ended()  # a script file that is not known here
+            return self._script_file(rest, node, state)
         inside = replace(
             state,
             status="0",
             errexit="e" in options or "errexit" in options,
             pipefail="pipefail" in options,
             functions={},
-            arguments=tuple(arguments),
+            arguments=tuple(rest[2:]),
             program=programs.name(words[0]),
         )
         return [_outside(state, end) for end in self._subshell(self._work.parse(text), inside, False)]
+
+    def _script_file(self, words: list[str], node: shell.Simple, state: ShellState) -> _States:
+        """Return the states after a script file whose text is not known here: `bash train.sh`."""
+        name = programs.name(words[0]) if words else ""
+        return [self._launched(node, command.Command(name), state)] if is_training_file(name) else state.ended()
 
     # ---- builtins, and programs that run a command ---------------------------------------------------------
 

@@ -126,7 +126,7 @@ def _only_read(spec: api.Spec) -> Iterator[str]:
         if command.starts_ranks(word) and programs.tells_of_itself([following]):
             yield f"`{programs.name(word)} {following}` starts nothing; give it the script"
     place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), len(words))
-    if {"n", "noexec"} & exit_codes.shell_call(words[place:])[0]:
+    if {"n", "noexec"} & command.shell_call(words[place:])[0]:
         yield f"{programs.name(words[place])} -n only checks the syntax of its script and runs nothing; leave -n out"
 
 

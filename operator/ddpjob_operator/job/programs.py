@@ -7,9 +7,10 @@ from itertools import dropwhile
 
 # Programs that start the command after them and change nothing about it.
 WRAPPERS = set(
-    "chrt conda coverage dumb-init env exec flock gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys "
-    "numactl pdm pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini unbuffer uv "
-    "viztracer xvfb-run".split()
+    "busybox catatonit chrt conda coverage docker-entrypoint.sh dumb-init entrypoint.sh env exec flock gosu hatch "
+    "ionice kernprof mamba micromamba ncu nice nohup nsys numactl nvidia_entrypoint.sh pdm pipenv pixi poetry py-spy "
+    "rye s6-setuidgid setpriv setsid stdbuf strace su-exec sudo taskset time timeout tini unbuffer uv viztracer "
+    "xvfb-run".split()
 )
 # Options of wrappers whose next word is a name and not a program: `conda run -n ray`.
 _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}

@@ -116,7 +116,7 @@ def _signals(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
     front = {programs.name(word) for word in words[:top] if "=" not in word}
     if top is None or {"tini", "-g"} <= front or any(not w.startswith("-") for w in front - _PASS_SIGNALS):
         return None
-    _, text, _ = exit_codes.shell_call(words[top:])
+    _, text, _ = command.shell_call(words[top:])
     with contextlib.suppress(shell.ShellSyntaxError):
         script = shell.parse(text) if text is not None else None
         started, program = exit_codes.launchers(tuple(words)), programs.name(words[top])
@@ -126,7 +126,7 @@ def _signals(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
 
 def cut_short(words: list[str]) -> str:
     """Return the launcher or interpreter that a shell starts without arguments: `sh -c torchrun train.py`; else ""."""
-    _, text, _ = exit_codes.shell_call(words) if command.is_shell(words) else ((), None, ())
+    _, text, _ = command.shell_call(words) if command.is_shell(words) else ((), None, ())
     if not text or text == words[-1]:
         return ""
     name = programs.name(text)
@@ -136,7 +136,7 @@ def cut_short(words: list[str]) -> str:
 def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
     """Yield each shell that the command starts with a script after -c: its program, options and script."""
     place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), len(words))
-    options, text, _ = exit_codes.shell_call(words[place:])
+    options, text, _ = command.shell_call(words[place:])
     with contextlib.suppress(shell.ShellSyntaxError):
         if text is not None:
             script = shell.parse(text)
