@@ -15,10 +15,15 @@ from ddpjob_check.values import STARTERS
 from ddpjob_operator.job import command
 
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
-_ANY_FAILURE = {"", "Exception", "BaseException", "RuntimeError", "subprocess.CalledProcessError", "CalledProcessError"}
-_PRINTERS = set(
-    "print print_exc print_exception format_exc debug info warning error exception critical echo secho write".split()
+_ANY_FAILURE = {
+    "", "Exception", "BaseException", "RuntimeError", "subprocess.CalledProcessError", "CalledProcessError",
+    "torch.cuda.OutOfMemoryError", "torch.OutOfMemoryError",
+}  # fmt: skip
+_GO_ON = set(
+    "print print_exc print_exception print_tb format_exc debug info warn warning error exception critical log echo "
+    "secho write flush close finish destroy_process_group empty_cache".split()
 )
+"""Functions that neither end the script nor keep a failure for later."""
 
 
 @rule("warning", wrong="def main():\n    train()    # and nothing calls it", right="def main():\n    train()\n\nmain()")
@@ -106,18 +111,55 @@ def _end_of(script: Script, body: list[ast.stmt], how: str) -> ast.stmt | None:
     for statement in body:
         if isinstance(statement, ast.Return) and (how == "finally" or _is_lost(script, statement)):
             return statement
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if script.called(call) in _EXITS or (isinstance(call, ast.Call) and name_of(call.func) == "exit"):
+        call = getattr(statement, "value", getattr(statement, "exc", None))
+        if _exits(script, call):
             return statement if _is_0(call) else None
-        prints = isinstance(statement, ast.Pass | ast.Import) or (
-            isinstance(call, ast.Call) and name_of(call.func) in _PRINTERS
-        )
-        if how == "except" and not prints:
+        if how == "except" and not _goes_on(script, statement, body):
             return None
-    return body[-1] if how == "except" and script.function(body[-1]) is None else None
+    return body[-1] if how == "except" and _is_end(script, body[-1]) else None
 
 
-def _is_0(call: ast.expr | None) -> bool:
+def _goes_on(script: Script, statement: ast.AST, body: list[ast.stmt]) -> bool:
+    """True if a statement of a handler certainly neither ends the script nor keeps the failure for later."""
+    if isinstance(statement, ast.If | ast.With):
+        parts = [*statement.body, *getattr(statement, "orelse", ())]
+        return all(_goes_on(script, part, body) for part in parts)
+    if isinstance(statement, ast.Assign):
+        inside = {node for part in body for node in ast.walk(part)}
+        kept = {target.id for target in statement.targets if isinstance(target, ast.Name)}
+        reads = (node for node in script.nodes if isinstance(node, ast.Name) and node.id in kept)
+        return len(kept) == len(statement.targets) and all(node in inside for node in reads)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call) and (functions := script.functions_called(call)):
+        parts = [node for function in functions for node in ast.walk(function)]
+        return not any(isinstance(part, ast.Raise) or script.called(part) in _EXITS for part in parts)
+    is_printed = isinstance(call, ast.Constant) or (isinstance(call, ast.Call) and name_of(call.func) in _GO_ON)
+    return is_printed or isinstance(statement, ast.Pass | ast.Import)
+
+
+def _is_end(script: Script, last: ast.stmt) -> bool:
+    """True if nothing looks at a failure after a handler: it is at the end of a function whose callers go on, or in no
+    function."""
+    function = script.function(last)
+    if function is None:
+        return True
+    handled = script.parent(script.parent(last) or last)
+    place = next((i for i, part in enumerate(function.body, 1) if part is handled), 0)
+    after = function.body[place:]
+    calls = [caller.call for caller in script.callers(function)]
+    goes_on = all(_is_statement(script, call) and not _is_in_loop(script, call) for call in calls)
+    return bool(place and calls) and goes_on and all(_goes_on(script, part, after) for part in after)
+
+
+def _exits(script: Script, node: ast.AST | None) -> bool:
+    """True for `sys.exit(…)`, `ctx.exit(…)` of click, and `SystemExit`, with or without arguments."""
+    called = node.func if isinstance(node, ast.Call) else node
+    is_exception = isinstance(called, ast.Name) and called.id == "SystemExit"
+    is_method = isinstance(called, ast.Attribute) and called is not node and called.attr == "exit"
+    return script.called(node) in _EXITS or is_exception or is_method
+
+
+def _is_0(call: ast.AST | None) -> bool:
     given = call.args if isinstance(call, ast.Call) else []
     return not given or literal(given[0]) in (0, None)
 
@@ -201,7 +243,9 @@ def launcher_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]
     for call, started in _started(script):
         results = script.methods_called("wait") if script.called(call) == _POPEN else [call]
         is_checked = script.called(call).endswith("check_call") or any(k.arg in ("check", None) for k in call.keywords)
-        if not is_checked and all(_is_statement(script, result) for result in results):
+        is_dropped = all(_is_statement(script, result) for result in results) or script.called(call) in _KEEP_OUTPUT
+        is_kept = script.called(call) == "subprocess.run" and isinstance(script.parent(call), ast.Assign)
+        if not is_checked and (is_dropped or is_kept):
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…) starts {started.launcher}, and nothing looks at its exit code, so a "
@@ -225,7 +269,8 @@ def launcher_for_one_node(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 
 _POPEN = "subprocess.Popen"
-_RUNNERS = ("subprocess.run", "subprocess.call", "subprocess.check_call", _POPEN, "os.system")
+_KEEP_OUTPUT = ("subprocess.getoutput", "os.popen")
+_RUNNERS = ("subprocess.run", "subprocess.call", "subprocess.check_call", _POPEN, "os.system", *_KEEP_OUTPUT)
 
 
 @functools.lru_cache(maxsize=1)

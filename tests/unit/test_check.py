@@ -1008,6 +1008,8 @@ def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch)
         ("os.system(f'python train.py --lr {lr}')", "launcher-failure-ignored"),
         ("subprocess.run('ddprun train.py', shell=True)", "launcher-failure-ignored"),
         ("p = subprocess.Popen(['torchrun', 'train.py'])\np.wait()", "launcher-failure-ignored"),
+        ("done = subprocess.run(['torchrun', 'train.py'], stdout=log)\nprint(done.stdout)", "launcher-failure-ignored"),
+        ("print(subprocess.getoutput('torchrun train.py'))", "launcher-failure-ignored"),
         ("p = subprocess.Popen(['torchrun', 'train.py'])\nprint('started')", "launcher-failure-ignored"),
         ("subprocess.check_call('torchrun --standalone train.py', shell=True)", "launcher-for-one-node"),
         ("subprocess.check_call(['torchrun', 'train.py'])", ""),
