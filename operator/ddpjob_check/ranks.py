@@ -271,6 +271,8 @@ def _splits_the_ranks(test: ast.Compare) -> bool:
     if isinstance(operator, ast.In | ast.NotIn):  # local_rank in (-1, 0)
         return isinstance(other, ast.Tuple | ast.List | ast.Set) and ast.unparse(other).strip("()[]{}, ") in _FIRST
     number = other.value if isinstance(other, ast.Constant) else None
+    if isinstance(number, str):  # os.environ["RANK"] == "0"
+        return number.isdecimal() and isinstance(operator, ast.Eq | ast.NotEq)
     if not isinstance(number, int):
         return False
     return isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) or (
