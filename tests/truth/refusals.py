@@ -98,7 +98,7 @@ _SENTENCES = (
         r".*: a rank that is killed between its backward pass and .* does not get its random nu", _all_generators
     ),
     _Sentence(r".*: a rank that is killed between its backward pass and .* does not get its .*buffers", _gradients),
-    _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* such as an eval", _evaluation),
+    _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* as in an eval", _evaluation),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(
         r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each",

@@ -18,6 +18,8 @@ import warm
 from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
+from ddprun.core.leader_state import REPEATS
+
 SECONDS_MAX = 150  # enough for a busy machine
 STARTED_AGAIN = (75, 143)  # stopped; 143: SIGTERM has reached a rank that had left the group, or was starved for 5 s
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
@@ -165,6 +167,8 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
     log, kills = killed.log, killed.log.count("STRUCK ")
     if not kills:
         return Verdict("UNSTRUCK", "no kill has struck", log)
+    if REPEATS in log:  # a drawn error is a mistake to an agent whose ranks have not trained yet, after a SIGTERM
+        return Verdict("UNSTRUCK", REPEATS, log)
     if not killed.has_ended_well:
         return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(log)}", log)
     differ = difference(whole, killed)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from grammar import CHOICES, Draw, Kill, drawn, normal, parts_of, plain, recipe, script
 from refusals import LOSS, SAMPLES, Part, excused
-from runs import Outcome, difference, verdicts
+from runs import Outcome, compared, difference, verdicts
 from search import searched, shrunk
+
+from ddprun.core.leader_state import REPEATS
 
 TOP = Kill("top", 22, 1, "KILL")
 AFTER_SAVE = Kill("top", 20, 1, "KILL")
@@ -121,6 +123,13 @@ def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() ->
     assert excused(log, recipe(), late=True)[0] == set()
     log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, LATE, FROM_FOLDER])  # logged before the file is read
     assert excused(log, recipe(model="dropout"), late=True)[0] != set()
+
+
+def test_an_error_that_an_agent_does_not_restart_proves_nothing() -> None:
+    """An agent that was started again does not restart an error before its first step, which is no wrong result."""
+    whole = Outcome((0,), {0: {}, 1: {}}, {0: {}, 1: {}}, "")
+    for log, kind in ((f"{STRUCK}\n{REPEATS}", "UNSTRUCK"), (STRUCK, "FAILED")):
+        assert compared(Draw(recipe(), (TOP,)), whole, whole._replace(codes=(75, 1), log=log)).kind == kind
 
 
 def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:

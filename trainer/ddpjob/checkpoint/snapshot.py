@@ -315,9 +315,9 @@ class Snapshot:
         Raises SnapshotError with the reason and the newest step in the folder if it cannot be written.
         """
         self._join()
-        if (owed := self._owed) is not None and owed.pid == os.getpid() and (step := owed.step_now()) is not None:
+        if (owed := self._owed) is not None and owed.pid == os.getpid() and (now := owed.now()) is not None:
             with pause("save"):
-                self._save(step, owed.state(), owed.random_states(), in_thread=False)
+                self._save(*now, in_thread=False)
         self._finish()
 
     def _finish(self) -> None:
@@ -862,20 +862,23 @@ class _Owed:
             return self._kept[0]
         return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
 
-    def state(self) -> Mapping[str, Any]:
-        """Return the current state, by the names passed to `save`.
+    def now(self) -> tuple[int, Mapping[str, Any], dict[str, Any] | None] | None:
+        """Return the step number, state and random states of the end of the last step; None if the number is unknown.
 
-        Before the first step return the loaded state, because a DataLoader may already have taken batches from a
-        sampler.
+        Only models and optimizers are the present ones: since then a DataLoader may have taken batches from a sampler,
+        and the script may have drawn random numbers. Random states are None for the current ones.
         """
+        if (step := self.step_now()) is None:
+            return None
+        kept, keeper, last = self._kept, process.current.keeper, None
+        objects = kept[1] if kept is not None and self._has_stepped and kept[0] == step else self.objects
         if not self._has_stepped:
-            return {**self.objects, **self._state, **large_of(self.objects)}
-        is_now = self._kept is not None and self._kept[2] == process.current.optimizer_steps
-        return self._kept[1] if self._kept is not None and is_now else self.objects
-
-    def random_states(self) -> dict[str, Any] | None:
-        """Return the random states that belong to `state`; None for the current ones."""
-        return None if self._has_stepped else self._rng
+            last = step, self._state, self._rng
+        elif keeper is not None:
+            last = keeper.at_boundary()
+        if last is None or last[0] != step:
+            return step, objects, None
+        return step, {**objects, **last[1], **large_of(objects)}, last[2]
 
     def is_lost(self) -> bool:
         """True if the script made steps without `keep` or `should_stop`, so that the current step is unknown."""

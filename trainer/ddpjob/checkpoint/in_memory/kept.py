@@ -40,9 +40,8 @@ RECORD_STEPS = 64  # steps between two reads of all version counters, because re
 READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
-# types of settings that need no copy, such as a learning rate
-_PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})
-_CONSTANT = _PLAIN | {int, str}  # types of values that cannot change in place
+_CONSTANT: frozenset[Any] = frozenset({float, bool, type(None), int, str})  # types that cannot change in place
+_is_list, _is_no_list = functools.partial(operator.is_, list), functools.partial(operator.is_not, list)
 _version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 PARAMETERS = "parameters"
@@ -252,9 +251,13 @@ class Kept:
         for name in (*self.optimizers, *self._others):
             value = self._get(name)
             parts, last = _parts_of(value), self._settings.get(name, (None, None))[0]
-            if parts is None or last is None or len(parts) != len(last) or not all(map(operator.is_, parts, last)):
+            if parts is None or last is None or len(parts) != len(last):
                 is_constant = parts is not None and _is_constant(value)
-                self._settings[name] = parts if is_constant else None, _setting(value, name, is_constant=is_constant)
+            elif new := list(itertools.compress(parts, map(operator.is_not, parts, last))):
+                is_constant = _CONSTANT.issuperset(map(type, new)) or _is_constant(value)  # old parts are constant
+            else:
+                continue
+            self._settings[name] = parts if is_constant else None, _setting(value, name, is_constant=is_constant)
         return {name: value for name, (_, value) in self._settings.items()}
 
     def untrained(self) -> dict[str, Any]:
@@ -540,9 +543,10 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
 
 
 def _parts_of(value: Any) -> list[Any] | None:
-    """Return the parts of an optimizer's or scheduler's settings; None for other objects, whose parts are unknown."""
-    found: list[Any] = []
+    """Return the parts of an optimizer's or scheduler's settings; None for other objects, whose parts are unknown. A
+    scheduler's lists are replaced by their items, because LRScheduler makes a new list at each step."""
     if isinstance(value, torch.optim.Optimizer):
+        found: list[Any] = []
         for group in value.param_groups:
             found += group
             found += group.values()
@@ -550,21 +554,18 @@ def _parts_of(value: Any) -> list[Any] | None:
     if not isinstance(value, LRScheduler):
         return None
     own = vars(value)
-    found += own
-    found += own.values()
-    for each in own.values():
-        if type(each) is list:
-            found += each
-    return found
+    types = list(map(type, own.values()))
+    items = itertools.chain.from_iterable(itertools.compress(own.values(), map(_is_list, types)))
+    return [*own, *types, *itertools.compress(own.values(), map(_is_no_list, types)), *items]
 
 
 def _is_constant(value: Any) -> bool:
     """True if all parts of an optimizer's or a scheduler's setting are values that cannot change in place."""
     if isinstance(value, torch.optim.Optimizer):
         items = [item for group in value.param_groups for item in group.items() if item[0] != "params"]
-        return all(type(key) is str and _is_plain(each, _CONSTANT) for key, each in items)
+        return all(type(key) is str and _is_plain(each) for key, each in items)
     return type(value).state_dict is LRScheduler.state_dict and all(
-        each is value.optimizer or all(_is_plain(item, _CONSTANT) for item in (each if type(each) is list else [each]))
+        each is value.optimizer or all(_is_plain(item) for item in (each if type(each) is list else [each]))
         for each in vars(value).values()
     )
 
@@ -572,14 +573,14 @@ def _is_constant(value: Any) -> bool:
 def _setting(value: Any, name: str, *, is_constant: bool = False) -> Any:
     """Return a copy of the value; for an optimizer the settings of its groups, such as learning rates."""
     if isinstance(value, torch.optim.Optimizer):
-        return [
-            {key: item if _is_plain(item) else copied(item, key) for key, item in group.items() if key != "params"}
-            for group in value.param_groups
-        ]
+        groups = [{**group} for group in value.param_groups]
+        for group in groups:
+            del group["params"]
+        return groups if is_constant else [{key: copied(each, key) for key, each in group.items()} for group in groups]
     if is_constant:
         return {key: [*each] if type(each) is list else each for key, each in value.state_dict().items()}
     return copied(state_of(value), name)
 
 
-def _is_plain(value: Any, types: Collection[Any] = _PLAIN) -> bool:
-    return type(value) in types or (type(value) is tuple and all(type(item) in types for item in value))
+def _is_plain(value: Any) -> bool:
+    return type(value) in _CONSTANT or (type(value) is tuple and all(type(item) in _CONSTANT for item in value))

@@ -282,13 +282,13 @@ class Keeper:
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, counts: bool) -> None:
         self.thread = threading.get_ident()
-        kept.check_gone()
+        settings = kept.settings()
         if self._makers.boundary():
             self._tell_not_kept(
                 "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
                 "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
             )
-        rng, settings, content = random_states.compact(), kept.settings(), kept.buffers_as_they_are()
+        rng, content = random_states.compact(), kept.buffers_as_they_are()
         values = self._watched_with(kept, content | {RANDOM: random_states.mark(rng)}, settings)
         self._learn(kept, step, values, named=named, counts=counts)
         if not self._copies_instead and (self._stepped or named):
@@ -387,16 +387,17 @@ class Keeper:
             if new := places.named(values, {kept.changed()} - {""}, counts=counts):
                 self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
         else:
-            places.after_save(kept.samplers())
-            self._check_samplers(kept, values)
+            samplers = kept.samplers()
+            places.after_save(samplers)
+            self._check_samplers(samplers, values)
             places.boundary(values, named=named, counts=counts)
         suspects = not counts and any(map(places.suspects, [RANDOM, *kept.buffered]))
         self.shared.cells[LOOSE] = step if suspects else 0
 
-    def _check_samplers(self, kept: Kept, values: Mapping[str, Any]) -> None:
-        """Check that a kept sampler provides the batches. Raises ReplacedError."""
+    def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError."""
         last = None if process.current.sampler is None else process.current.sampler()
-        own, process.current.sampler = kept.samplers(), None
+        process.current.sampler = None
         if last is None or not own or last in own.values():
             return
         if not moved({name: self.places.marked.get(name) for name in own}, {name: values[name] for name in own}):
@@ -460,7 +461,8 @@ class Keeper:
         moment = self.places.is_named + self.places.counts  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
         place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
         place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
-        place |= {"of_0": kept.broadcast, "own": sorted(kept.with_own_buffers), "models": kept.models}
+        of_0 = kept.broadcast
+        place |= {"of_0": of_0, "own": sorted(kept.wrapped.difference(of_0)), "models": kept.models}
         return {PLACE: place | {"known": kept.known}}
 
     def _copy(self, own: Copies, at: Boundary) -> None:
@@ -503,6 +505,15 @@ class Keeper:
             self._arm(kept, step)
         elif memory.proves_again(step, shared.reserved()):
             self._sum = step, kept.total()
+
+    def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
+        optimizer has stepped since."""
+        if not self.is_on or self._stepped or self._copies_instead or self._turn is None:
+            return None
+        value = self.shared.read_slot(1 - self._turn)
+        del value["small"][PLACE]
+        return self._noted, value["small"], random_states.expanded(value["rng"])
 
     def _slot_to_write(self, step: int) -> int:
         """Return the slot with the older step: two slots alternate. The same step goes to the same slot again."""
@@ -557,13 +568,15 @@ class Keeper:
         """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
         if self.kept is not None:
             self.kept.release()
-        self._count_step(optimizer)
-        if self.assumed and self.kept is not None and not self.kept.has(optimizer):
+        if self._is_off:
+            return
+        is_own = None if self.kept is None else self.kept.has(optimizer)
+        self._count_step(optimizer, is_own)
+        if self.assumed and is_own is False:
             self.forget_assumed()
         kept = self.kept
-        if kept is None or self._is_off or self._stepped:
-            if not self._is_off:
-                self._other_step(optimizer)
+        if kept is None or self._stepped:
+            self._other_step(optimizer)
             self._stepped = True
             if kept is None and optimizer is not None:
                 self._makers.saw(optimizer)
@@ -571,7 +584,7 @@ class Keeper:
                 kept.count_step(optimizer)
             return
         try:
-            self._end_boundary(kept, optimizer)
+            self._end_boundary(kept, None if is_own else optimizer)
         except Exception as error:
             self.give_up(error)
         self._makers.first(optimizer)
@@ -589,13 +602,13 @@ class Keeper:
             self.shared.cells[CLOCK] |= 1
         return True
 
-    def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
+    def _end_boundary(self, kept: Kept, other: Any) -> None:
         """Called when the first optimizer of a new step steps: check that parameters are unchanged, then make the last
-        copy valid, or write random states and buffers to the slot EARLY."""
+        copy valid, or write random states and buffers to the slot EARLY. other: this optimizer if it is not kept."""
         if self.copies is not None:
             self.copies.count_saved()
         kept.check_counts()
-        if self._makers.is_unknown(kept, optimizer):
+        if other is not None and self._makers.is_unknown(kept, other):
             raise ReplacedError("an optimizer makes steps that save() was not given")
         self._leave(kept)
         if self._sum is not None:
@@ -617,14 +630,11 @@ class Keeper:
                 self.shared, "an optimizer makes several steps after one backward pass", RANDOM, FORWARDED
             )
 
-    def _count_step(self, optimizer: Any) -> None:
+    def _count_step(self, optimizer: Any, is_own: bool | None) -> None:
         """Count an optimizer step. After two of them without a call of `should_stop`, `keep` or `save`, reset the load
-        count, because the training does make progress."""
-        if self._is_off:
-            return
-        kept = self.kept
-        self._makers.step(kept, optimizer)
-        if kept is None or kept.has(optimizer):
+        count, because the training does make progress. is_own: True if the optimizer is kept; None if nothing is."""
+        self._makers.step(optimizer, is_own)
+        if is_own is not False:
             self._numbers.step()
         if not self._unmarked:
             return

@@ -107,11 +107,11 @@ class Places:
 
     def trusts(self, name: str) -> bool:
         """True if a restart may lose a change of this value after the last step: save() would not have it either."""
-        return self.counts or name in self._after_save - self._before_save
+        return self.counts or (name in self._after_save and name not in self._before_save)
 
     def suspects(self, name: str) -> bool:
         """True if this value may change between should_stop() and save(), so that memory lacks the change."""
-        return name in self._before_save | self._unknown
+        return name in self._before_save or name in self._unknown
 
     def after_save(self, names: Iterable[str]) -> None:
         """Record names of samplers that a loop iterates: they change at the top of the loop.

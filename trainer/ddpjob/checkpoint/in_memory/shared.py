@@ -262,8 +262,8 @@ class Shared:
 
     def write_slot(self, slot: int, step: int, data: bytes) -> None:
         """Write this value to a slot. Raises OSError, StateError."""
-        first, size = memory.slot_cell(slot, 0), len(data)
-        self.forget_slot(slot)
+        first, size = memory.slot_cell(slot, memory.SLOT_STEP), len(data)
+        self.cells[first] = 0  # until everything else is written
         if size > memory.SECTION_BYTES:
             raise StateError(
                 f"buffers and what else is small have {size >> 20} MiB, and {memory.SECTION_BYTES >> 20} MiB can be "
@@ -275,8 +275,8 @@ class Shared:
                 os.posix_fallocate(descriptor, self._slot_offset(slot), self._taken[slot])
         offset = slot * memory.SECTION_BYTES
         self._mapped_slots()[offset : offset + size] = data
-        values = {memory.SLOT_STEP: step, memory.SLOT_GENERATION: self.generation, memory.SLOT_BYTES: size}
-        write_record(self.cells, {first + cell: value for cell, value in values.items()})
+        self.cells[first + memory.SLOT_GENERATION], self.cells[first + memory.SLOT_BYTES] = self.generation, size
+        self.cells[first] = step
 
     def _slot_offset(self, slot: int) -> int:
         return memory.slot_offset(self.local_rank, slot, self.ranks)

@@ -86,14 +86,14 @@ class Makers:
         self._first: int | None = None  # id of the optimizer that stepped first after the last should_stop()
         self._has_hooked = False  # True if a backward pass followed the last optimizer step
 
-    def step(self, kept: Kept | None, optimizer: Any) -> None:
-        """Record a step of this optimizer. kept: the kept objects."""
-        if kept is not None and not kept.has(optimizer):
+    def step(self, optimizer: Any, is_own: bool | None) -> None:
+        """Record a step of this optimizer. is_own: True if the optimizer is kept; None if nothing is."""
+        if is_own is False:
             self._others_make = True
             return
         self._is_once &= id(optimizer) not in self._made
         self._made.add(id(optimizer))
-        self._has_made = kept is not None
+        self._has_made = is_own is not None
 
     def backward(self, *, has_stepped: bool) -> None:
         """Record that a backward pass has begun. has_stepped: True if an optimizer has stepped after should_stop()."""
@@ -114,8 +114,8 @@ class Makers:
         self._seen.add(optimizer)
 
     def is_unknown(self, kept: Kept, optimizer: Any) -> bool:
-        """True at the first step of an optimizer that trains kept parameters, but was not passed by the script."""
-        if optimizer is None or kept.has(optimizer) or optimizer in self._seen:
+        """True at the first step of an optimizer that is not kept, but trains kept parameters."""
+        if optimizer in self._seen:
             return False
         self._seen.add(optimizer)
         return kept.trains_with(optimizer)

@@ -17,18 +17,17 @@ _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
 
 
 class _Seen(NamedTuple):
-    """State of numpy's global generator at the last call of `compact`."""
+    """State of a Mersenne Twister at the last call of `compact`."""
 
     generator: Any  # a reference, so that the memory at the generator's address stays valid
     memory: Any
     raw: bytes
-    """Content of the memory; b"" if it was not what get_state() returned."""
+    """Content of the memory; b"" if it was not what the generator's own method returned."""
     state: Any
 
 
 _torch = b""
-_python: tuple[Any, Any] = (None, None)
-_numpy = _Seen(None, None, b"", None)
+_python = _numpy = _Seen(None, None, b"", None)
 
 
 def current() -> dict[str, Any]:
@@ -56,15 +55,25 @@ def compact() -> dict[str, Any]:
 
 
 def _compact_python() -> Any:
-    """Return the state of Python's generator. To see if the state has changed, only the position and the first eight
-    words are compared: each draw changes the position, and the words change when the position starts again. Comparing
-    all 624 words takes as long as reading them."""
+    """Return the state of Python's generator.
+
+    random.getstate() makes 625 integers, which takes longer than everything else here. So it is called once, to check
+    that CPython has the position and the words directly after the object's header. Later they are read there.
+    """
     global _python
-    version, words, gauss = random.getstate()
-    mark = version, words[:8], words[-1], gauss
-    if mark != _python[0]:
-        _python = mark, (version, array.array("I", words).tobytes(), gauss)
-    return _python[1]
+    seen, own = _python, getattr(random.getstate, "__self__", None)
+    if seen.raw and own is seen.generator:
+        raw, gauss = seen.memory.raw, own.gauss_next
+        if raw != seen.raw or gauss != seen.state[2]:
+            _python = seen._replace(raw=raw, state=(seen.state[0], raw[_WORD_BYTES:] + raw[:_WORD_BYTES], gauss))
+        return _python.state
+    version, numbers, gauss = random.getstate()
+    words = array.array("I", numbers).tobytes()
+    memory = _Bytes.from_address(id(own) + object.__basicsize__) if type(own) is random.Random else None
+    raw = b"" if memory is None else memory.raw
+    is_as_known = raw == words[-_WORD_BYTES:] + words[:-_WORD_BYTES]
+    _python = _Seen(own, memory, raw if is_as_known else b"", (version, words, gauss))
+    return _python.state
 
 
 def _compact_numpy(generator: Any) -> Any:
