@@ -206,6 +206,26 @@ def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> No
     assert world.status.leader == api.JobLeader(term=3, place=2)
 
 
+def test_a_new_leader_is_told_the_generations_that_the_job_has_had() -> None:
+    """Every member of the last group may be lost. Below its number new ranks would count as older ones."""
+    world = trains_under_ddprun().after(5).reports_step(43, generation=4).settle().vanishes(0).settle()
+    answer = told(world)
+    assert answer is not None
+    assert answer["left"]["generations"] == 5
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle().runs(0, 1, 2).settle()
+    answer = told(world)
+    assert answer is not None
+    assert answer["left"]["generations"] == 0, "a new attempt counts from 0"
+
+
+def test_a_leader_that_is_lost_before_agents_ask_a_new_operator_is_followed_by_one_of_a_later_term() -> None:
+    """Two agents that lead in one term are not told apart."""
+    world = trains_under_ddprun(minNodes=1).vanishes(0).settle()
+    world.agents_ask = False
+    world.vanishes(1).settle()
+    assert world.status.leader == api.JobLeader(term=3, place=2)
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"

@@ -124,7 +124,7 @@ class Agent:
         self.members = Members()  # nodes of the last generation in which this node took part
         self._failure_reported = False
         self.settled = True  # False until all ranks of the last generation have ended on this node
-        self.leader = Appointment(1, options.places.leader, options.host, options.port)
+        self.leader = Appointment(1, options.places.leader, options.host, options.port, options.grant)
         self._next_leader: Appointment | None = None
         self._has_backlog = False  # True if ranks have written more output than one iteration of the loop copies
 
@@ -267,7 +267,7 @@ class Agent:
 
     def take_answer(self, leader: Appointment) -> None:
         """Record who leads. The role changes when no ranks are being stopped."""
-        if leader.term > (self._next_leader or self.leader).term:
+        if leader.replaces(self._next_leader or self.leader):
             self._next_leader = leader
 
     def _change_leader(self, now: float) -> None:

@@ -148,8 +148,8 @@ class Follower:
             if self._options.place not in members:
                 raise ValueError(f"members {members.text}: this node is none of them")
             host, port = str(order["host"]), int(order["port"])
-            checks, term = order.get("preflight") is True, int(order["term"])
-            life = Life(int(order["generation"]), members, host, port, checks, term)
+            checks, turn = order.get("preflight") is True, int(order["turn"])
+            life = Life(int(order["generation"]), members, host, port, checks, turn)
             self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:

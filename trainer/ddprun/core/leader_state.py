@@ -184,6 +184,7 @@ class LeaderState:
         self._turn = turn
         self._survivors = frozenset(survivors)
         self._known_generation = -1  # highest generation in which a connected node took part
+        self._begun = -1  # highest generation that the operator knows of
         self.members = places  # places of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
@@ -262,6 +263,7 @@ class LeaderState:
         self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
+            self._begun = max(self._begun, grant.generations - 1)
             self._budget = self._budget.renewed(
                 grant, self._replacements[self._leader] if self._turn is None else self._turn
             )
@@ -535,7 +537,7 @@ class LeaderState:
         self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:
-            self.generation = max(self.generation, self._known_generation) + 1
+            self.generation = max(self.generation, self._known_generation, self._begun) + 1
         self._terminations.begin_generation()
         self._enter("running", now, PREFLIGHT_SECONDS if self._current.checking else None)
         self.orders.append(StartOrder(self.generation, self.members, self._current.checking))
