@@ -181,6 +181,10 @@ class Judge:
         if old.get("state") in TERMINAL and new.get("state") != old["state"]:
             self.wrong.append(f"a job that was {old['state']} became {new.get('state')}")
         self._check_ranks(uid, old, new)
+        (*pod, turn), (*before, turn_before) = _leader_of(new), _leader_of(old)
+        is_same = new.get("attempt") != old.get("attempt") or pod == before or pod[0] >= new.get("attemptNodes", 1)
+        if not is_same and turn <= turn_before:
+            self.wrong.append(f"pod {pod} leads after {before}, both as number {turn}: their claims are not told apart")
         if self._is_for_an_unseen_cut(uid, old, new, change.actor):
             self.unseen_cuts[uid] += 1
         self._check_restarts(uid, old, new, change.new["spec"])

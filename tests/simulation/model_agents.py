@@ -292,9 +292,10 @@ class Agents:
     def _lead(self, agent: Agent) -> None:
         """Let an agent lead, as `ddprun.leader.Leader` begins."""
         process, grant, term, now = agent.process, agent.leader.grant, agent.leader.term, self._loop.time()
-        leader = self._leaders.setdefault((process.job_uid, process.attempt, agent.turn), agent)
-        if leader is not agent:
-            self._training.wrong.append(f"{leader.process} and {process} have led as number {agent.turn}")
+        place = process.job_uid, process.attempt, agent.turn
+        before, self._leaders[place] = self._leaders.get(place), agent
+        if before is not None and before.lead is not None and not before.over:
+            self._training.wrong.append(f"{before.process} and {process} lead at once as number {agent.turn}")
         self.appointed += term > 1
         agent.lead = LeaderState(
             Members(range(process.nodes)),

@@ -301,6 +301,16 @@ def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_hav
     assert world.status.state == "Running"
 
 
+def test_a_job_that_grows_again_waits_for_the_leader_that_it_had_left() -> None:
+    """Its next pod would lead in the same term."""
+    world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle().change(nodes=3).settle()
+    before = world.status.leader
+    assert before is not None
+    world.stops(2, 75).settle()
+    assert world.status.leader == api.JobLeader(term=before.term + 1, place=0)
+    assert (world.status.state, world.names()[-1]) == ("Running", "digits-1-2-r1")
+
+
 def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
     world = led_by_node_2().change(nodes=2).settle().stops(2, 75).settle()
     assert world.status.leader is not None
