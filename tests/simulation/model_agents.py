@@ -361,6 +361,8 @@ class Agents:
         if answer.replaces(agent.next_leader or agent.leader):
             agent.next_leader = answer
             self._change_leader(agent)
+        elif answer.term == agent.leader.term and answer.grant is not None and agent.lead is not None:
+            agent.lead.granted(answer.grant)
 
     def _change_leader(self, agent: Agent) -> None:
         """Follow the next leader, or lead, after all ranks that are being stopped have ended here."""

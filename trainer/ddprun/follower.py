@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_core.budget import Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
@@ -108,6 +109,9 @@ class Follower:
         self._send({"terminating": self._agent.termination_signal})
         if self._agent.settled:
             self._agent.end(self._agent.termination_code(), None)
+
+    def granted(self, _grant: Grant) -> None:
+        """Do nothing: only the leader restarts ranks."""
 
     def rerun(self, _now: float) -> None:
         """Do nothing: only the agent of node 0 gets RERUN_SIGNAL."""

@@ -247,6 +247,9 @@ class Leader:
     def abandon(self) -> None:
         self._go(RESUMABLE)
 
+    def granted(self, grant: Grant) -> None:
+        self._lead.granted(grant)
+
     def leave(self) -> int:
         """Lead no longer, because another agent was appointed. Return the last generation."""
         for link in list(self._links.values()) + list(self._unauthenticated):

@@ -263,10 +263,7 @@ class LeaderState:
         self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
-            self._begun = max(self._begun, grant.generations - 1)
-            self._budget = self._budget.renewed(
-                grant, self._replacements[self._leader] if self._turn is None else self._turn
-            )
+            self.granted(grant)
         if generation > max(self.generation, self._known_generation):  # a new leader continues the count
             self._known_generation = generation
             if self.state == "gathering":
@@ -276,6 +273,12 @@ class LeaderState:
                 self._current.reruns = f"node {node} was in a later generation"
                 self._stop([], now, patient=True)
         self._go_on_if_enough_are_here(now)
+
+    def granted(self, grant: Grant) -> None:
+        """Apply what the operator has counted, as a new pod or an answer of the operator tells it."""
+        self._begun = max(self._begun, grant.generations - 1)
+        turn = self._replacements[self._leader] if self._turn is None else self._turn
+        self._budget = self._budget.renewed(grant, turn)
 
     def ready(self, node: int, now: float) -> None:
         """Let a connected node join after its snooze: its ranks would start at once from now on."""
