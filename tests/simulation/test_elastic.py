@@ -14,8 +14,7 @@ from simulation import Simulation, simulate
 
 from ddpjob_core import memory
 from ddpjob_core.members import Members
-from ddpjob_operator.plan import leadership, pod_replacement
-from ddpjob_operator.plan.view import View
+from ddpjob_operator.plan import leadership
 from ddpjob_operator.pods import agent_environment
 from ddprun.core.appointment import Appointment
 from ddprun.core.leader_state import LeaderState
@@ -43,6 +42,14 @@ def test_groups_shrink_and_grow_in_these_lives() -> None:
     assert appointed > 0, "leaders are lost, and nobody else leads"
 
 
+def test_seeds_that_failed_once_stay_fixed() -> None:
+    """119, 2763: a job grew again while the leader that it had left saved, and waited for a second leader of its term.
+    2680: the operator had charged a failure, and the leader restarted ranks once more than backoffLimit allows."""
+    for seed in (119, 2680, 2763):
+        outcome = simulate(elastic_scenario(seed))
+        assert not outcome.wrong, outcome.wrong
+
+
 def starts_with_too_few() -> contextlib.AbstractContextManager[Any]:
     """Bug: one node fewer than minNodes is enough."""
     begin = LeaderState.__init__
@@ -63,11 +70,6 @@ def rank_is_the_place() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Members, "node_rank", lambda _, place: place)
 
 
-def replaced_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a pod that is still stopping is replaced while the others train."""
-    return mock.patch.object(pod_replacement, "_still_ending", return_value=[])
-
-
 def same_term_again() -> contextlib.AbstractContextManager[Any]:
     """Bug: all appointed leaders have the same term."""
     after_loss = leadership.after_loss
@@ -78,11 +80,6 @@ def same_term_again() -> contextlib.AbstractContextManager[Any]:
         return found if is_same else replace(found, leader=replace(found.leader, term=2))
 
     return mock.patch.object(leadership, "after_loss", appoint)
-
-
-def appointed_only_if_asked_again() -> contextlib.AbstractContextManager[Any]:
-    """Bug: an operator that no agent has asked yet replaces the pod of an appointed leader within its term."""
-    return mock.patch.object(View, "appoints", property(lambda view: view.is_elastic and view.seen.agents_ask))
 
 
 def a_new_pod_of_node_0_leads_at_once() -> contextlib.AbstractContextManager[Any]:
@@ -103,13 +100,11 @@ def older_term_taken() -> contextlib.AbstractContextManager[Any]:
 # The first seed that finds each bug. If a change of the code moves it to another seed, the test searches.
 SEEDS: dict[Mutant, int] = {
     starts_with_too_few: 0,
-    memory_first: 67,
+    memory_first: 3,
     rank_is_the_place: 96,
-    replaced_before_the_pod_has_ended: 202,
-    same_term_again: 0,
-    appointed_only_if_asked_again: 0,
-    a_new_pod_of_node_0_leads_at_once: 0,
-    older_term_taken: 0,
+    same_term_again: 24,
+    a_new_pod_of_node_0_leads_at_once: 3,
+    older_term_taken: 141,
 }
 
 
