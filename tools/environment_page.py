@@ -116,7 +116,7 @@ MEANINGS = {
     "DDPJOB_TENSORBOARD": "a folder for TensorBoard event files with the metrics of `progress()`; set it yourself",
     "KUBEFLOW_TRAINER_SERVER_URL": "the address for Hugging Face's `Trainer` and Kubeflow's SDK",
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
-    "DDPJOB_TERM": "2, 3, …: the number of the leader, after another node than node 0 was appointed in an elastic job",
+    "DDPJOB_TERM": "1, 2, …: the number of the leader, if another pod than the first one of node 0 leads",
     "DDPJOB_GENERATION": "0, 1, …: how often the ranks were started again in their pods; equal on all nodes",
     "DDPJOB_BEATS": "the memory of the heartbeats",
     "DDPJOB_END": "the file for checksums of DDP modules, where the rank is a new process",

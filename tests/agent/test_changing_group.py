@@ -12,7 +12,7 @@ import pytest
 from changing_group import Wrong, walk
 from leads import failure, start, taken
 
-from ddpjob_core.budget import Budget
+from ddpjob_core.budget import Budget, Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.members import Members
 from ddprun.core import leader_state, newcomers
@@ -64,6 +64,15 @@ def test_a_node_of_a_later_generation_interrupts_a_group_that_began_without_it()
     found.stopped(1, [], T0 + 6)
     assert taken(found) == [start(found, 8)]
     assert found.members == (1, 2)
+
+
+def test_a_leader_that_was_in_no_group_begins_above_the_generations_that_the_operator_knows() -> None:
+    """Reports and states of a lower generation count as older ones."""
+    found = LeaderState(Members(range(3)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, least=1, leader=1, turn=2)
+    found.joined(1, T0, grant=Grant(3, 99, 10, generations=6))
+    found.joined(2, T0, grant=Grant(3, 99, 10, generations=2))
+    found.tick(T0)
+    assert taken(found) == [start(found, 6)]
 
 
 def test_it_starts_at_once_with_all_nodes_and_after_a_last_call_with_enough() -> None:
@@ -304,8 +313,8 @@ BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "generations are not counted": (
         LEADER,
-        "self._known_generation) + 1",
-        "self._known_generation) + (self.generation < 3)",
+        "self._begun) + 1",
+        "self._begun) + (self.generation < 3)",
     ),
     "a node that joins stops all again and again": (LEADER, ENTER, ENTER.replace('"stopping"', "self.state")),
     "one finished node is enough": (

@@ -233,3 +233,17 @@ def test_the_only_node_that_is_left_leads_itself(launcher: Launcher, appointment
     assert job.up(1) == [1]
     assert {d.returncode for d in job.done().values()} == {0}
     forget_killed(launcher)
+
+
+def test_a_leader_learns_what_the_operator_has_spent_of_its_budget(
+    launcher: Launcher, appointments: Appointments
+) -> None:
+    """The operator charges a failure that ends a pod, and a new pod may need minutes until it joins the others."""
+    appointments.appoint(1, 0, application=0, replaced=1)
+    job = Job(launcher, "1:2")
+    job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)
+    assert job.up(0) == [0, 1]
+    eventually(lambda: appointments.answered > 2)  # the leader has asked again, so it has the first answer
+    (launcher.folder / "fails").touch()
+    assert {node: finish(agent).returncode for node, agent in job.agents.items()} == {0: 75, 1: 9}
+    assert not list(launcher.folder.glob("up-1-*"))

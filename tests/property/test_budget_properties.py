@@ -176,7 +176,7 @@ class Ledger(RuleBasedStateMachine):
 
     def _pod(self) -> Pod:
         """Return a pod. Its grant passes through text, as in an environment variable."""
-        grant = Grant.of(self.history, self.limits, NOW, step=0, replaced=sum(self.replacements), known=self.known)
+        grant = Grant.of(self.history, self.limits, NOW, replaced=sum(self.replacements), known=self.known)
         return Pod(Grant.read(grant.text()), self.own, dict(self.heard))
 
     def _hear(self, report: Report) -> None:

@@ -28,6 +28,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "collector": ("slow",),
     "peers": ("hang",),
     "post": ("lost", "late", "lost answer"),
+    "ask": ("lost", "late"),
     "watchdog": ("blind",),
     "rescue": ("dies", "slow"),
 }  # fmt: skip
@@ -35,6 +36,7 @@ POINTS: dict[str, tuple[str, ...]] = {
 SELDOM = frozenset(("kubelet", "exit", "sigterm", "scheduler", "collector", "peers", "post", "watchdog", "rescue"))
 # Points that occur only under ddprun, with gangs, with queues, or when ranks write their state into memory.
 AGENTS = ("post", "watchdog")
+ELASTIC_AGENTS = ("ask",)
 GANGS = ("watch.podgroups",)
 QUEUES = ("watch.workloads",)
 MEMORY = ("rescue",)
@@ -88,12 +90,17 @@ class Faults:
 
 def swarm(rng: random.Random) -> dict[str, dict[str, float]]:
     """Return a random subset of all faults at random rates. A few frequent kinds find what many rare ones miss."""
-    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *GANGS, *QUEUES, *MEMORY)])
+    return _some(rng, [point for point in POINTS if point not in (*AGENTS, *ELASTIC_AGENTS, *GANGS, *QUEUES, *MEMORY)])
 
 
 def swarm_of_agents(rng: random.Random) -> dict[str, dict[str, float]]:
     """Return a random subset of the faults at points that only agents pass, at random rates."""
     return _some(rng, AGENTS)
+
+
+def swarm_of_elastic_agents(rng: random.Random) -> dict[str, dict[str, float]]:
+    """Return a random subset of the faults of requests for the leader, at random rates."""
+    return _some(rng, ELASTIC_AGENTS)
 
 
 def swarm_of_gangs(rng: random.Random) -> dict[str, dict[str, float]]:

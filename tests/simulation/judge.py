@@ -12,6 +12,7 @@ from model_kubelet import Cluster
 from model_training import Process, Training
 
 from ddpjob_operator.job import api, ranges
+from ddpjob_operator.observed.reports import AgentReport
 from ddpjob_operator.pods import naming
 
 BACKOFF_LIMIT = api.Spec().backoff_limit
@@ -180,6 +181,10 @@ class Judge:
         if old.get("state") in TERMINAL and new.get("state") != old["state"]:
             self.wrong.append(f"a job that was {old['state']} became {new.get('state')}")
         self._check_ranks(uid, old, new)
+        (*pod, turn), (*before, turn_before) = _leader_of(new), _leader_of(old)
+        is_same = new.get("attempt") != old.get("attempt") or pod == before or pod[0] >= new.get("attemptNodes", 1)
+        if not is_same and turn <= turn_before:
+            self.wrong.append(f"pod {pod} leads after {before}, both as number {turn}: their claims are not told apart")
         if self._is_for_an_unseen_cut(uid, old, new, change.actor):
             self.unseen_cuts[uid] += 1
         self._check_restarts(uid, old, new, change.new["spec"])
@@ -319,18 +324,18 @@ class Judge:
         return bool(old.get("attempt", 0) != new.get("attempt", 0))
 
     def _unknown_before(self, uid: str, status: Raw, budgets: tuple[str, ...] = BUDGETS) -> int:
-        """Return the restarts that node 0's last agent of this attempt has charged and the status does not count."""
+        """Return the restarts that the last leader of this attempt has charged and the status does not count."""
         known = status.get("inPlace") or {}
-        key = (uid, status.get("attempt", 0), _replacement_of(status, 0))
+        key = (uid, status.get("attempt", 0), _leader_of(status)[2])
         true = self._training.agents.charged.get(key, {})
         counted = known if known.get("replacement", 0) == key[2] else {}
         return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
 
     def _has_said_all(self, uid: str, status: Raw) -> bool:
-        """True if the final report of node 0's last agent is in a pod that the operator must have seen."""
+        """True if the final report of the last leader is in a pod that the operator must have seen."""
         for raw in self._cluster.pods():
             place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
-            if place == (uid, status.get("attempt", 0), 0, _replacement_of(status, 0)):
+            if place == (uid, status.get("attempt", 0), *_leader_of(status)[:2]):
                 ends = [c["state"].get("terminated") for c in raw["status"].get("containerStatuses", ())]
                 return any(e and '"agent"' in e["message"] for e in ends) and not self._is_on_lost_node(raw)
         return False
@@ -340,10 +345,19 @@ class Judge:
         node = self._cluster.nodes.get(raw["spec"].get("nodeName", ""))
         return node is None or node.losses > 0
 
-    def heard(self, operator: str, process: Process, restarts: int, at: float) -> None:
-        """Record that a post of node 0's agent has reached an operator."""
-        place = process.job_uid, process.attempt, process.replacement
-        self.words.setdefault(operator, {})[place] = restarts, at, self.leadership(operator)
+    def heard(self, operator: str, process: Process, agent: AgentReport, at: float) -> None:
+        """Record that a post of a leader has reached an operator."""
+        place = process.job_uid, process.attempt, agent.replacement
+        self.words.setdefault(operator, {})[place] = agent.restarts.total, at, self.leadership(operator)
+
+    def told(self, process: Process, answer: Raw | None) -> None:
+        """Check that agents hear only of leaders in the status: an operator that crashes forgets the others."""
+        status = self.statuses.get(process.job_uid, {})
+        stored = (status.get("leader") or {}).get("term", 1)
+        if answer is not None and status.get("attempt") == process.attempt and answer["term"] > stored:
+            self.wrong.append(
+                f"{process} is told to follow the leader of term {answer['term']}, and {stored} is stored"
+            )
 
     def _check_heard(self, uid: str, status: Raw, operator: str) -> None:
         known = status.get("inPlace") or {}
@@ -364,6 +378,13 @@ def _own_charges(old: Raw, new: Raw) -> dict[str, int]:
         name: after.get(name, 0) - before.get(name, 0) - (told.get(name, 0) - (known.get(name, 0) if same else 0))
         for name in BUDGETS
     }
+
+
+def _leader_of(status: Raw) -> tuple[int, int, int]:
+    """Return the place of the leader, the number of its pod, and its number among the leaders of the attempt."""
+    leader = status.get("leader") or {"term": 1}
+    number = _replacement_of(status, leader.get("place", 0))
+    return leader.get("place", 0), number, leader["term"] if leader["term"] > 1 else number
 
 
 def _replacement_of(status: Raw, rank: int) -> int:

@@ -41,7 +41,7 @@ class MemoryJudge:
     def begins(self, life: Life, loaded: Loaded, saved: Saved | None) -> None:
         """Check the state with which a generation begins. saved: the newest state in its folder."""
         uid = life.leader.process.job_uid
-        agents = [life.ranks[node] for node in sorted(life.ranks)]
+        agents = life.agents
         self.seen["memory" if loaded.ranks else "folder" if loaded.origin else "nothing"] += 1
         if loaded.ranks:
             self._check_memory(life, loaded, saved, [agents[rank] for rank in loaded.ranks])

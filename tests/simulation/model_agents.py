@@ -1,9 +1,10 @@
-"""A model of `ddprun` in the pods: each node's agent starts its rank, and node 0's agent leads the others. The real
-`LeaderState` makes node 0's decisions, with the budgets from its pod's environment; its posts and termination message
-are real too. Ranks, connections and time are modelled."""
+"""A model of `ddprun` in the pods: each node's agent starts its rank, and node 0's agent, or the one that the operator
+has appointed, leads the others. The real `LeaderState` makes its decisions, with the budgets from its pod's environment
+or the operator's answer; its posts and termination message are real too. Ranks, connections and time are modelled."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure as RankFailure
 from ddpjob_core.members import Members
-from ddprun import calls, options, posting
+from ddprun import asking, calls, options, posting
 from ddprun import leader as leading
+from ddprun.core.appointment import Appointment
 from ddprun.core.leader_state import EndOrder, LeaderState, Leave, Over, StartOrder, Stop
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 RETRY_SECONDS = (0.3, 3.0)
 # Seconds that a TCP connection survives without a network. If a node is cut off for less, its ranks continue.
 HELD_UP_SECONDS = 5.0
+# After this time at most, agents that can ask have heard of a new leader, also if some answers are lost.
+HEARD_WITHIN_SECONDS = 90.0
 SUPERSEDED = "ddpjob.Superseded: a newer generation has written"
 
 
@@ -37,6 +41,8 @@ class Life:
     """A generation: the ranks that meet at one port, under one leader."""
 
     leader: Agent
+    turn: int
+    """Number of the leader in the attempt."""
     generation: int
     number: int
     """Number among all generations that the job's agents have ever started."""
@@ -49,6 +55,8 @@ class Life:
     """The furthest step that was made."""
     saved_step: int = 0
     """The step at which its ranks were stopped together for nodes that join; 0: they were not."""
+    unheard_at: float = 0.0
+    """When no agent could hear of a newer leader, at last."""
     held_up: float = 0.0
     stuck_at: float | None = None
     broken: bool = False
@@ -57,6 +65,11 @@ class Life:
 
     def __str__(self) -> str:
         return f"generation {self.generation} of {self.leader.process}"
+
+    @property
+    def agents(self) -> list[Agent]:
+        """The agents in the order of their ranks."""
+        return [self.ranks[node] for node in self.members]
 
     @property
     def is_complete(self) -> bool:
@@ -70,7 +83,7 @@ class Life:
 
 @dataclass(eq=False)
 class Link:
-    """A connection between node 0's agent and another agent. Each end notices separately that the other is gone."""
+    """A connection between the leader and another agent. Each end notices separately that the other is gone."""
 
     leader: Agent
     follower: Agent
@@ -90,8 +103,16 @@ class Agent:
     policy: tuple[PolicyRule, ...]
     grant: Grant | None
     """The budgets that the operator has granted to the pod."""
+    leader: Appointment
+    next_leader: Appointment | None = None
+    asked: int = 0
+    """Number of requests for the leader."""
+    generation: int = -1
+    """The last one that the agent has heard of."""
+    members: Members = field(default_factory=Members)
+    """The nodes of the last generation, if the agent took part in it."""
     lead: LeaderState | None = None
-    """Set only on node 0."""
+    """Set only on the leader."""
     links: dict[int, Link] = field(default_factory=dict)
     """By node of the other end."""
     life: Life | None = None
@@ -127,15 +148,33 @@ class Agent:
     """When the agent requested the state."""
 
     @staticmethod
-    def of(process: Process) -> Agent:
-        """Return the agent of a process, with the settings from its pod's environment."""
+    def of(process: Process, *, asks: bool) -> Agent:
+        """Return the agent of a process, with the settings from its pod's environment. asks: if it asks who leads."""
         environ = process.environ
+        first = 0 if asks and environ.get("DDPJOB_LEADER_APPOINTED") == "1" else 1
         return Agent(
             process=process,
             budget=options.budget(None, grant := options.granted(environ), environ),
             policy=options._policy(environ.get("DDPJOB_FAILURE_POLICY")),
             grant=grant,
+            leader=Appointment(first, 0, "", None, grant),
         )
+
+    @property
+    def turn(self) -> int:
+        """Number of this agent in its reports, if it leads."""
+        return self.leader.term if self.leader.term > 1 else self.replacement
+
+    @property
+    def is_appointed(self) -> bool:
+        return self.leader.term > 0 and self.leader.place == self.node
+
+    @property
+    def ask_seconds(self) -> float:
+        if self.lead is not None:
+            return asking.LEADER_SECONDS
+        is_lost = not self.links and (self.generation >= 0 or not self.leader.term)
+        return asking.LEADERLESS_SECONDS if is_lost else asking.FOLLOWER_SECONDS
 
     @property
     def kept(self) -> Kept | None:
@@ -149,10 +188,6 @@ class Agent:
     @property
     def replacement(self) -> int:
         return self.process.replacement
-
-    @property
-    def generation(self) -> int:
-        return -1 if self.life is None else self.life.generation
 
     @property
     def code_when_told(self) -> int:
@@ -174,15 +209,21 @@ class Agents:
 
     def __init__(self, training: Training, connected: Callable[[Process, Process], bool], memories: Memories) -> None:
         self.heard: Callable[[Process, bytes], bool] = lambda *_: False
-        """Receives a post of node 0's agent; returns True if a receiver confirmed it."""
+        """Receives a post of a leader's agent; returns True if a receiver confirmed it."""
+        self.asks: Callable[[Process], bool] = lambda _: False
+        """Returns True if the agent of this process asks who leads."""
+        self.told_by_operator: Callable[[Process], dict[str, Any] | None] = lambda _: None
+        """Returns what the operator answers to an agent that asks who leads; None without an answer."""
         self.has_name: Callable[[Process], bool] = lambda _: True
         """Returns True if the DNS name of its rank resolves to it."""
         self.not_trained: dict[tuple[str, int], set[int]] = {}
         """By job uid and attempt, the nodes that were not in the group when its training ended."""
-        self.shrunk = self.grown = 0
-        """How often a generation had fewer or more nodes than the one before."""
+        self.shrunk = self.grown = self.appointed = 0
+        """How often a generation had fewer or more nodes than the one before, and an appointed agent has led."""
         self.charged: dict[tuple[str, int, int], dict[str, int]] = {}
-        """By job uid, attempt and replacement: the real charges of each agent of node 0."""
+        """By job uid, attempt and number of the leader: the real charges of each leader."""
+        self._leaders: dict[tuple[str, int, int], Agent] = {}
+        """By job uid, attempt and number of the leader."""
         self._training, self._connected, self._memories = training, connected, memories
         self._loop, self._faults, self._random = training.loop, training.faults, training.random
         self._all: dict[str, Agent] = {}
@@ -194,7 +235,7 @@ class Agents:
 
     def begin(self, process: Process) -> None:
         """Start an agent, because its container has started."""
-        agent = self._all[process.uid] = Agent.of(process)
+        agent = self._all[process.uid] = Agent.of(process, asks=self.asks(process))
         self._later(0.05, 0.8, self._ready, agent)
 
     def told(self, process: Process, fault: str) -> None:
@@ -207,7 +248,7 @@ class Agents:
         if agent.runs:
             self._signal(agent, patient=True)
         if agent.lead is not None:
-            agent.lead.termination_requested(0, self._loop.time())
+            agent.lead.termination_requested(agent.node, self._loop.time())
             return self._turn(agent)
         self._say(agent, lambda lead, now: lead.termination_requested(agent.node, now), of_now=False)
         return None if agent.runs else self._end(agent, agent.code_when_told)
@@ -243,30 +284,46 @@ class Agents:
     def _ready(self, agent: Agent) -> None:
         if agent.over:
             return None
-        now = agent.alone_since = self._loop.time()
-        if agent.node:
-            return self._look(agent)
+        agent.alone_since = self._loop.time()
+        if self.asks(agent.process):
+            self._ask(agent)
+        return self._look(agent)
+
+    def _lead(self, agent: Agent) -> None:
+        """Let an agent lead, as `ddprun.leader.Leader` begins."""
+        process, grant, term, now = agent.process, agent.leader.grant, agent.leader.term, self._loop.time()
+        place = process.job_uid, process.attempt, agent.turn
+        before, self._leaders[place] = self._leaders.get(place), agent
+        if before is not None and before.lead is not None and not before.over:
+            self._training.wrong.append(f"{before.process} and {process} lead at once as number {agent.turn}")
+        self.appointed += term > 1
         agent.lead = LeaderState(
-            Members(range(agent.process.nodes)),
-            agent.budget,
+            Members(range(process.nodes)),
+            agent.budget if grant is None else Budget.of(grant, agent.budget.max_restarts),
             options.JOIN_SECONDS,
             now,
-            least=agent.process.least,
-            last_call_seconds=options.LAST_CALL_SECONDS,
+            least=process.least,
+            last_call_seconds=leading.RECALL_SECONDS if term > 1 else options.LAST_CALL_SECONDS,
             snooze_seconds=options.SNOOZE_SECONDS,
             policy=agent.policy,
             has_operator=agent.grant is not None,
-            furthest_step=0 if agent.grant is None else agent.grant.step,
+            furthest_step=0 if grant is None else grant.step,
+            leader=agent.node,
+            turn=agent.turn,
+            survivors=set(agent.members[1:]),
         )
-        agent.lead.joined(0, now, replacement=agent.replacement)
-        return self._turn(agent)
+        agent.lead.joined(agent.node, now, agent.generation, agent.replacement, grant=grant)
+        self._turn(agent)
 
     def _look(self, agent: Agent) -> None:
-        """Search for node 0 by its DNS name, which may lead to an old agent."""
-        if agent.over or agent.links or agent.runs:
+        """Lead if the agent is appointed. Otherwise search for the leader: by node 0's DNS name, which may lead to an
+        old agent, or at the address of the appointed one."""
+        if agent.over or agent.links or agent.runs or agent.lead is not None:
             return None
         if agent.told:
             return self._end(agent, agent.code_when_told)
+        if agent.is_appointed:
+            return self._lead(agent)
         if self._loop.time() >= agent.alone_since + options.JOIN_SECONDS:
             return self._end(agent, 0 if agent.done else RESUMABLE)
         found = [a for a in self._all.values() if self._is_leader_of(a, agent)]
@@ -279,19 +336,66 @@ class Agents:
 
     def _is_leader_of(self, one: Agent, other: Agent) -> bool:
         here = one.lead is not None and not one.over and one.process.run == other.process.run
-        return here and self.has_name(one.process) and self._connected(one.process, other.process)
+        is_named = self.has_name(one.process) and one.node == 0
+        is_there = is_named if other.leader.term == 1 else one.process.uid == other.leader.host
+        return here and is_there and other.leader.term > 0 and self._connected(one.process, other.process)
+
+    # ---------------------------------------------------------------- who leads
+
+    def _ask(self, agent: Agent, number: int | None = None) -> None:
+        """Ask who leads, and again later. number: of the request that this one follows; None: of any."""
+        if agent.over or (number is not None and number != agent.asked):
+            return
+        agent.asked += 1
+        if (fault := self._faults.at("ask")) != "lost":
+            late = self._faults.number("ask", 5, 25) if fault == "late" else self._random.uniform(0.01, 0.25)
+            self._later(0.01, 0.25, self._asks, agent, late)
+        self._loop.call_later(agent.ask_seconds, self._ask, agent, agent.asked)
+
+    def _asks(self, agent: Agent, seconds: float) -> None:
+        answer = self.told_by_operator(agent.process)
+        if answer is not None and not agent.over:
+            self._loop.call_later(seconds, self._take, agent, Appointment.read(json.dumps(answer).encode()))
+
+    def _take(self, agent: Agent, answer: Appointment) -> None:
+        if answer.replaces(agent.next_leader or agent.leader):
+            agent.next_leader = answer
+            self._change_leader(agent)
+        elif answer.term == agent.leader.term and answer.grant is not None and agent.lead is not None:
+            agent.lead.granted(answer.grant)
+
+    def _change_leader(self, agent: Agent) -> None:
+        """Follow the next leader, or lead, after all ranks that are being stopped have ended here."""
+        leader = agent.next_leader
+        if leader is None or agent.over or (agent.runs and (agent.stopped or agent.failures)):
+            return None
+        if leader.term < agent.leader.term:
+            self._training.wrong.append(f"{agent.process} goes back from term {agent.leader.term} to {leader.term}")
+        if agent.lead is not None:
+            agent.generation, agent.lead, agent.due = agent.lead.generation, None, None
+            agent.posts, agent.posting, agent.back_off = agent.posts + 1, False, 0.0
+        for link in list(agent.links.values()):
+            self._hang_up(link, agent)
+        agent.leader, agent.next_leader, agent.alone_since = leader, None, self._loop.time()
+        if not agent.runs:
+            return self._look(agent)
+        agent.stopped = True
+        return self._end_rank(agent, patient=False)
 
     def _greet(self, leader: Agent, agent: Agent) -> None:
         lead = leader.lead
-        if agent.over or agent.links or agent.runs:
+        if agent.over or agent.links or agent.runs or agent.lead is not None:
             return
-        if lead is None or leader.over or lead.is_outdated(agent.node, agent.replacement):
+        if is_outdated := agent.leader.term > leader.leader.term:
+            self._ask(leader)
+        if lead is None or leader.over or is_outdated or lead.is_outdated(agent.node, agent.replacement):
             self._later(*RETRY_SECONDS, self._look, agent)
             return
         if (old := leader.links.get(agent.node)) is not None:
             self._drop(old, leader)
         link = Link(leader, agent, {leader, agent}, {leader: [], agent: []})
-        leader.links[agent.node] = agent.links[0] = link
+        leader.links[agent.node] = agent.links[leader.node] = link
+        present = lead.generation
         lead.joined(
             agent.node,
             self._loop.time(),
@@ -300,6 +404,8 @@ class Agents:
             nodes=agent.process.nodes,
             grant=agent.grant,
         )
+        if present > agent.generation:  # as the agent learns by the leader's welcome
+            agent.generation, agent.members = present, Members()
         if agent.told:
             self._say(agent, lambda lead, now: lead.termination_requested(agent.node, now), of_now=False)
         self._turn(leader)
@@ -330,14 +436,14 @@ class Agents:
 
     def _turn(self, leader: Agent) -> None:
         lead, now = leader.lead, self._loop.time()
-        assert lead is not None, "only node 0 leads"
+        assert lead is not None, "only the leader leads"
         if leader.over:
             return
         lead.tick(now)
         while lead.orders and not leader.over:
             self._carry_out(leader, lead.orders.pop(0))
         process = leader.process
-        self.charged[process.job_uid, process.attempt, leader.replacement] = lead.counts
+        self.charged[process.job_uid, process.attempt, leader.turn] = lead.counts
         if leader.over:
             return
         if lead.deadline is not None and lead.deadline != leader.due:
@@ -385,15 +491,15 @@ class Agents:
 
     def _account(self, leader: Agent) -> dict[str, Any]:
         lead = leader.lead
-        assert lead is not None, "only node 0 leads"
-        return {"replacement": leader.replacement, "generation": max(0, lead.generation), "restarts": lead.counts}
+        assert lead is not None, "only the leader leads"
+        return {"replacement": leader.turn, "generation": max(0, lead.generation), "restarts": lead.counts}
 
     # ---------------------------------------------------------------- posts
 
     def _post(self, leader: Agent, *, last: bool = False) -> None:
         """Post all restarts that the leader has counted until they are confirmed, and post them again every minute."""
         lead = leader.lead
-        assert lead is not None, "only node 0 leads"
+        assert lead is not None, "only the leader leads"
         if not lead.charged or (leader.over and not last):
             return
         leader.posts, leader.posting = leader.posts + 1, True
@@ -434,7 +540,7 @@ class Agents:
     def _new_life(self, leader: Agent, order: StartOrder) -> Life:
         uid = leader.process.job_uid
         self._numbers[uid] = number = self._numbers.get(uid, 0) + 1
-        life = Life(leader, order.generation, number, order.members)
+        life = Life(leader, leader.turn, order.generation, number, order.members)
         if len(order.members) < leader.process.least:
             self._training.wrong.append(f"{life} has {len(order.members)} of at least {leader.process.least} nodes")
         if leader.life is not None:
@@ -447,6 +553,7 @@ class Agents:
     def _start(self, agent: Agent, life: Life) -> None:
         assert not agent.runs, "one generation at a time"
         agent.life, agent.runs, agent.stopped, agent.done = life, True, False, False
+        agent.generation, agent.members = life.generation, life.members
         agent.code, agent.failures = None, []
         life.ranks[agent.node] = agent
         failure = self._training.fails(agent.process, life.number)
@@ -537,7 +644,7 @@ class Agents:
             self._say(agent, lambda lead, now: lead.failed(agent.node, failures, now))
         if agent.over:  # this failure has ended the job
             return
-        if agent.told and agent.node:
+        if agent.told and agent.lead is None:
             if not agent.failures and not agent.stopped:
                 self._say(agent, lambda lead, now: lead.finished(agent.node, now))
             self._end(agent, agent.code_when_told)
@@ -550,7 +657,9 @@ class Agents:
     def _has_stopped(self, agent: Agent) -> None:
         failures = agent.failures
         self._say(agent, lambda lead, now: lead.stopped(agent.node, failures, now))
-        if agent.node and not agent.links:
+        if agent.next_leader is not None:
+            self._loop.call_later(0.01, self._change_leader, agent)
+        if agent.lead is None and not agent.links:
             self._look(agent)
 
     def _breaks(self, agent: Agent) -> None:
@@ -582,7 +691,7 @@ class Agents:
         return all(self._connected(ranks[0], other) for other in ranks[1:])
 
     def _train(self, life: Life) -> None:
-        first = life.ranks[0].process
+        first = life.agents[0]
         if (
             life.broken
             or life.ended_at is not None
@@ -594,14 +703,14 @@ class Agents:
             self._loop.call_later(HELD_UP_SECONDS, self._train, life)
             return
         if not self._memories.save(life, 0):
-            self._rank_ends(life.ranks[0], life, 1, SUPERSEDED)
+            self._rank_ends(first, life, 1, SUPERSEDED)
             return
         life.loaded = self._memories.load(life)
         life.started_at, life.step = self._loop.time(), life.loaded.state.step
         if life.step < life.saved_step:
             self._training.wrong.append(f"{life} repeats steps after {life.step}: all stopped at {life.saved_step}")
         if life.loaded.assumed and self._memories.script.names_more:
-            self._training.application_failed(first)
+            self._training.application_failed(first.process)
             for agent in life.ranks.values():
                 self._later(
                     0, 0.3, self._rank_ends, agent, life, 1, "ddpjob.StateError: epoch: the state in memory has …"
@@ -629,22 +738,32 @@ class Agents:
             for agent in life.ranks.values():
                 self._later(0, 0.5, self._rank_ends, agent, life, 0)
         elif not self._memories.save(life, int(self._step(life))):
-            self._rank_ends(life.ranks[0], life, 1, SUPERSEDED)
+            self._rank_ends(life.agents[0], life, 1, SUPERSEDED)
         else:
             self._loop.call_later(max(0.1, min(SAVE_SECONDS, left)), self._advance, life)
 
     def _check_alone(self, life: Life) -> None:
-        """Check that no other generation of the attempt trains. Its checkpoints could not be told apart."""
+        """Check that no other generation of the attempt trains, unless it cannot know of this one."""
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         alive = self._lives[uid] = [
             other for other in self._lives[uid] if not other.broken and not other.leader.process.terminated
         ]
         for other in alive:
-            if other is not life and other.leader.process.attempt == attempt and self.trains(other):
+            is_same = other is life or other.leader.process.attempt != attempt
+            if not is_same and self.trains(other) and not self._is_unheard(*sorted((life, other), key=_age)):
                 self._training.wrong.append(
                     f"{life} and {other} train at the same time: two groups write into one checkpoint, and the attempt "
                     f"that keeps an old one out is the same: {_names(life)} and {_names(other)}"
                 )
+
+    def _is_unheard(self, older: Life, newer: Life) -> bool:
+        """True if no agent of the older generation could hear of the newer one's leader until a moment ago."""
+        assert newer.started_at is not None, "it trains"
+        answers = ((agent.leader.term, self.told_by_operator(agent.process)) for agent in older.agents)
+        if not any(answer is not None and answer["term"] > term for term, answer in answers):
+            older.unheard_at = self._loop.time()
+        since = max(newer.started_at, older.unheard_at)
+        return newer.leader.leader.term > 1 and self._loop.time() < since + HEARD_WITHIN_SECONDS
 
     def _step(self, life: Life) -> float:
         """Return the current step; one second is one step."""
@@ -668,7 +787,7 @@ class Agents:
         if life.stuck_at is not None or not self.trains(life):
             return
         life.stuck_at = self._loop.time()
-        first = life.ranks[0].process
+        first = life.agents[0].process
         self._training.hung.add((first.job_uid, -1000 - life.number))
         limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
         if limit and self._faults.at("watchdog") != "blind":  # "blind": only the operator detects the hang, and later
@@ -678,7 +797,7 @@ class Agents:
         lead = life.leader.lead
         if lead is not None and not life.leader.over and lead.generation == life.generation and not life.broken:
             stalled = RankFailure(0, exit_code=RESUMABLE, exception="made no step", stalled=True)
-            lead.failed(0, [stalled], self._loop.time())
+            lead.failed(life.leader.node, [stalled], self._loop.time())
             self._turn(life.leader)
 
     # ---------------------------------------------------------------- connections
@@ -688,7 +807,7 @@ class Agents:
         if agent.lead is not None:
             what(agent.lead, self._loop.time())
             return self._turn(agent)
-        link, generation = agent.links.get(0), agent.generation
+        link, generation = next(iter(agent.links.values()), None), agent.generation
         if link is None:
             return None
 
@@ -734,7 +853,7 @@ class Agents:
     def _drop(self, link: Link, leader: Agent) -> None:
         """Close a connection on the leader's side, and let the leader treat its node as lost."""
         self._hang_up(link, leader)
-        assert leader.lead is not None, "only node 0 leads"
+        assert leader.lead is not None, "only the leader leads"
         leader.lead.lost(link.follower.node, self._loop.time())
 
     def _lost(self, link: Link, agent: Agent) -> None:
@@ -746,6 +865,8 @@ class Agents:
             return self._turn(agent)
         self._hang_up(link, agent)
         agent.alone_since = self._loop.time()
+        if self.asks(agent.process):
+            self._loop.call_later(agent.ask_seconds, self._ask, agent)
         if agent.runs:
             agent.stopped = True
             return self._end_rank(agent, patient=agent.told or agent.code == RESUMABLE)
@@ -777,6 +898,10 @@ def _own_code(agent: Agent, order: EndOrder) -> int:
 
 def _is_mine(agent: Agent, failure: RankFailure | None) -> bool:
     return failure is not None and agent.life is not None and failure.rank == agent.life.rank(agent)
+
+
+def _age(life: Life) -> tuple[int, int]:
+    return (life.turn, life.generation)
 
 
 def _names(life: Life) -> list[str]:

@@ -418,6 +418,7 @@ class Cluster:
         status = {
             "phase": phase,
             "startTime": node.accepted.get(raw["metadata"]["uid"]),
+            "podIP": raw["metadata"]["uid"],  # any text that no other pod has
             "conditions": [*kept, *({"type": kind, "status": word} for kind in ("Ready", "ContainersReady"))],
             "containerStatuses": [{"name": name, "ready": ready, "state": state}],
         }

@@ -81,7 +81,7 @@ class Memories:
 
     def load(self, life: Life) -> Loaded:
         """Let all ranks load the newest state that counts, as `Snapshot.load` does."""
-        agents = [life.ranks[node] for node in sorted(life.ranks)]
+        agents = life.agents
         attempt, uid = life.leader.process.attempt, life.leader.process.job_uid
         saved = self.saved.get(uid)
         found = self._found(agents, Version(attempt, life.generation, 0))
@@ -167,16 +167,17 @@ class Memories:
     def save(self, life: Life, step: int) -> bool:
         """Let ranks call `save`. Return True if the folder still accepts their writes. At the start they only reserve
         their writer number."""
-        first = life.ranks[0].process
+        first = life.agents[0].process
         is_begin = life.loaded is None or step <= life.loaded.state.step
-        if self.script.folder and not self._training.saves(first, 0.0 if is_begin else float(step), life.generation):
+        new = 0.0 if is_begin else float(step)
+        if self.script.folder and not self._training.saves(first, new, life.turn, life.generation):
             return False
         if not is_begin:
             if self.script.folder:
                 version = Version(first.attempt, life.generation, step)
                 self.saved[first.job_uid] = Saved(version, State(life.number, step), life)
             ranks = self._of(life)
-            savers = [kept for kept in ranks if self.script.all_save or kept is life.ranks[0].kept]
+            savers = [kept for kept in ranks if self.script.all_save or kept is life.agents[0].kept]
             for kept in savers:
                 self._names(ranks[kept], kept, step)
             self._comes_to(life, dict.fromkeys(ranks, step), savers)

@@ -131,11 +131,12 @@ class Failure:
 
 @dataclass
 class Folder:
-    """The checkpoints of a job. As with Snapshot, a write by a newer attempt or generation locks older ones out."""
+    """The checkpoints of a job. As with Snapshot, a newer attempt, leader or generation that writes locks older ones
+    out."""
 
     step: float = 0.0
-    life: tuple[int, int] = (0, 0)
-    """Attempt and generation."""
+    life: tuple[int, ...] = (0, 0, 0)
+    """Attempt, number of the leader, and generation."""
     refused: int = 0
 
 
@@ -193,9 +194,9 @@ class Training:
         """Return the step of the newest checkpoint."""
         return self.folders.setdefault(job_uid, Folder()).step
 
-    def saves(self, first: Process, step: float, generation: int = 0) -> bool:
-        """Let rank 0 write a checkpoint; return False if a newer attempt or generation has already written."""
-        folder, life = self.folders.setdefault(first.job_uid, Folder()), (first.attempt, generation)
+    def saves(self, first: Process, step: float, turn: int = 0, generation: int = 0) -> bool:
+        """Let rank 0 write a checkpoint; return False if a newer attempt, leader or generation has already written."""
+        folder, life = self.folders.setdefault(first.job_uid, Folder()), (first.attempt, turn, generation)
         if folder.life > life:
             folder.refused += 1
             return False

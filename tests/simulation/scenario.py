@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from faults import Rates, swarm, swarm_of_agents, swarm_of_gangs, swarm_of_memory
+from faults import Rates, swarm, swarm_of_agents, swarm_of_elastic_agents, swarm_of_gangs, swarm_of_memory
 from model_memory import Script
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Failure
 
@@ -52,6 +52,8 @@ class Scenario:
     """True if the API server serves PodGroups and the operator has them switched on."""
     script: Script = field(default_factory=Script)
     """How the script keeps its state, under ddprun."""
+    asks: bool = False
+    """True if the agents ask who leads."""
     slots: int = 2
     """How many pods fit on a cluster node."""
     name: str = "digits"
@@ -107,6 +109,8 @@ NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
 # Objects that an attacker may write.
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE, ELASTIC_DDPRUN_SHARE = 0.25, 0.5
+# Share of elastic jobs under ddprun whose agents reach a status receiver.
+ASKING_SHARE = 0.8
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
 # Number of attempts; each budget allows fewer.
@@ -160,7 +164,10 @@ def elastic_scenario(seed: int) -> Scenario:
     if launcher.random() >= ELASTIC_DDPRUN_SHARE:
         return elastic
     # Train long enough for lost nodes to come back after their snooze.
-    return _under_ddprun(launcher, replace(elastic, training_seconds=launcher.choice((20.0, 150.0, 400.0))))
+    found = _under_ddprun(launcher, replace(elastic, training_seconds=launcher.choice((20.0, 150.0, 400.0))))
+    return replace(
+        found, asks=launcher.random() < ASKING_SHARE, rates={**found.rates, **swarm_of_elastic_agents(launcher)}
+    )
 
 
 def gang_scenario(seed: int) -> Scenario:

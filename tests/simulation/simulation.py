@@ -210,7 +210,8 @@ class Simulation:
         memories = Memories(self.training, scenario.script, self.memory_judge.begins)
         self.training.agents = agents = Agents(self.training, self._connected, memories)
         self.training.elastic, self.training.connected = Elastic(self.training), self._connected
-        agents.heard = self._hear_agent
+        agents.heard, agents.told_by_operator = self._hear_agent, self._leader_of
+        agents.asks = lambda process: self.jobs[process.job].asks
         agents.has_name = lambda process: self.cluster.has_name(process)
         nodes, slots = scenario.cluster_nodes, scenario.slots
         self.cluster = Cluster(self.loop, self.api, self.faults, self.training, nodes, slots)
@@ -437,7 +438,8 @@ class Simulation:
         """Send a rank's report to the leading operator if the rank reaches it."""
         for one, sender in self._receivers(process):
             # The receiver reads the node from the token.
-            place = {"rank": process.rank, "node_rank": sender.node_rank, "replacement": sender.replacement}
+            rank = process.rank if life is None else life.members.node_rank(process.rank)
+            place = {"rank": rank, "node_rank": sender.node_rank, "replacement": sender.replacement}
             saved = int(self.training.step(process.job_uid)) or None
             begin = {} if life is None else _begin(step, life)
             report = Report(
@@ -452,9 +454,16 @@ class Simulation:
             report = replace(read_report(body, one.now()), attempt=sender.attempt)
             assert report.agent is not None, "an agent reports"
             one.operator.report(sender, report)
-            self.judge.heard(one.name, process, report.agent.restarts.total, self.loop.time())
+            self.judge.heard(one.name, process, report.agent, self.loop.time())
             heard = True
         return heard
+
+    def _leader_of(self, process: Process) -> Raw | None:
+        """Return an operator's answer to an agent that asks who leads."""
+        answers = [one.operator.leader_of(sender) for one, sender in self._receivers(process)]
+        for answer in answers:
+            self.judge.told(process, answer)
+        return next((answer for answer in answers if answer is not None), None)
 
     def _leadership(self, name: str) -> object:
         """Return an object that changes whenever an operator loses its Lease, even if it gets the Lease back."""

@@ -44,9 +44,10 @@ def steps(folder: Path) -> list[int]:
 def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that makes a Snapshot as a process of the given attempt of the job."""
 
-    def make(number: int, job: str = "uid-1", keep: int = 3, generation: int = 0) -> ddpjob.Snapshot:
+    def make(number: int, job: str = "uid-1", keep: int = 3, generation: int = 0, leader: int = 0) -> ddpjob.Snapshot:
         monkeypatch.setenv("DDPJOB_UID", job)
         monkeypatch.setenv("DDPJOB_GENERATION", str(generation))
+        monkeypatch.setenv("DDPJOB_TERM", str(leader))
         monkeypatch.setenv("DDPJOB_ATTEMPT", str(number))
         snapshot = ddpjob.Snapshot(tmp_path / "s", keep=keep)
         snapshot.load()
@@ -517,6 +518,18 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
     assert attempt(2).load() == 5, "a new attempt counts its generations from 0"
     with pytest.raises(ddpjob.Superseded):
         attempt(1, generation=3)
+
+
+def test_a_new_leader_writes_and_ranks_of_an_older_one_do_not(attempt):
+    """Any new pod may lead. If it was in no group, it may count generations from a lower number."""
+    zombie = attempt(1, generation=5)
+    saved(zombie, 10)
+    newer = attempt(1, generation=0, leader=1)
+    assert newer.load() == 10
+    saved(newer, 20)
+    with pytest.raises(ddpjob.Superseded):
+        attempt(1, generation=6)
+    assert attempt(1, generation=0, leader=2).load() == 20
 
 
 def test_two_processes_cannot_claim_the_same_number(tmp_path, monkeypatch):

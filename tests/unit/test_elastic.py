@@ -206,6 +206,26 @@ def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> No
     assert world.status.leader == api.JobLeader(term=3, place=2)
 
 
+def test_a_new_leader_is_told_the_generations_that_the_job_has_had() -> None:
+    """Every member of the last group may be lost. Below its number new ranks would count as older ones."""
+    world = trains_under_ddprun().after(5).reports_step(43, generation=4).settle().vanishes(0).settle()
+    answer = told(world)
+    assert answer is not None
+    assert answer["left"]["generations"] == 5
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle().runs(0, 1, 2).settle()
+    answer = told(world)
+    assert answer is not None
+    assert answer["left"]["generations"] == 0, "a new attempt counts from 0"
+
+
+def test_a_leader_that_is_lost_before_agents_ask_a_new_operator_is_followed_by_one_of_a_later_term() -> None:
+    """Two agents that lead in one term are not told apart."""
+    world = trains_under_ddprun(minNodes=1).vanishes(0).settle()
+    world.agents_ask = False
+    world.vanishes(1).settle()
+    assert world.status.leader == api.JobLeader(term=3, place=2)
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"
@@ -279,6 +299,16 @@ def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_hav
     world.stops(2, 75).settle()
     assert world.status.leader == api.JobLeader(term=before.term + 1, place=0)
     assert world.status.state == "Running"
+
+
+def test_a_job_that_grows_again_waits_for_the_leader_that_it_had_left() -> None:
+    """Its next pod would lead in the same term."""
+    world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle().change(nodes=3).settle()
+    before = world.status.leader
+    assert before is not None
+    world.stops(2, 75).settle()
+    assert world.status.leader == api.JobLeader(term=before.term + 1, place=0)
+    assert (world.status.state, world.names()[-1]) == ("Running", "digits-1-2-r1")
 
 
 def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:

@@ -428,6 +428,7 @@ def test_a_new_pod_gets_the_remaining_budgets() -> None:
         "peersLost": 0,
         "step": 0,
         "replaced": 1,
+        "generations": 0,
         "known": {"replacement": 0, "application": 2, "infrastructure": 0, "stall": 0},
     }
     assert (env["DDPJOB_REPLACEMENT"], env["DDPJOB_STALL_TIMEOUT"]) == ("1", "90")

@@ -126,7 +126,7 @@ class RestartHistory(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Restarts left, as counted by the operator when it created a pod."""
+    """Restarts left and generations made, as counted by the operator when it created a pod or answered an agent."""
 
     application: int
     infrastructure: int
@@ -140,11 +140,20 @@ class Grant(NamedTuple):
     """The furthest step of the job."""
     replaced: int = 0
     """Pods of the attempt that were replaced before: the later of two grants has the higher number."""
+    generations: int = 0
+    """Generations of ranks that have begun in the attempt: a leader that was in none of them begins above."""
     known: Known = Known()
 
     @staticmethod
     def of(
-        history: RestartHistory, limits: Limits, at: dt.datetime | None, *, step: int, replaced: int, known: Known
+        history: RestartHistory,
+        limits: Limits,
+        at: dt.datetime | None,
+        *,
+        step: int = 0,
+        replaced: int = 0,
+        generations: int = 0,
+        known: Known,
     ) -> Grant:
         """Return the grant for a pod created with these counts. at: start of its attempt."""
         return Grant(
@@ -156,6 +165,7 @@ class Grant(NamedTuple):
             peers_lost=history.peers_lost,
             step=step,
             replaced=replaced,
+            generations=generations,
             known=known,
         )
 
@@ -338,6 +348,7 @@ _KEYS = {
     "peers_lost": "peersLost",
     "step": "step",
     "replaced": "replaced",
+    "generations": "generations",
 }
 """Names of a grant's fields in JSON."""
 

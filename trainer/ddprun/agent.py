@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpjob import own_files
+from ddpjob_core.budget import Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.findings import NamedFinding
@@ -56,6 +57,7 @@ class Group(Protocol):
 
     def begin(self, now: float, /) -> None: ...
     def leave(self) -> int: ...
+    def granted(self, grant: Grant, /) -> None: ...
     def tick(self, now: float, /) -> None: ...
     def failed(self, failures: list[Failure], now: float, /) -> None: ...
     def stopped(self, failures: list[Failure], now: float, /) -> None: ...
@@ -124,7 +126,7 @@ class Agent:
         self.members = Members()  # nodes of the last generation in which this node took part
         self._failure_reported = False
         self.settled = True  # False until all ranks of the last generation have ended on this node
-        self.leader = Appointment(1, options.places.leader, options.host, options.port)
+        self.leader = Appointment(1, options.places.leader, options.host, options.port, options.grant)
         self._next_leader: Appointment | None = None
         self._has_backlog = False  # True if ranks have written more output than one iteration of the loop copies
 
@@ -266,9 +268,12 @@ class Agent:
         return self.leader.term if self.leader.term > 1 else self.options.replacement
 
     def take_answer(self, leader: Appointment) -> None:
-        """Record who leads. The role changes when no ranks are being stopped."""
-        if leader.term > (self._next_leader or self.leader).term:
+        """Record who leads. The role changes when no ranks are being stopped. A leader also learns what is left of its
+        budget, of which the operator may have spent a part."""
+        if leader.replaces(self._next_leader or self.leader):
             self._next_leader = leader
+        elif leader.term == self.leader.term and leader.grant is not None:
+            self.group.granted(leader.grant)
 
     def _change_leader(self, now: float) -> None:
         """Follow the newest leader, or lead, after all ranks have ended here. Ranks that are being stopped end first,

@@ -27,7 +27,7 @@ class Life(NamedTuple):
     """Port of rank 0's store; each generation has another, so that no old process can join."""
     preflight: bool = False
     """True if the nodes only measure each other. A pre-flight has the number of the previous generation."""
-    term: int = 1
+    turn: int = 0
     """Number of the leader; a claim of a snapshot folder contains it."""
 
     @property

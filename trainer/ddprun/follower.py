@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_core.budget import Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
@@ -109,6 +110,9 @@ class Follower:
         if self._agent.settled:
             self._agent.end(self._agent.termination_code(), None)
 
+    def granted(self, _grant: Grant) -> None:
+        """Do nothing: only the leader restarts ranks."""
+
     def rerun(self, _now: float) -> None:
         """Do nothing: only the agent of node 0 gets RERUN_SIGNAL."""
 
@@ -148,8 +152,8 @@ class Follower:
             if self._options.place not in members:
                 raise ValueError(f"members {members.text}: this node is none of them")
             host, port = str(order["host"]), int(order["port"])
-            checks, term = order.get("preflight") is True, int(order["term"])
-            life = Life(int(order["generation"]), members, host, port, checks, term)
+            checks, turn = order.get("preflight") is True, int(order["turn"])
+            life = Life(int(order["generation"]), members, host, port, checks, turn)
             self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:

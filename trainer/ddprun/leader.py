@@ -59,7 +59,7 @@ class Leader:
             policy=options.policy,
             has_operator=options.has_operator,
             preflight=options.preflight,
-            furthest_step=options.furthest_step if grant is None else grant.step,
+            furthest_step=0 if grant is None else grant.step,
             dev=options.dev,
             local=options.local,
             leader=options.place,
@@ -98,7 +98,8 @@ class Leader:
                 # The next attempt gets another port. If this agent was appointed, another one is.
                 return self._agent.end(RESUMABLE, None, ended=self._agent.leader.term <= 1)
             self._agent.watch(self._listener.fileno(), self._accept)
-        self._lead.joined(self._options.place, now, self._generation, self._options.replacement)
+        own, grant = self._options, self._agent.leader.grant
+        self._lead.joined(own.place, now, self._generation, own.replacement, grant=grant)
         return self.tick(now)
 
     def failed(self, failures: list[Failure], now: float) -> None:
@@ -173,12 +174,9 @@ class Leader:
         except OSError as error:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
-        life, self._furthest = (
-            Life(
-                order.generation, order.members, self._agent.leader.host, port, order.preflight, self._agent.leader.term
-            ),
-            0,
-        )
+        host, turn = self._agent.leader.host, self._agent.turn
+        life = Life(order.generation, order.members, host, port, order.preflight, turn)
+        self._furthest = 0
         self._left.clear()
         self._late_start = life
         self._start_others()
@@ -248,6 +246,9 @@ class Leader:
 
     def abandon(self) -> None:
         self._go(RESUMABLE)
+
+    def granted(self, grant: Grant) -> None:
+        self._lead.granted(grant)
 
     def leave(self) -> int:
         """Lead no longer, because another agent was appointed. Return the last generation."""

@@ -435,7 +435,7 @@ class LocalRanks:
             "DDPJOB_BEATS": self.beats.where(local_rank),
             # Counts the restarts of the job; torchrun's TORCHELASTIC_RESTART_COUNT is per node.
             "DDPJOB_GENERATION": str(self._life.generation),
-            **({"DDPJOB_TERM": str(self._life.term)} if self._life.term > 1 else {}),
+            **({"DDPJOB_TERM": str(self._life.turn)} if self._life.turn else {}),
             "DDPJOB_MEMORY": "" if self.memory is None else self.memory.where(local_rank),
         }
         if self._life.preflight:

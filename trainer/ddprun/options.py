@@ -73,7 +73,7 @@ class Options(NamedTuple):
     run_id: str
     role: str
     budget: Budget
-    furthest_step: int  # highest step of earlier attempts of the job
+    grant: Grant | None
     policy: tuple[PolicyRule, ...]
     has_operator: bool  # True if an operator replaces lost pods
     local: bool  # True if all nodes are processes of one machine: `ddpjob run`
@@ -279,7 +279,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         run_id=_run_id(read, port),
         role=read.role,
         budget=budget(read.max_restarts, grant, environ),
-        furthest_step=0 if grant is None else grant.step,
+        grant=grant,
         policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
         has_operator=grant is not None,
         local=environ.get("DDPJOB_LOCAL") == "1",

@@ -13,7 +13,7 @@ from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
+from ddpjob_operator.plan import gang, invalid_spec, leadership, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
@@ -48,10 +48,11 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
     """Restart an elastic job whose spec.nodes changed, with full grace: a running launcher accepts no more nodes than
-    its maximum, and torchrun may hang without peers. Once some nodes have completed, training is about to end."""
+    its maximum, and torchrun may hang without peers. Once some nodes have completed, training is about to end. A leader
+    that was scaled away ends first: the next pod at its place would lead in its term."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
-    if status.completed_nodes:
+    if status.completed_nodes or leadership.leader(view.job, status).place not in view.spec.members:
         return None
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
     if view.spec.facts.restarts_in_place and not gang.group_of(view, status):

@@ -129,8 +129,10 @@ class View:
 
     @cached_property
     def appoints(self) -> bool:
-        """True if the agent of any node may lead: in an elastic ddprun job whose agents ask who leads."""
-        return self.is_elastic and self.spec.facts.restarts_in_place and self.seen.agents_ask
+        """True if the agent of any node may lead: in an elastic ddprun job whose agents ask who leads, or have asked
+        another operator."""
+        asked = self.seen.agents_ask or self.recorded.leader is not None
+        return self.is_elastic and self.spec.facts.restarts_in_place and asked
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""

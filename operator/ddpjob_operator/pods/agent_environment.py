@@ -33,13 +33,14 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
 
 def grant(job: api.DDPJob) -> Grant:
     """Return the restarts that are left now."""
-    status = job.status
+    status, made = job.status, job.status.progress
     return Grant.of(
         budgets.history(status),
         budgets.limits(job.spec),
         status.attempt_time,
         step=status.furthest or 0,
         replaced=sum(status.replacements.values()),
+        generations=made.generation + 1 if made is not None and made.attempt == status.attempt else 0,
         known=budgets.known(status),
     )
 

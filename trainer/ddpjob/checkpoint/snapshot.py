@@ -137,8 +137,8 @@ class Snapshot:
             self.rank, self.world_size = rank_in_group("pass world=")
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
         generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
-        term = int(os.environ.get("DDPJOB_TERM") or 1)
-        self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, term, generation)
+        turn = int(os.environ.get("DDPJOB_TERM") or 0)
+        self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, turn, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None  # the error with which this process must end, raised by `_join`
@@ -572,7 +572,7 @@ class Snapshot:
             read = self._read(None, objects)
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
-            is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
+            is_restart = self._own_claim[1:] > (1, 0, 0)
             # not logged for a second Snapshot, which may be empty although training resumed from the first
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
@@ -1005,19 +1005,19 @@ def _highest_writer(folder: Path) -> int:
 
 
 class _Claim(NamedTuple):
-    """Owner of a writer number: a job, its attempt and its generation."""
+    """Owner of a writer number: a job, its attempt, the leader of its ranks and their generation."""
 
     job: str
     attempt: int
-    term: int  # number of the leader of an elastic group
+    term: int  # number of ddprun's leader in the attempt; 0 for the first
     generation: int
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
 
     def as_json(self) -> str:
-        """Return the claim as JSON, without a generation of 0 and a term of 1, which older versions do not know."""
-        usual = {"generation": 0, "term": 1}
+        """Return the claim as JSON, without a generation of 0 and a term of 0, which older versions do not know."""
+        usual = {"generation": 0, "term": 0}
         return json.dumps({name: value for name, value in self._asdict().items() if usual.get(name) != value})
 
 
@@ -1025,7 +1025,7 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
     try:
         claim = json.loads(own_files.read_file(writers.claim_path(folder, writer)))
         job, attempt = claim["job"], int(claim["attempt"])
-        term, generation = int(claim.get("term", 1)), int(claim.get("generation", 0))
+        term, generation = int(claim.get("term", 0)), int(claim.get("generation", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None  # the file is missing, or is no claim
     return _Claim(job, attempt, term, generation) if isinstance(job, str) else None

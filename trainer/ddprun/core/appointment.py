@@ -18,7 +18,11 @@ class Appointment(NamedTuple):
     port: int | None
     """Port of the leader's agent."""
     grant: Grant | None = None
-    """Restarts that were left when the operator appointed it."""
+    """Restarts that were left when the operator answered; at first those of the pod's environment."""
+
+    def replaces(self, known: Appointment) -> bool:
+        """True for a later term: requests may be answered out of order, and an operator may have an old status."""
+        return self.term > known.term
 
     @staticmethod
     def read(text: bytes) -> Appointment:

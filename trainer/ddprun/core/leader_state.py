@@ -184,6 +184,7 @@ class LeaderState:
         self._turn = turn
         self._survivors = frozenset(survivors)
         self._known_generation = -1  # highest generation in which a connected node took part
+        self._begun = -1  # highest generation that the operator knows of
         self.members = places  # places of the last generation
         self._nproc = nproc
         self._least = len(places) if least is None else least
@@ -262,9 +263,7 @@ class LeaderState:
         self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
-            self._budget = self._budget.renewed(
-                grant, self._replacements[self._leader] if self._turn is None else self._turn
-            )
+            self.granted(grant)
         if generation > max(self.generation, self._known_generation):  # a new leader continues the count
             self._known_generation = generation
             if self.state == "gathering":
@@ -274,6 +273,12 @@ class LeaderState:
                 self._current.reruns = f"node {node} was in a later generation"
                 self._stop([], now, patient=True)
         self._go_on_if_enough_are_here(now)
+
+    def granted(self, grant: Grant) -> None:
+        """Apply what the operator has counted, as a new pod or an answer of the operator tells it."""
+        self._begun = max(self._begun, grant.generations - 1)
+        turn = self._replacements[self._leader] if self._turn is None else self._turn
+        self._budget = self._budget.renewed(grant, turn)
 
     def ready(self, node: int, now: float) -> None:
         """Let a connected node join after its snooze: its ranks would start at once from now on."""
@@ -535,7 +540,7 @@ class LeaderState:
         self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:
-            self.generation = max(self.generation, self._known_generation) + 1
+            self.generation = max(self.generation, self._known_generation, self._begun) + 1
         self._terminations.begin_generation()
         self._enter("running", now, PREFLIGHT_SECONDS if self._current.checking else None)
         self.orders.append(StartOrder(self.generation, self.members, self._current.checking))
