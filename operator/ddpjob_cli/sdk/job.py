@@ -30,6 +30,7 @@ from ddpjob_cli.local.kept import run_logs, runs
 from ddpjob_cli.local.processes import stacks as local_stacks
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import function
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, wording
 from ddpjob_operator.job.status import TERMINAL
 
@@ -151,8 +152,7 @@ class Job(abc.ABC):
                 rank = failure.rank if failure.rank in errors else min(errors, default=None)
                 if rank is not None and isinstance(error := function.loaded(errors[rank]), BaseException):
                     return error
-        where = f" at {failure.where}" if failure.where else ""
-        return RankError(f"rank {failure.rank}{where}: {failure.exception or failure.reason or failure.log_tail}")
+        return RankError(sentences.sentence(failure))
 
     def __repr__(self) -> str:
         """Return for example Job(digits: Running, step 200/500)."""
