@@ -231,7 +231,7 @@ class LocalJob(Job):
 
     def resume(self) -> None:
         self._refuse_ended("resumed")
-        if self._process.poll() is None and self.status.state != "Suspended":
+        if self.is_running and self.status.state != "Suspended":
             say(f"{self.name} is not suspended")
             return
         self.join()
@@ -246,7 +246,7 @@ class LocalJob(Job):
 
     def _looks(self) -> Iterator[api.Status]:
         while True:
-            is_over = self._process.poll() is not None
+            is_over = not self.is_running
             status = self.status
             if is_over or status.state in TERMINAL:
                 self.join()  # the process prints its last lines after the final status, so wait until it has ended
@@ -256,6 +256,11 @@ class LocalJob(Job):
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)
+
+    @property
+    def is_running(self) -> bool:
+        """True until the job's process has ended."""
+        return self._process.poll() is None
 
     def _source(self) -> LogSource:
         return run_logs.LocalLogs(self._run)
@@ -349,6 +354,8 @@ def _wait_for_all() -> None:
     """Wait for all runs at the program's exit, like multiprocessing for its processes. Ctrl-C stops the runs."""
     try:
         for job in list(_going):
+            if job.is_running:
+                say(f"this program waits for {job.name}; Ctrl-C stops it")
             job.join()
     except KeyboardInterrupt:
         for job in list(_going):
