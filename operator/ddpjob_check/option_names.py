@@ -5,17 +5,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_check.nodes import name_of, text_in
+from ddpjob_check.nodes import name_of, parameters_of, text_in
 
 # Functions that declare an option, in this order: argparse, optparse, click, typer.
 _DECLARE = ("add_argument", "add_option", "option", "Option")
-# These parsers turn each field of a dataclass into an option.
+# These parsers turn each field of a dataclass into an option,
 _OF_FIELDS = ("HfArgumentParser", "simple_parsing", "tyro", "jsonargparse", "draccus")
+# and these each parameter of a function that is decorated as a command or passed to them.
+_OF_PARAMETERS = ("typer", "fire", "tyro", "jsonargparse", "cyclopts")
 
 
 def declared(tree: ast.AST) -> frozenset[str]:
-    """Return the options that a file declares with argparse, click, typer, absl, or as fields of a dataclass."""
-    return frozenset(name for node in ast.walk(tree) for name in _of(node)) | frozenset(_fields(tree))
+    """Return the options that a file declares with argparse, click, typer, absl, as fields of a dataclass, or as
+    parameters of a function."""
+    found = {name for node in ast.walk(tree) for name in _of(node)}
+    used = {name_of(node) for node in ast.walk(tree)}
+    used |= {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+    used |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    found |= set() if used.isdisjoint(_OF_FIELDS) else set(_fields(tree))
+    return frozenset(found if used.isdisjoint(_OF_PARAMETERS) else found | set(_parameters(tree)))
 
 
 def _of(node: ast.AST) -> Iterator[str]:
@@ -40,11 +48,6 @@ def _options(text: str) -> Iterator[str]:
 
 
 def _fields(tree: ast.AST) -> Iterator[str]:
-    names = {name_of(node) for node in ast.walk(tree)}
-    names |= {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
-    names |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    if names.isdisjoint(_OF_FIELDS):
-        return
     for body in (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and _is_dataclass(node)):
         for statement in body:
             if isinstance(statement, ast.AnnAssign):
@@ -54,3 +57,11 @@ def _fields(tree: ast.AST) -> Iterator[str]:
 def _is_dataclass(node: ast.ClassDef) -> bool:
     decorators = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
     return any(name_of(decorator) == "dataclass" for decorator in decorators)
+
+
+def _parameters(tree: ast.AST) -> Iterator[str]:
+    passed = {name_of(word) for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.args}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        decorators = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
+        if function.name in passed or any(name_of(one) in ("command", "default") for one in decorators):
+            yield from (f"--{name}" for name in parameters_of(function))

@@ -110,8 +110,11 @@ def test_a_deleted_run_is_no_success(tmp_path: Path) -> None:
         job.wait(timeout=20)
 
 
-def test_a_program_waits_at_its_exit_for_its_running_jobs(tmp_path: Path) -> None:
-    """Like multiprocessing, a program that only starts a training must not end before the training does."""
+def test_a_program_waits_at_its_exit_for_its_running_jobs_and_says_so(tmp_path: Path) -> None:
+    """Like multiprocessing, a program that only starts a training must not end before the training does. After a Ctrl-C
+    in wait() the program would otherwise seem to hang."""
     job = plain(tmp_path, "import pathlib, time\ntime.sleep(0.5)\npathlib.Path('done').touch()\n")
-    subprocess.run([sys.executable, "-c", f"import ddpjob; ddpjob.run({str(job)!r})"], check=True, timeout=60)
+    code = f"import ddpjob; ddpjob.run({str(job)!r})"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stderr=subprocess.PIPE, text=True)
     assert (tmp_path / "done").exists()
+    assert "this program waits for plain; Ctrl-C stops it" in done.stderr

@@ -23,6 +23,8 @@ parser.add_argument("--logs")
 CLICK = (
     'import click\n@click.command()\n@click.option("--dry-run/--no-dry-run")\n@click.option("--report")\ndef f(): 0\n'
 )
+TYPER = "import typer\napp = typer.Typer()\n@app.command()\ndef f(env: str = '', *, dry_run=False): 0\n"
+FIRE = "import fire\ndef f(logs): 0\ndef g(report): 0\nfire.Fire(f)\n"
 
 
 @pytest.fixture
@@ -30,6 +32,8 @@ def cli(tmp_path: Path) -> Cli:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "bare.py").write_text("import sys\nprint(sys.argv)\n")
     (tmp_path / "clicked.py").write_text(CLICK)
+    (tmp_path / "typed.py").write_text(TYPER)
+    (tmp_path / "fired.py").write_text(FIRE)
     (tmp_path / "apart.py").write_text("from opts import parser\nparser.parse_args()\n")
     (tmp_path / "opts.py").write_text(TRAIN)
     (tmp_path / "package").mkdir()
@@ -95,6 +99,9 @@ def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_afte
         ("train.py --logs x", "--logs x train.py", "train.py -- --logs x"),
         ("clicked.py --report x", "--report x clicked.py", "clicked.py -- --report x"),
         ("clicked.py --dry_run", "--dry_run clicked.py", "clicked.py -- --dry_run"),
+        ("typed.py --env=A", "--env=A typed.py", "typed.py -- --env=A"),
+        ("typed.py --dry-run", "--dry-run typed.py", "typed.py -- --dry-run"),
+        ("fired.py --report x --logs y", "--report x --logs y fired.py", "--report x fired.py -- --logs y"),
         ("apart.py --env A=1", "--env A=1 apart.py", "apart.py -- --env A=1"),
         ("-m package.train --env A=1", "--env A=1 -m package.train", "-m package.train -- --env A=1"),
     ],
@@ -153,6 +160,9 @@ def test_a_misplaced_option_of_ours_is_named_if_the_script_does_not_declare_it(c
         ("run train.py --nodes", "Option '--nodes' requires an argument."),
         ("run -m", "Option '-m' requires an argument."),
         ("run accelerate launch t.py", "ddpjob convert -- accelerate launch t.py > job.yaml, then ddpjob run job.yaml"),
+        ("run --cpu srun python t.py 1", "ddpjob run --cpu --nodes NODES --nproc-per-node RANKS t.py 1"),
+        ("mpirun -np 2 python t.py", "ddpjob run --nodes NODES --nproc-per-node RANKS t.py"),
+        ("run bash train.sh", "not the shell script train.sh: give the command in it that starts the training"),
         ("train.py --lr 1", "ddpjob run train.py --lr 1"),
         ("torchrun train.py", "ddpjob run train.py"),
         ("--nodes 2 train.py", "ddpjob run --nodes 2 train.py"),

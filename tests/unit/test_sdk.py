@@ -123,6 +123,11 @@ def test_the_cause_of_a_failed_script_is_taken_from_its_log(cluster: FakeCluster
         job.wait(timeout=20)
     assert isinstance(raised.value.__cause__, ddpjob.RankError)
     assert "OSError: full" in str(raised.value.__cause__)
+    failure |= {"pod": "train-1-1", "exception": "", "exitCode": 137, "signal": "SIGKILL", "reason": "Error"}
+    raw["status"]["lastFailure"] = failure
+    with pytest.raises(ddpjob.JobFailedError) as raised:
+        job.wait(timeout=20)
+    assert "rank 1 (pod train-1-1) was killed by SIGKILL" in str(raised.value.__cause__)
 
 
 def test_the_arguments_of_submit_reach_the_job(cluster: FakeCluster) -> None:
@@ -235,7 +240,10 @@ def test_what_would_train_nothing_is_refused(
     ("code", "why"),
     [
         ("def work():\n    import os\n    return os.urandom(2_000_000)", r"a bytes of 2\.0 MB, and at most 1 MB"),
-        ("def work():\n    import threading\n    return threading.Lock()", "a lock cannot be pickled"),
+        (
+            "def work():\n    import threading\n    return threading.Lock()",
+            "work returned a lock, which cannot be pickled",
+        ),
     ],
 )
 def test_a_result_that_cannot_be_returned_is_reported_and_the_job_succeeds(

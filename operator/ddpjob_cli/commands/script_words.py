@@ -250,6 +250,8 @@ def is_program(word: str) -> bool:
 
 def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
     """Return a sentence with what to type instead of a launcher, or python, with its script."""
+    from ddpjob_convert.command import convert
+    from ddpjob_convert.fields import ConvertError
     from ddpjob_operator.job import command, programs
 
     started, at = command.read(list(words)), _begin(words)
@@ -264,6 +266,14 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
         typed = shlex.join([*before, *ours, *(started.named or ("FILE",)), *started.words])
         wrapped = f"{shlex.join(words[:at])} " if at else ""  # keep wrappers such as nohup
         return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"
+    try:
+        convert(words)
+    except ConvertError as error:  # a launcher that starts the ranks of all nodes, or a shell script
+        begin = next((i for i, word in enumerate(words) if word.endswith(_SCRIPTS)), None)
+        if begin is None:
+            return str(error)
+        typed = shlex.join([*before, "--nodes", "NODES", "--nproc-per-node", "RANKS", *words[begin:]])
+        return f"{words[0]}: leave it out, {program} starts the ranks of all nodes: {program} {typed}"
     then = f", then {program} job.yaml" if program.split()[-1] != "init" else ""
     return (
         f"{words[0]} is not a script; to make a job from a whole command: ddpjob convert -- {shlex.join(words)} > "

@@ -176,13 +176,7 @@ def _document(source: Source) -> tuple[Document, bool]:
         return _made(f"-m {source.module}", source), True
     if source.text is not None:
         return yamlfile.read_job("stdin", source.job, source.text.encode()), False
-    kind = kinds.of(file)
-    if kind == "program":
-        raise InputError(
-            f"{file}: neither a Python script nor a DDPJob: give the command in it that starts the training, as "
-            "ddpjob convert -- torchrun train.py does, or a YAML whose command starts it"
-        )
-    if kind != "job":
+    if kinds.of(file) != "job":
         return _made(file, source), True
     return yamlfile.read_job(file, source.job), False
 
@@ -237,6 +231,12 @@ def _typed() -> str:
 
 
 def _text(path: str) -> str:
+    """Return the text of a script or notebook. Raise InputError, also for a program that is not Python."""
+    if kinds.of(path) == "program":
+        raise InputError(
+            f"{path}: neither a Python script nor a DDPJob: give the command in it that starts the training, as "
+            "ddpjob convert -- torchrun train.py does, or a YAML whose command starts it"
+        )
     try:
         return read_script(path).decode()
     except UnicodeDecodeError:

@@ -52,7 +52,7 @@ def _give(word: str, kind: str, rank: int, answer: object) -> None:
         if len(data) > ANSWER_BYTES_MAX:
             why = f"{what} of {len(data) / 1e6:.1f} MB, and at most 1 MB comes back: save it, return its path"
     except Exception as error:
-        why = f"{what} cannot be pickled: {error}"
+        why = f"{what}, which cannot be pickled: {error}"
     if why:
         if kind == "error":
             return  # an exception that cannot be pickled is still in the log as text

@@ -30,6 +30,7 @@ from ddpjob_cli.local.kept import run_logs, runs
 from ddpjob_cli.local.processes import stacks as local_stacks
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import function
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, wording
 from ddpjob_operator.job.status import TERMINAL
 
@@ -151,8 +152,7 @@ class Job(abc.ABC):
                 rank = failure.rank if failure.rank in errors else min(errors, default=None)
                 if rank is not None and isinstance(error := function.loaded(errors[rank]), BaseException):
                     return error
-        where = f" at {failure.where}" if failure.where else ""
-        return RankError(f"rank {failure.rank}{where}: {failure.exception or failure.reason or failure.log_tail}")
+        return RankError(sentences.sentence(failure))
 
     def __repr__(self) -> str:
         """Return for example Job(digits: Running, step 200/500)."""
@@ -231,7 +231,7 @@ class LocalJob(Job):
 
     def resume(self) -> None:
         self._refuse_ended("resumed")
-        if self._process.poll() is None and self.status.state != "Suspended":
+        if self.is_running and self.status.state != "Suspended":
             say(f"{self.name} is not suspended")
             return
         self.join()
@@ -246,7 +246,7 @@ class LocalJob(Job):
 
     def _looks(self) -> Iterator[api.Status]:
         while True:
-            is_over = self._process.poll() is not None
+            is_over = not self.is_running
             status = self.status
             if is_over or status.state in TERMINAL:
                 self.join()  # the process prints its last lines after the final status, so wait until it has ended
@@ -256,6 +256,11 @@ class LocalJob(Job):
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)
+
+    @property
+    def is_running(self) -> bool:
+        """True until the job's process has ended."""
+        return self._process.poll() is None
 
     def _source(self) -> LogSource:
         return run_logs.LocalLogs(self._run)
@@ -349,6 +354,8 @@ def _wait_for_all() -> None:
     """Wait for all runs at the program's exit, like multiprocessing for its processes. Ctrl-C stops the runs."""
     try:
         for job in list(_going):
+            if job.is_running:
+                say(f"this program waits for {job.name}; Ctrl-C stops it")
             job.join()
     except KeyboardInterrupt:
         for job in list(_going):
