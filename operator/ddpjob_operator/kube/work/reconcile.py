@@ -15,6 +15,7 @@ A job that was cut to save memory (job/storage.py) is read for each reconcile an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -53,8 +54,9 @@ from ddpjob_operator.pods import naming
 # Most changes take two rounds: write the status, then act on it. The limit stops a job that always finds more to do.
 ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
-# Nodes or pods; a larger job is planned in a thread, so that it does not block the event loop.
+# Nodes or pods; a larger job is planned in a thread.
 PLANNED_AT_ONCE = 256
+REPORTS_AS_A_NODE = 16  # a plan takes as long for this many reports as for a node
 # Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
 
@@ -81,6 +83,9 @@ class Reconciler:
     """Called before the state of a job is read: this reconcile covers the requests made until then."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
     """Limits how many jobs that are kept only in part are completely in memory at the same time, each up to 4 MiB."""
+    plans: InFlight = field(default_factory=lambda: InFlight(total=2, of_namespace=1))
+    """Limits the threads that plan large jobs: with n busy threads, each turn of the event loop takes 5 ms x n longer,
+    because Python switches threads every 5 ms."""
 
     async def reconcile(self, key: Key) -> Requeue:
         """Reconcile the job. Return the seconds until the next reconcile. Raise RetryError."""
@@ -148,8 +153,10 @@ class Reconciler:
         state = self.states.of(key, job.metadata.uid)
         if not await self._confirm_gone(key, job, state):
             return 0.0  # go to the end of the queue, behind the other jobs that are due
-        seen = await self._observe(key, job, state)
-        todo = await self._plan(job, seen, problems)
+        in_thread = is_large(job, len(self.caches.pods.of(key)) + len(state.deleted_pods), len(state.reports))
+        async with self.plans.place(key[0]) if in_thread else contextlib.nullcontext():
+            seen = await self._observe(key, job, state)
+            todo = await self._plan(job, seen, problems, in_thread=in_thread)
         if todo.status is None and not todo.actions:
             return self._requeue_in(todo, state)
         if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
@@ -158,10 +165,12 @@ class Reconciler:
             return min(wait, self._requeue_in(todo, state) or wait)
         return await self._execute(job, todo, state, ends)
 
-    async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
+    async def _plan(
+        self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem], *, in_thread: bool
+    ) -> Plan:
         """Plan the job; in a thread if it is large, because a blocked event loop could lose the Lease."""
         now = self.runtime.now()
-        if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
+        if not in_thread:
             return plan(job, seen, now, problems=problems, settings=self.settings)
         # Copy what the event loop changes while the thread reads it. The changes go into the next plan.
         seen = replace(seen, reports=dict(seen.reports), nodes=None if seen.nodes is None else dict(seen.nodes))
@@ -357,6 +366,12 @@ class Reconciler:
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
         return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
+
+
+def is_large(job: api.DDPJob, pods: int = 0, reports: int = 0) -> bool:
+    """True if a plan of the job takes too long for the event loop. pods: also deleted ones."""
+    stated = job.status.attempt_nodes or 0, job.status.nodes.total if job.status.nodes is not None else 0
+    return max(job.spec.nodes, *stated, pods, reports // REPORTS_AS_A_NODE) > PLANNED_AT_ONCE
 
 
 def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
