@@ -176,6 +176,7 @@ class Operator:
             settings.rules,
             self._ready_in,
             self.queue.observed,
+            self.queue.waits,
         )
 
     @property
