@@ -1,6 +1,6 @@
 """Measure restart times of a job while a tenant of another namespace attacks the operator, on a real cluster.
 
-    python bench/neighbours.py [--seconds 120] [--attacks none mounts unknown stored churn bodies]
+    python bench/neighbours.py [--seconds 120] [--attacks none mounts unknown stored churn large asks bodies]
 
 Needs KUBECONFIG, and the chart installed in the namespace ddpjob-system. Jobs of two pods fail one after the other in a
 namespace of their own. The first restart of each job is measured from the end of its first container to the start of
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import http.client
+import itertools
 import json
 import os
 import random
@@ -54,8 +55,10 @@ class Api:
         self.address = urlsplit(cluster["server"])
         self.http = http.client.HTTPSConnection(self.address.hostname or "", self.address.port, context=context)
 
-    def send(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
-        headers = self.headers | {"Content-Type": "application/json"}
+    def send(
+        self, method: str, path: str, body: bytes | None = None, kind: str = "application/json"
+    ) -> http.client.HTTPResponse:
+        headers = self.headers | {"Content-Type": kind}
         try:
             self.http.request(method, path, body, headers)
             return self.http.getresponse()
@@ -63,6 +66,9 @@ class Api:
             self.http.close()
             self.http.request(method, path, body, headers)
             return self.http.getresponse()
+
+    def patch(self, path: str, body: dict[str, Any]) -> None:
+        self.send("PATCH", path, json.dumps(body).encode(), "application/merge-patch+json").read()
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
         return json.loads(self.send(method, path, body).read())
@@ -83,6 +89,23 @@ def job(name: str, pod: dict[str, Any], **spec: Any) -> bytes:
     return json.dumps(body).encode()
 
 
+IMAGE = "ddpjob-operator:0.1.0"
+ASK = """
+import http.client, os, threading, urllib.parse
+url = urllib.parse.urlsplit(os.environ["DDPJOB_STATUS_URL"])
+headers = {"Authorization": "Bearer " + open(os.environ["DDPJOB_STATUS_TOKEN_FILE"]).read()}
+def ask():
+    while True:
+        try:
+            connection = http.client.HTTPConnection(url.hostname, url.port, timeout=5)
+            while True:
+                connection.request("GET", "/v1/leader", headers=headers)
+                connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            pass
+for _ in range(8):
+    threading.Thread(target=ask).start()
+"""
 DRAW = random.Random(4)
 CONTAINER = {"name": "t", "image": "i"}
 
@@ -136,6 +159,33 @@ def churn(over: threading.Event) -> int:
     return made
 
 
+def large(over: threading.Event) -> int:
+    """Change 32 jobs of 10,000 nodes again and again. A quota refuses their pods. Return the number of changes."""
+    api, made = Api(), 0
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+    api.ask("POST", f"/api/v1/namespaces/{TENANT}/resourcequotas", json.dumps(quota).encode())
+    for number in range(32):
+        api.ask("POST", KIND.format(TENANT), job(f"l{number}", {"containers": [CONTAINER]}, nodes=10_000))
+    while not over.is_set():
+        made += 1
+        path = f"{KIND.format(TENANT)}/l{made % 32}"
+        api.patch(path, {"metadata": {"annotations": {"note": str(made)}}})
+    api.ask("DELETE", f"/api/v1/namespaces/{TENANT}/resourcequotas/none")
+    return made
+
+
+def asks(over: threading.Event) -> int:
+    """Let 8 pods of a job with 60,000 annotations ask who leads, as often as they can. Return the number of pods."""
+    api = Api()
+    pod = {"containers": [CONTAINER | {"image": IMAGE, "command": ["python", "-c", ASK]}]}
+    body = json.loads(job("a", pod, nodes=8))
+    body["metadata"]["annotations"] = {"".join(key): "" for key in itertools.product(string.ascii_lowercase, repeat=4)}
+    body["metadata"]["annotations"] = dict(list(body["metadata"]["annotations"].items())[:60_000])
+    api.ask("POST", KIND.format(TENANT), json.dumps(body).encode())
+    over.wait()
+    return 8
+
+
 def bodies(over: threading.Event) -> int:
     """Send bodies that expand to 120 MiB to the health port of each operator. Return how many.
 
@@ -172,6 +222,8 @@ ATTACKS: dict[str, Callable[[threading.Event], int]] = {
     "unknown": lambda over: create(unknown, over),
     "stored": lambda over: create(stored, over),
     "churn": churn,
+    "large": large,
+    "asks": asks,
     "bodies": bodies,
 }
 
@@ -259,7 +311,7 @@ def under(attack: str, seconds: float, image: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--image", default="ddpjob-operator:0.1.0", help="of the failing job: any with a shell")
+    parser.add_argument("--image", default=IMAGE, help="of the failing job: any with a shell")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     options = parser.parse_args()
     api = Api()

@@ -183,6 +183,7 @@ def odd_statuses(hostile: Hostile) -> None:
         "last-day": {"attemptTime": "9999-12-31T23:59:59Z", "startTime": "9999-12-31T23:59:59Z"},
         "first-day": {"attemptTime": "0001-01-01T00:00:00Z", "stateTime": "0001-01-01T00:00:00Z"},
         "attempts": {"attempt": 2**62},
+        "nodes": {"attempt": 1, "state": "Running", "attemptNodes": 10**9},
         "negative": {"attempt": -5, "restarts": {"application": -1}},
         "long": {"message": "x" * 400_000},
         "many": {"failures": [{"attempt": 1, "message": "x", "time": "2031-03-05T07:11:13Z"}] * 4_000},

@@ -140,6 +140,18 @@ def test_any_spec_and_any_status_give_a_job_with_problems_that_name_their_field(
         assert all(str(problem) for problem in problems)
 
 
+@pytest.mark.parametrize(
+    "status",
+    [{"attemptNodes": 10**9}, {"nodes": {"total": 10**9, "ready": 0}}, {"leader": {"term": 1, "place": 10**9}}],
+)
+def test_a_status_cannot_claim_more_nodes_than_a_job_may_have(status: Any) -> None:
+    """The numbers of so many nodes would take 40 GB, and end each operator that plans the job."""
+    with pytest.raises(validation.UnreadableJobError, match="<= 10000"):
+        validation.stored_status({"status": status})
+    job, problems = validation.parse(manifest(nodes="x") | {"status": status | {"attempt": 1, "state": "Running"}})
+    plan(job, _nothing(), START, problems=problems)
+
+
 @pytest.mark.parametrize("seconds", [10**11, 2**63 - 1, 315_360_001, -1])
 def test_a_grace_period_beyond_ten_years_is_refused_with_its_value(seconds: int) -> None:
     body = manifest()

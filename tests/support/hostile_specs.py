@@ -21,6 +21,7 @@ from ddpjob_operator.kube.ports import exposition
 from ddpjob_operator.kube.watch.store import Jobs
 from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.job_state import JobStates
+from ddpjob_operator.kube.work.reconcile import is_large
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.plan import unreadable
 from ddpjob_operator.plan.plan import plan
@@ -130,6 +131,8 @@ STATUSES: dict[str, Callable[[int], Any]] = {
     "message": lambda count: "; the spec is invalid (" * count,
     "lastFailure": lambda n: {"attempt": 1, "nodeRank": 0, "time": "2031-03-05T07:00:00Z", "exception": "://a:" * n},
     "attempt": lambda count: -count,
+    "attemptNodes": lambda count: count,
+    "nodes": lambda count: {"total": count, "ready": 0},
     "progress": lambda n: {"step": 1, "updated": "2031-03-05T07:00:00Z", "metrics": {f"m{i}": "x" for i in range(n)}},
     "conditions": lambda count: [{"type": f"C{i}", "status": "True", "reason": "x"} for i in range(count)],
     "restarts": lambda count: {"chargedAt": ["2031-03-05T07:00:00Z"] * count},
@@ -171,7 +174,7 @@ def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "unreadable", lambda: unreadable.with_condition(stored, "x" * 300, START)
         return
     ((read_job, problems),) = parsed
-    if read_job.spec.nodes > 256:  # larger jobs are planned in a thread
+    if is_large(read_job):  # it is planned in a thread
         return
     yield from _planned(read_job, problems)
 

@@ -152,9 +152,10 @@ def test_irregular_files_of_the_folder_are_skipped_and_named(folder) -> None:
     """A pipe must not block the check for ever, nor a link show the content of a user's file."""
     planted = plant(folder)
     (folder / "alias.py").symlink_to("train.py")
+    (folder / "a\n::stop-commands::\x1b[2J.py").write_text(WRONG)  # a command for GitHub Actions, if it begins a line
     result = ran("check", ".")
     places = [line.split(": ")[0] for line in result.stdout.splitlines()]
-    assert places == ["alias.py:2", "sparse.py:1", "train.py:2"]
+    assert places == ["a ::stop-commands::.py:2", "alias.py:2", "sparse.py:1", "train.py:2"]
     assert "sparse.py:1: error[syntax]: larger than 4 MiB" in result.stdout
     left_out = [line.split(": ")[0] for line in result.stderr.splitlines() if line.endswith("so it is left out")]
     assert sorted(left_out) == sorted(planted)

@@ -7,7 +7,8 @@ import datetime as dt
 from msgspec.structs import replace
 from worlds import START
 
-from ddpjob_operator.kube.work.job_state import JobState
+from ddpjob_operator.kube.watch.store import Jobs
+from ddpjob_operator.kube.work.job_state import JobState, JobStates
 from ddpjob_operator.observed.cluster import Container, Pod
 
 AHEAD = dt.timedelta(minutes=23)  # the API server's clock is this much ahead of ours
@@ -72,3 +73,17 @@ def test_the_time_that_a_sidecar_runs_on_is_counted_by_our_clock() -> None:
     beside = replace(pod(), trainer=done, sidecars_run=True)
     assert memory.by_own_clock([beside], START)[0].done_since == START
     assert memory.by_own_clock([beside], START + dt.timedelta(seconds=20))[0].done_since == START
+
+
+def test_of_the_deleted_pods_only_the_newest_of_each_place_is_kept() -> None:
+    """A user may create and delete pods with the job's owner, labels and any names for hours, 1.5 kB each."""
+    states = JobStates(Jobs(lambda _: None))
+    memory = states.of(("default", "digits"), "job")
+    for number in range(1000):
+        states.pod_deleted(("default", "digits"), replace(pod(f"uid-{number}"), name=f"name-{number}"))
+    assert [kept.uid for kept in memory.deleted_pods.values()] == ["uid-999"]
+    states.pod_deleted(("default", "digits"), replace(pod("replaced"), replacement=1))
+    states.pod_deleted(("default", "digits"), pod("late"))
+    assert [kept.uid for kept in memory.deleted_pods.values()] == ["replaced"]
+    states.pod_deleted(("default", "digits"), replace(pod("of attempt 2"), attempt=2, place=1))
+    assert [kept.uid for kept in memory.deleted_pods.values()] == ["of attempt 2"]

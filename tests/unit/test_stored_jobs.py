@@ -331,3 +331,40 @@ def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None
     assert cluster.jobs.get(left_out) is None
     assert list(cluster.states) == []
     assert cluster.changed == [], "it would be read again and again"
+
+
+def test_large_jobs_are_planned_one_at_a_time_with_pauses_and_namespaces_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 32 threads that plan, each turn of the event loop would take 150 ms longer, and a restart has many turns."""
+    planned: list[str] = []
+    planning: set[str] = set()
+    pauses: list[float] = []
+    seconds, sleep = 0.0, asyncio.sleep
+
+    async def in_thread(plan: Any, job: Any, *seen: Any, **more: Any) -> Any:
+        nonlocal seconds
+        assert not planning
+        planning.add(job.metadata.name)
+        planned.append(job.metadata.namespace)
+        await sleep(0)
+        seconds += 0.1
+        planning.clear()
+        return plan(job, *seen, **more)
+
+    async def pause(length: float) -> None:
+        pauses.append(length)
+        await sleep(0)
+
+    cluster = Cluster()
+    cluster.reconciler.runtime = Runtime(utc=lambda: START, clock=lambda: seconds)
+    keys = [cluster.user_puts(stored(f"j{n}", f"team-{n // 3}", text=100, nodes=257)) for n in range(9)]
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(cluster.reconciler.reconcile(key) for key in keys))
+
+    monkeypatch.setattr(asyncio, "to_thread", in_thread)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    asyncio.run(all_at_once())
+    assert sorted(planned[:3]) == ["team-0", "team-1", "team-2"]
+    assert max(pauses) == pytest.approx(0.3)

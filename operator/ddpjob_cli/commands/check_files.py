@@ -52,8 +52,9 @@ class CheckResult:
         return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
-        """Return a line per finding, without control characters, because a stranger may have named the files."""
-        return "".join(f"{clean(str(finding))}\n" for finding in self.findings)
+        """Return a line per finding, without control characters, because a stranger may have named the files. A line
+        that begins with `::` would be a command for GitHub Actions."""
+        return "".join(clean(str(finding)).replace("\n", " ") + "\n" for finding in self.findings)
 
     def to_json(self) -> str:
         """Return one document: findings (file, line, column, rule, severity, message), errors, warnings."""

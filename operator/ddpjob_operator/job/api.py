@@ -38,6 +38,8 @@ SECONDS_MAX = bounds.SECONDS_MAX
 Seconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 SecondsOrZero = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
+# Bounded, because a plan walks through as many nodes as a status names.
+NodeCount = Annotated[int, Meta(ge=0, le=NODES_MAX)]
 # A time without a zone could not be compared with other times.
 Time = Annotated[dt.datetime, Meta(tz=True)]
 
@@ -215,7 +217,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Nodes that the job wants, and that run now."""
     gang: Gang | None = None
     """What admits all pods at once, and why; unset if the operator has no such API enabled."""
-    attempt_nodes: Count | None = None
+    attempt_nodes: NodeCount | None = None
     """spec.nodes of this attempt of an elastic job."""
     started_nodes: Ranges = ""
     """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
@@ -349,7 +351,7 @@ class JobLeader(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only
 
     term: Count
     """Grows with each new leader."""
-    place: Count = 0
+    place: NodeCount = 0
     """Number in the pod's name."""
 
 
@@ -371,9 +373,9 @@ class InPlace(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
 class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
     """Nodes of the job."""
 
-    total: Count = 0
+    total: NodeCount = 0
     """Nodes that the job wants."""
-    ready: Count = 0
+    ready: NodeCount = 0
     """Nodes whose trainer is running and ready."""
 
 

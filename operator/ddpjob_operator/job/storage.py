@@ -141,10 +141,14 @@ class StoredLimits:
     cut: int = 1 << 25
     """Bytes for jobs kept only in part without work to do; as many again for those with work to do."""
     cut_in_namespace: int = 1 << 24
+    reports: int = 1 << 26
+    """Bytes for the last reports of all ranks but rank 0."""
+    reports_in_namespace: int = 1 << 25
 
     @staticmethod
     def of(memory: int) -> StoredLimits:
-        return StoredLimits(memory, memory // 4, memory // 8, memory // 8, memory // 16, memory // 16, memory // 32)
+        shares = (1, 4, 8, 8, 16, 16, 32, 8, 16)
+        return StoredLimits(*(memory // share for share in shares))
 
 
 DEFAULT = StoredLimits.of(512 << 20)
@@ -171,9 +175,15 @@ class Room:
 
     def take(self, key: Key, needs: int) -> bool:
         """Reserve `needs` bytes for the job; return True. If too few are left, free the job's bytes; return False."""
+        if not self.grow(key, needs):
+            self.leave(key)
+            return False
+        return True
+
+    def grow(self, key: Key, needs: int) -> bool:
+        """As `take`, but if too few bytes are left, the job keeps those that it has."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
-            self.leave(key)
             return False
         self._sizes[key] = needs
         self._in_namespace[key[0]] += more

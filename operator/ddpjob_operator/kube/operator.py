@@ -132,7 +132,7 @@ class Operator:
 
     def _set_up_work(self) -> None:
         settings, runtime, caches, job = self.settings, self._runtime, self.caches, self.caches.jobs.get
-        self.states = JobStates(caches.jobs)
+        self.states = JobStates(caches.jobs, settings.room)
         self.queue: Queue[Key] = Queue(
             runtime,
             meter=self.meter,
@@ -176,6 +176,7 @@ class Operator:
             settings.rules,
             self._ready_in,
             self.queue.observed,
+            self.queue.waits,
         )
 
     @property
@@ -268,9 +269,12 @@ class Operator:
         """Return the stored leader of the sender's job; None if its pod is not running."""
         key = (sender.namespace, sender.job)
         raw = self.caches.jobs.get(key)
-        if raw is None or self.states.spec(key) is None:
+        if raw is None or storage.is_cut(raw):
             return None
-        job, _ = self.states.parse(key, raw)
+        try:
+            job, _ = self.states.parse(key, raw)
+        except validation.UnreadableJobError:
+            return None
         self.states.of(key, job.metadata.uid).agents_ask = True
         entry = self.caches.pods.entry(key[0], leadership.pod_name(job))
         port = naming.port(job.metadata.uid, job.status.attempt)

@@ -136,7 +136,6 @@ class Executor:
         async def look_for(name: str) -> None:
             if await self.lookup.take_back(job.metadata, name):
                 back.add(name)
-                state.deleted_pods.pop(name, None)
             else:
                 gone.add(name)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +23,8 @@ from ddpjob_operator.observed.stall import StepTracker
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 # The limit is larger than the number of ranks of any job. Each report needs a few hundred bytes.
 REPORTERS_MAX = 100_000
+# Bytes of a rank's report and StepTracker without texts; measured: 1,100 to 1,700.
+OF_A_RANK = 1_536
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 UNDELETABLE_SECONDS = 60
 
@@ -68,8 +72,10 @@ class JobState:
     trackers: dict[int, StepTracker] = field(default_factory=dict)
     last_report_at: dt.datetime | None = None
     """Time of the last report of any rank; None before the first report and after a final one."""
-    deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """Last state of deleted pods by name, because a pod may start and end between two reconciles."""
+    report_bytes: int = 0
+    """Estimated memory of `reports` and `trackers`."""
+    deleted_pods: dict[int, Pod] = field(default_factory=dict)
+    """Last state of the newest deleted pod by place, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
     """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
@@ -112,8 +118,16 @@ class JobState:
         while len(self.reports) >= REPORTERS_MAX:
             self._forget(next(iter(self.reports)))
 
+    def bytes_with(self, report: Report) -> int:
+        """Return `report_bytes` after `keep`."""
+        return self.report_bytes + _bytes_of(report) - _bytes_of(self.reports.get(report.rank))
+
+    def keep(self, report: Report) -> None:
+        self.report_bytes = self.bytes_with(report)
+        self.reports[report.rank] = report
+
     def _forget(self, rank: int) -> None:
-        self.reports.pop(rank, None)
+        self.report_bytes -= _bytes_of(self.reports.pop(rank, None))
         self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
@@ -168,13 +182,32 @@ class JobState:
         conflict.check_at, conflict.checks = now + dt.timedelta(seconds=wait), conflict.checks + 1
 
 
-class JobStates:
-    """Keeps a JobState and the parsed spec for each job."""
+def _bytes_of(report: Report | None) -> int:
+    texts = () if report is None else (report.resumed_from, report.not_kept, report.save_failed)
+    return OF_A_RANK * bool(texts) + sum(map(sys.getsizeof, texts))
 
-    def __init__(self, jobs: Jobs) -> None:
+
+class _Parsed(NamedTuple):
+    """A stored job as last parsed."""
+
+    raw: Mapping[str, Any] | None
+    job: api.DDPJob
+    problems: list[validation.Problem]
+    why: str = ""
+    """Why `raw` cannot be read; `job` is then an earlier state. "" if it can."""
+
+
+_NOT_PARSED = _Parsed(None, api.DDPJob(), [])
+
+
+class JobStates:
+    """Keeps a JobState and the parsed job for each job."""
+
+    def __init__(self, jobs: Jobs, limits: storage.StoredLimits = storage.DEFAULT) -> None:
         self._jobs = jobs
         self._states: dict[Key, JobState] = {}
-        self._parsed: dict[Key, tuple[str, int | None, api.DDPJob, list[validation.Problem]]] = {}
+        self._parsed: dict[Key, _Parsed] = {}
+        self._reported = storage.Room(limits.reports, limits.reports_in_namespace)
 
     def __iter__(self) -> Iterator[tuple[Key, JobState]]:
         return iter(self._states.items())
@@ -184,12 +217,14 @@ class JobStates:
         state = self._states.get(key)
         if state is None or state.uid != uid:
             state = self._states[key] = JobState(uid)
+            self._reported.leave(key)
         return state
 
     def forget(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._states.pop(key, None)
             self._parsed.pop(key, None)
+            self._reported.leave(key)
 
     def forget_spec(self, key: Key) -> None:
         self._parsed.pop(key, None)
@@ -197,32 +232,50 @@ class JobStates:
     def pod_deleted(self, key: Key, pod: Pod) -> None:
         """Keep the last observation of a deleted pod, which may show how the pod ended."""
         state = self._states.get(key)
-        if state is not None and state.uid == pod.owner_uid:
-            state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}
-            state.deleted_pods[pod.name] = pod
+        if state is None or state.uid != pod.owner_uid:
+            return
+        kept = state.deleted_pods
+        if pod.attempt > max((p.attempt for p in islice(kept.values(), 1)), default=0):
+            kept.clear()
+        known = kept.get(pod.place)
+        if known is None or (known.attempt, known.replacement) <= (pod.attempt, pod.replacement):
+            kept[pod.place] = pod
+
+    def has_room(self, key: Key, state: JobState, report: Report) -> bool:
+        """Reserve memory for a report. Rank 0's is kept without room, because the status shows it."""
+        return self._reported.grow(key, state.bytes_with(report)) or report.rank == 0
 
     def spec(self, key: Key) -> api.Spec | None:
-        """Return the spec, parsed once per generation, because reports come far more often than changes.
+        """Return the spec.
 
         None if it was never readable, was too large to keep (job/storage.py), or there is no job. A spec that has
         become unreadable stays as last parsed.
         """
-        known, raw = self._parsed.get(key), self._jobs.get(key)
+        raw = self._jobs.get(key)
         if raw is None:
             return None
-        uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation")
-        if (known is None or known[:2] != (uid, generation)) and not storage.is_cut(raw):
+        if not storage.is_cut(raw):
             with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports the error
                 return self.parse(key, raw)[0].spec
-        return None if known is None or known[0] != uid else known[2].spec
+        known = self._parsed.get(key)
+        return None if known is None or known.job.metadata.uid != raw["metadata"]["uid"] else known.job.spec
 
     def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """Parse a job; its spec only once per generation. Raise UnreadableJobError."""
+        """Parse a stored job once, and its spec once per generation. Raise UnreadableJobError."""
+        known = self._parsed.get(key, _NOT_PARSED)
+        if known.raw is not raw:
+            known = self._parsed[key] = _parsed(raw, known)
+        if known.why:
+            raise validation.UnreadableJobError(known.why)
+        return known.job, known.problems
+
+
+def _parsed(raw: Mapping[str, Any], known: _Parsed) -> _Parsed:
+    try:
         metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
-        known = self._parsed.get(key)
-        if known is None or known[:2] != (metadata.uid, metadata.generation):
-            job, problems = validation.parse(raw, hints=False)
-            self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
-            return job, problems
-        _, _, job, problems = known
-        return msgspec.structs.replace(job, metadata=metadata, status=status), problems
+    except validation.UnreadableJobError as error:
+        return known._replace(raw=raw, why=str(error))
+    before = known.job.metadata
+    if known.raw is None or (before.uid, before.generation) != (metadata.uid, metadata.generation):
+        return _Parsed(raw, *validation.parse(raw, hints=False))
+    return _Parsed(raw, msgspec.structs.replace(known.job, metadata=metadata, status=status), known.problems)

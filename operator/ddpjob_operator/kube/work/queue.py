@@ -102,6 +102,8 @@ class Schedule(Generic[K]):
         """By namespace; the one served last is at the end."""
         self._order = itertools.count()
         self._busy: dict[K, float] = {}
+        self._waiting: set[K] = set()
+        """Busy keys that wait for their turn."""
         self._busy_in: collections.Counter[Hashable] = collections.Counter()
         self._again: dict[K, Priority] = {}
         """Keys that became due while they were being reconciled."""
@@ -163,11 +165,17 @@ class Schedule(Generic[K]):
 
     def progressed(self, key: K, now: float) -> None:
         """Record that the reconcile got an answer, so it is not stuck, however long it takes."""
+        self._waiting.discard(key)
         if key in self._busy:
             self._busy[key] = now
 
+    def waits(self, key: K) -> None:
+        """Record that the reconcile waits for its turn, so it is not stuck until it observes or ends."""
+        self._waiting.add(key)
+
     def observed(self, key: K, now: float) -> None:
         """Drop the requests up to now, because the reconcile is about to read the current state."""
+        self.progressed(key, now)
         self._again.pop(key, None)
         for requests in self._requests.values():
             if requests.get(key, float("inf")) <= now:
@@ -202,7 +210,7 @@ class Schedule(Generic[K]):
 
     def stuck_seconds(self, now: float) -> float:
         """Return the seconds since the last answer of the reconcile that has waited longest."""
-        return max((now - since for since in self._busy.values()), default=0.0)
+        return max((now - since for key, since in self._busy.items() if key not in self._waiting), default=0.0)
 
     def unfinished_seconds(self, now: float) -> float:
         """Return the seconds since the last answer, summed over all running reconciles."""
@@ -232,6 +240,7 @@ class Schedule(Generic[K]):
         return heap[0] if heap else None
 
     def _release(self, key: K, now: float, again_at: float | None) -> None:
+        self._waiting.discard(key)
         if self._busy.pop(key, None) is not None:
             namespace = _namespace(key)
             self._busy_in[namespace] -= 1
@@ -307,6 +316,9 @@ class Queue(Generic[K]):
 
     def observed(self, key: K) -> None:
         self.schedule.observed(key, self._clock())
+
+    def waits(self, key: K) -> None:
+        self.schedule.waits(key)
 
     async def run(self, reconcile: Callable[[K], Awaitable[float | None]]) -> None:
         """Run until cancelled, then cancel the running reconciles and wait for them."""

@@ -15,6 +15,7 @@ A job that was cut to save memory (job/storage.py) is read for each reconcile an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -53,8 +54,11 @@ from ddpjob_operator.pods import naming
 # Most changes take two rounds: write the status, then act on it. The limit stops a job that always finds more to do.
 ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
-# Nodes or pods; a larger job is planned in a thread, so that it does not block the event loop.
+# Nodes or pods; a larger job is planned in a thread.
 PLANNED_AT_ONCE = 256
+# A plan in a thread delays each turn of the event loop. So threads pause after it for three times as long, at most 1 s.
+PAUSE_AFTER_PLAN, PAUSE_SECONDS_MAX = 3.0, 1.0
+REPORTS_AS_A_NODE = 16  # a plan takes as long for this many reports as for a node
 # Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
 
@@ -79,8 +83,14 @@ class Reconciler:
     """Seconds until a job may be reconciled (0: now), or None: only when it is enqueued again."""
     observed: Callable[[Key], None] = lambda _key: None
     """Called before the state of a job is read: this reconcile covers the requests made until then."""
+    waits: Callable[[Key], None] = lambda _key: None
+    """Called when a reconcile waits for other reconciles. The wait ends at `observed`."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
     """Limits how many jobs that are kept only in part are completely in memory at the same time, each up to 4 MiB."""
+    plans: InFlight = field(default_factory=lambda: InFlight(total=1, of_namespace=1))
+    """Large jobs are planned one at a time, and namespaces take turns: with n threads that plan, each turn of the event
+    loop takes 5 ms x n longer, because Python switches threads every 5 ms."""
+    _next_thread_at: float = field(default=float("-inf"), init=False)
 
     async def reconcile(self, key: Key) -> Requeue:
         """Reconcile the job. Return the seconds until the next reconcile. Raise RetryError."""
@@ -140,16 +150,21 @@ class Reconciler:
         return 1.0
 
     async def _round(self, key: Key, ends: float) -> Requeue | AnotherRound:
-        self.observed(key)
-        readable = await self._readable(key)
-        if not isinstance(readable, tuple):
-            return readable
-        job, problems = readable
-        state = self.states.of(key, job.metadata.uid)
-        if not await self._confirm_gone(key, job, state):
-            return 0.0  # go to the end of the queue, behind the other jobs that are due
-        seen = await self._observe(key, job, state)
-        todo = await self._plan(job, seen, problems)
+        async with contextlib.AsyncExitStack() as places:
+            if self._is_large(key):
+                # Wait before the job is read: if it changed during the wait, its status could not be written.
+                self.waits(key)
+                await places.enter_async_context(self.plans.place(key[0]))
+                await asyncio.sleep(self._next_thread_at - self.runtime.clock())
+            self.observed(key)
+            readable = await self._readable(key)
+            if not isinstance(readable, tuple):
+                return readable
+            job, problems = readable
+            state = self.states.of(key, job.metadata.uid)
+            if not await self._confirm_gone(key, job, state):
+                return 0.0  # go to the end of the queue, behind the other jobs that are due
+            todo = await self._plan(key, job, await self._observe(key, job, state), problems)
         if todo.status is None and not todo.actions:
             return self._requeue_in(todo, state)
         if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
@@ -158,14 +173,31 @@ class Reconciler:
             return min(wait, self._requeue_in(todo, state) or wait)
         return await self._execute(job, todo, state, ends)
 
-    async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
+    def _is_large(self, key: Key) -> bool:
+        """True if a plan of the job takes too long for the event loop."""
+        raw = self.caches.jobs.get(key)
+        if raw is None or storage.is_cut(raw):
+            return False
+        try:
+            job, _ = self.states.parse(key, raw)
+        except validation.UnreadableJobError:
+            return False
+        state = self.states.of(key, job.metadata.uid)
+        return is_large(job, len(self.caches.pods.of(key)) + len(state.deleted_pods), len(state.reports))
+
+    async def _plan(self, key: Key, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
         """Plan the job; in a thread if it is large, because a blocked event loop could lose the Lease."""
         now = self.runtime.now()
-        if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
+        if not self._is_large(key):
             return plan(job, seen, now, problems=problems, settings=self.settings)
         # Copy what the event loop changes while the thread reads it. The changes go into the next plan.
         seen = replace(seen, reports=dict(seen.reports), nodes=None if seen.nodes is None else dict(seen.nodes))
-        return await asyncio.to_thread(plan, job, seen, now, problems=problems, settings=self.settings)
+        began = self.runtime.clock()
+        try:
+            return await asyncio.to_thread(plan, job, seen, now, problems=problems, settings=self.settings)
+        finally:
+            took = self.runtime.clock() - began
+            self._next_thread_at = self.runtime.clock() + min(PAUSE_AFTER_PLAN * took, PAUSE_SECONDS_MAX)
 
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> Requeue | AnotherRound:
         is_only_progress = _is_only_progress(job.status, todo)
@@ -357,6 +389,12 @@ class Reconciler:
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
         return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
+
+
+def is_large(job: api.DDPJob, pods: int = 0, reports: int = 0) -> bool:
+    """True if a job has too many nodes, pods (also deleted ones) or reports to be planned on the event loop."""
+    stated = job.status.attempt_nodes or 0, job.status.nodes.total if job.status.nodes is not None else 0
+    return max(job.spec.nodes, *stated, pods, reports // REPORTS_AS_A_NODE) > PLANNED_AT_ONCE
 
 
 def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:

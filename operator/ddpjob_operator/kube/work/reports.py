@@ -57,6 +57,8 @@ class Reports:
             # The status shows the metrics of rank 0 only.
             report = msgspec.structs.replace(report, metrics={})
         state.make_room(report, None if spec.facts.ranks_follow_nodes else spec.facts.nproc_per_node)
+        if not self._states.has_room(key, state, report):
+            return None
         return self._take_from_rank(state, report)
 
     def _take_from_rank(self, state: JobState, report: Report) -> float | None:
@@ -67,7 +69,7 @@ class Reports:
         is_alarm = bool(report.save_failed) and (known is None or not known.save_failed)
         is_news = self._track(state, report)
         if known is None or msgspec.structs.replace(report, received_at=known.received_at) != known:
-            state.reports[report.rank] = report
+            state.keep(report)
             is_news = True
         if not is_news:
             return None
