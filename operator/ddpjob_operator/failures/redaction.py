@@ -180,7 +180,7 @@ def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     whole = mask(" ".join(line for line in lines if line))
     text = abridged(whole, length)
-    # If the shortened text looks like a secret, cut it instead: `shown` would mask it when called again.
+    # If the abridged text looks like a secret, return only its beginning: a second call of `shown` would mask it.
     return text if len(whole) <= length or mask(text) == text else whole[:length].rstrip()
 
 

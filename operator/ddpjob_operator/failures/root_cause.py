@@ -154,15 +154,15 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
-    their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
-    earlier attempt made one. untried: the script has never trained. nodes: number in the job; None: the length of
-    `failed`. lost: failures of pods on lost nodes. early: a node that completed early. steps: last reported, by rank.
+    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; nobody
+    but the operator deleted a running one, except the pod of `first`. stepped, trained: this attempt, or an earlier
+    one, made a step. untried: no attempt has made a step. nodes: nodes of the job; None: as many as in `failed`. lost:
+    failures of pods on lost nodes. early: a node that completed early. steps: last reported step of each rank.
     """
     if first.reason == STALLED:
         return first, "stall"
     outside = _ended_from_outside(first)
-    # A pod recorded with its exit code had ended before the operator deleted it, even if an operator sees both at once.
+    # A pod recorded with an exit code had ended before its deletion, even if both were observed at once.
     # For ENDED_EARLY the recorded code comes from the pod's ranks, not from the launcher.
     recorded_code = first.exit_code is not None and first.reason != ENDED_EARLY
     had_ended = recorded_code and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
@@ -190,7 +190,7 @@ def settle(
         found = rules.classify(_with_evidence(cause.failure))
         repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    # If not all nodes fail alike, the node may be the reason. Agents that end together have compared their nodes.
+    # If only some nodes cannot start the program, they may be the reason. `everywhere`: agents have compared all nodes.
     unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
     everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
@@ -339,9 +339,9 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
-    # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++, where no SIGTERM arrives.
+    # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++ code that ignores SIGTERM.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
-    # If torchrun loses its store while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or 143.
+    # If torchrun loses its store during that wait, it exits with 143, or with 0 if its logging swallows the SIGTERM.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
@@ -432,7 +432,7 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # agents agree on the cause only before the deletion, and do not write it after a SIGTERM
+        return True  # after a SIGTERM agents do not write these facts, so they were true before the deletion
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):

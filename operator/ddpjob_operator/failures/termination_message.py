@@ -66,7 +66,7 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn reports the exit of the process that made it stop.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
-# Begins the second line of NCCL's error: ncclSystemError: System call …. But torchrun prints `nccl_train.py FAILED`.
+# Begins the second line of NCCL's error: `ncclSystemError: System call …`. Does not match `nccl_train.py FAILED`.
 _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # The function in which torchrun waits for other nodes after its own ranks ended with 0 (elastic/agent/server/api.py).
@@ -115,7 +115,7 @@ def read_message(text: str) -> Message | None:
 
 
 def read(text: str) -> ContainerReport:
-    """Return the contents of a termination message or the end of a log. The library's exception goes before the log."""
+    """Return the contents of a termination message or of a log's end. The library's exception outranks the log's."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:

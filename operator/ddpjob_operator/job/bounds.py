@@ -20,7 +20,7 @@ NODES_MAX = 10_000
 NPROC_MAX = members.NPROC_MAX
 # The largest attempt number or replacement number, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place that one agent may report. Each takes longer than a second, so this many take at least 12 days.
+# Limit of restarts in place in a report of an agent. A restart takes over a second, so no real count gets this large.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384

@@ -76,7 +76,7 @@ def apart(spec: api.Spec) -> list[str]:
 
 
 def _without_variables(spec: api.Spec) -> Iterator[str]:
-    """Yield a warning about a launcher, or a script without one, that does not have the variables of its pod."""
+    """Yield a warning if a program such as `sudo` withholds the job's variables from the launcher or the script."""
     nproc = spec.facts.gpus if spec.nproc_per_node == "auto" else spec.nproc_per_node
     for one in exit_codes.launcher_exits(spec.facts.command):
         taken, what = one.withheld, one.launcher

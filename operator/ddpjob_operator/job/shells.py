@@ -13,7 +13,7 @@ from ddpjob_operator.job.exit_codes import LauncherExit
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15 EXIT 0".split())
 _TRAPPED_BY_DASH = frozenset("TERM 15".split())
-# Wrappers that exec their command or forward SIGTERM to it alone.
+# Wrappers that exec their command, or forward SIGTERM to it and to no other process.
 _PASS_SIGNALS = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec tini taskset".split())
 # Programs that start their command as a child and do not forward SIGTERM to it.
 _STAY_IN_FRONT = frozenset("find flock parallel runuser script strace su time watch xargs".split())

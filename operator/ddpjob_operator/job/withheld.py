@@ -60,7 +60,8 @@ class Withheld(NamedTuple):
         return self._replace(names=left) if left else NOTHING
 
     def needed(self, options: Mapping[str, str], *, nodes: bool) -> bool:
-        """True if a launcher with these options needs one of the variables. nodes: to find other nodes."""
+        """True if a launcher with these options needs a withheld variable: one that names the other nodes, or, with
+        nodes=False, the number of processes."""
         if not nodes:
             return _NPROC in self.names and "nproc_per_node" not in options
         if "standalone" in options:  # --standalone is chosen on purpose, for example to prepare data

@@ -34,7 +34,7 @@ from ddpjob_operator.plan.view import View, name_pods
 AGENT_FIRST = dt.timedelta(seconds=60)
 # Time within which a failed node is marked not ready, or its object is deleted.
 UNHEARD = dt.timedelta(seconds=60)
-# Seconds; earlier connection errors count as failures, so that backoffLimit counts a script that fails at once.
+# Seconds after an attempt's start. Earlier lost connections count as failures, so that backoffLimit ends a broken job.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),

@@ -1,4 +1,4 @@
-"""Stops the one pod whose log explains a stall or a deadline, but keep its object, so that `kubectl logs` still works.
+"""Stops the one pod whose log explains a stall or a deadline, but keeps its object, so that `kubectl logs` still works.
 
 A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the object,
 as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod

@@ -44,8 +44,8 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def going_on(view: View, status: api.Status) -> Decision | None:
-    """Replace the pods that an elastic job has lost, while its other nodes train. Nobody waits, so the job is Running
-    all the time, and no evidence from other pods will come."""
+    """Replace the pods that an elastic job has lost, while its other nodes train. No agent waits, so the job stays
+    Running, and other pods bring no more evidence."""
     trigger = next(group_restart.triggers(view, status), None)
     if trigger is None or not view.goes_on(status):
         return None
@@ -53,9 +53,9 @@ def going_on(view: View, status: api.Status) -> Decision | None:
     lost = sorted(set(lost).difference(p.place for p in _still_ending(view, lost)))
     if not lost or not (settled := settle(view, status, trigger[1])).verdict.restart:
         return None
-    # The time before the first step was no restart. From now on it would count as one: a pod is replaced.
+    # Add up the goodput first: once a pod is replaced, time before the first step counts as restart and not as start.
     status = settled.status(view, with_goodput(status, view.now))
-    # The next loss counts as one in a row if the others make no step until then.
+    # Remember the furthest step: if the other nodes make no step until the next loss, both losses count as in a row.
     status = replace(status, furthest_step=status.furthest)
     return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))
 
@@ -77,8 +77,8 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
-    # A waiting pod of the last group knows the number by which Snapshot finds the newest checkpoint. It also shows
-    # that no older group still writes: in a partition, nodes may be lost one by one while their ranks train.
+    # Keep waiting pods only if one was in the last group: it knows the generation by which Snapshot finds the newest
+    # checkpoint. It also shows that no older group still writes, as after a partition that cut off one node at a time.
     if group_ended or not leadership.in_last_group(view, status, waiting, lost):
         return []
     return lost

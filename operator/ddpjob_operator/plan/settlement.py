@@ -254,6 +254,7 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # Only nodes that ran together can complete. If they ran apart, SIGKILL only means that stopping took long.
+        # A torchrun that was killed may have completed early, but only if all nodes ran at the same time. Otherwise a
+        # SIGKILL only means that stopping it took too long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -92,7 +92,8 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all pods are deleted, next try at {wording.clock(again)}"
     )
-    # Allow avoided nodes again. With a deadline shorter than the wait before that, no node would ever be found.
+    # Allow avoided nodes again. If startDeadlineSeconds is shorter than the time until avoidance is lifted, the job
+    # would otherwise never start.
     later = _lifted(status, view.now) if _unschedulable(view) else status
     later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))

@@ -199,7 +199,7 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
-    """Return the status with a failure. Until its cause is final, new evidence replaces the first impression."""
+    """Return the status with a failure. It replaces a failure of the same attempt whose cause is not final."""
     line = api.FailureLine(
         attempt=failure.attempt,
         message=abridged(message, BRIEF_MAX),

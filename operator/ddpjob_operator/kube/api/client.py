@@ -214,7 +214,8 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # Estimate from this page's size: doubling would make every fourth page of large objects too large.
+            # Estimate the next limit from the size per object. If the limit were doubled, every fourth page of large
+            # objects would exceed the limit of bytes, and would be requested again.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content

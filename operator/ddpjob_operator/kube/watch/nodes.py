@@ -29,9 +29,9 @@ GONE_MAX = 10_000
 class NodeCache:
     """Keeps the nodes that are not ready; there are few.
 
-    `changed(names)` is called when nodes become ready or not ready, or begin or cease to count as cut off with most
-    others. It is called once for all of them, because it may go through all pods. Times are our own, from when we first
-    saw a node not ready, because clocks of other machines may be minutes off.
+    `changed(names)` is called when nodes become ready or not ready, and when a disruption of most nodes begins or ends:
+    once for all nodes, because it may visit all pods. Times are by our own clock, from when we first saw a node not
+    ready, because clocks of other machines may be minutes off.
     """
 
     def __init__(self, changed: Callable[[Set[str]], None], now: Callable[[], dt.datetime]) -> None:

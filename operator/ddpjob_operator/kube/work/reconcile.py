@@ -108,7 +108,7 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # A job that was kept only in part does not show its gang. Only now `ready_in` knows if it waits.
+                # Call `ready_in` again: only the complete job shows if it waits for the API of a gang.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
