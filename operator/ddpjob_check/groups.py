@@ -74,7 +74,7 @@ def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[
         severity: Severity = "error" if (job.nproc or 1) > 1 and job.gpus else "warning"
         return None if job.nproc == 1 else (severity, f"all processes of a node take its GPU {text}")
     if name == "WORLD_SIZE" and job.is_elastic:
-        return None  # the rule elastic-fixed-world reports this
+        return None  # the rule elastic-fixed-world reports a fixed WORLD_SIZE
     severity = "error" if several and is_used else "warning"
     if name == "RANK":
         return severity, f"all {world or ''} processes believe that they are rank {text}".replace("  ", " ")

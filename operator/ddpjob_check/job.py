@@ -243,7 +243,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     if set(variables.overridden(job.spec.template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(job.spec.template)
     yield from ((facts.command_path, rule, text) for rule, text in _of_shell(words))
-    refused = (text for _, text in launcher.contradictions(job.spec))  # in script files; others make the job invalid
+    refused = (text for _, text in launcher.contradictions(job.spec))  # only those in script files: the job is valid
     yield from ((facts.command_path, "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
 
 

@@ -9,7 +9,7 @@ from ddpjob_check.nodes import name_of, text_in
 
 # Functions that declare an option, in this order: argparse, optparse, click, typer.
 _DECLARE = ("add_argument", "add_option", "option", "Option")
-# These parsers turn each field of a dataclass into an option.
+# Parsers that turn each field of a dataclass into an option.
 _OF_FIELDS = ("HfArgumentParser", "simple_parsing", "tyro", "jsonargparse", "draccus")
 
 

@@ -43,7 +43,7 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend a job, wait until all pods have ended, then resume it. backoffLimit counts only an earlier failure."""
+    """Suspend a job, wait until all pods have ended, then resume it. backoffLimit does not count such a restart."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Prefer the condition: the state is Suspended while pods still save, but the condition is True only after that.
+        # Prefer the condition to the state: while pods still save, the state is Suspended already, the condition False.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 

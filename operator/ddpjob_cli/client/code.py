@@ -27,7 +27,7 @@ def for_cluster(job: Raw, script: str, below: str) -> None:
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
-    # For an image without a tag the default is Always, which fails if it was loaded onto the nodes without a registry.
+    # For an image without a tag the default is Always, which fails if the image is on the nodes but in no registry.
     trainer.setdefault("imagePullPolicy", "IfNotPresent")
     trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
     pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})

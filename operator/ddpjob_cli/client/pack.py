@@ -33,7 +33,7 @@ _IGNORED_FOLDERS = frozenset(
     ".idea .vscode .eggs".split()
 )
 _IGNORED_FILES = ("*.pyc", "*.pyo", ".DS_Store", "*.swp")
-# Secrets are left out, because anybody who may read the namespace's ConfigMaps could read them.
+# Leave out secrets, because anybody who may read the namespace's ConfigMaps could read the secrets.
 _SECRET_FOLDERS = frozenset([".ssh", ".aws", ".kube", ".gnupg", ".azure", ".docker"])
 _SECRET_FILES = (
     ".env .env.* *.env *.pem *.key *.p12 *.pfx *.jks *.keytab *.kubeconfig kubeconfig kubeconfig.* id_rsa id_rsa.* "

@@ -56,7 +56,7 @@ def objects(document: Raw, archive: Archive | None) -> list[Raw]:
 
 
 def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
-    """Create the ConfigMap, or make the job an owner of an existing one. Retry if it is deleted meanwhile."""
+    """Create the ConfigMap, or make the job an owner of an existing one. Retry if another client deletes that one."""
     name, reference = wanted["metadata"]["name"], code.reference(owner)
     owned = {**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [reference]}}
     for _ in range(_TRIES):

@@ -27,7 +27,7 @@ from ddpjob_operator.job.podspec import trainer_container
 
 PROCESSES_MAX = 64  # more are started and printed only with --yes; a machine may start one per core
 STDIN = "-"
-_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: without vowels, so that they form no words
+_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: no vowels, so that names contain no words
 
 
 def is_notebook(file: str | None) -> bool:
@@ -230,7 +230,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
 def _typed() -> str:
     try:
         text = sys.stdin.read()
-        text.encode()  # fails for other bytes, which the C locale reads as surrogate halves
+        text.encode()  # fails if input was not UTF-8: the C locale reads such bytes as surrogates
     except UnicodeError:
         raise InputError("stdin:1: it is not UTF-8") from None
     return text

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # seconds; the kernel accepts at most 24.8 days, but a deadline may be a month
 REPORT_SECONDS = 0.5  # seconds; short, because reports on loopback are cheap and the table should be up to date
-# No resume_hint, because only a signal suspends a local run, and the signal also ends the run.
+# The usual resume_hint names spec.suspend, but a local run is suspended only by a signal, which also ends the run.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -328,7 +328,7 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
-            # Leave out Events at the job's end, because the summary reports it.
+            # Leave out Events at the job's end, because the summary reports the end.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
                 is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported the same
                 # `_begin_stop` has reported the stop.
@@ -452,7 +452,7 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # The agents print the stacks; the text is about processes whose stacks they cannot print.
+        # Agents print the stacks of their ranks. The text has, or explains the lack of, the stacks of other ranks.
         if signal.SIGQUIT in self._keys and (text := stacks.ask(self.folder.uid).text()):
             self.screen.note(text)
         if signal.SIGTSTP in self._keys:
@@ -518,7 +518,7 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in (*self._node_faults, *self._resizes)]
-        # A kill that is due waits until ranks are training, so check soon again if they are.
+        # A kill that is due waits until the ranks are training, so check again soon.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 

@@ -30,7 +30,7 @@ VARIABLE = "DDPJOB_DEV"
 NAMES_MAX = 3
 _STANDS = f"ddprun: {STANDS}"
 _EXCEPTION = re.compile(r" \((.+)\)$")
-# The line of ddprun/breakpoints.py: a rank and its place, then pid, descriptor and inode.
+# Matches the line that ddprun/breakpoints.py prints: a rank and its place, then pid, descriptor and inode.
 _WAITS = re.compile(r"ddprun: (rank \d+ waits in breakpoint\(\) at .*) \((\d+) (\d+) (\d+)\)$")
 LOAN_SECONDS = 120.0  # seconds in which loans to one rank are tried again if the API server refuses or is away
 RETRY_SECONDS = 1.0
@@ -85,7 +85,7 @@ class DevSession:
         self._held: collections.deque[tuple[Any, str]] = collections.deque(maxlen=HELD_MAX)  # what pods printed then
         self._news: collections.deque[str] = collections.deque()
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # After all ranks have ended: the pod that reported it, and the reason. None again after the user has seen it.
+        # Set when all ranks have ended: the pod that reported it, and the reason. None after the user was told.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
         self._stands = False  # True while no rank is running; new files then come from the user, not from the script

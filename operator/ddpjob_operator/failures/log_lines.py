@@ -1,5 +1,5 @@
-"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click,
-or the text of `sys.exit("text")`. No decision depends on this line, because it may also be the last line of a
+"""Reads the end of a log, and the last line of a program that ended without an exception: an error of argparse or
+click, or the text of `sys.exit("text")`. No decision depends on this line, because it may also be the last line of a
 stopped rank."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the failure of an attempt that explains the others, and its class.
 
 Reports of kernel, kubelet and node controller count most, because a process that is ended from outside may print
-anything. Next counts what a process itself did, then the time. Time alone proves little: the kubelet reports whole
-seconds, and clocks of nodes differ.
+anything. What a process did by itself counts next, and the time last. Time alone proves little: the kubelet reports
+whole seconds, and clocks of nodes differ.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# Disruptions by the kubelet, or by the node controller for it.
-# Disruptions by the kubelet are reported only afterwards, so they may have begun before the operator stopped the pod.
+# Disruptions that are reported only after the pod's end, so they may have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -72,7 +71,7 @@ _NODES_OWN = rules.LOST_CONTAINER | frozenset(
 # Reasons that Kubernetes itself sets. Container runtimes' reasons (CRI-O: "seccomp killed") describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-# Precedences of pods that were deleted, or lost with their node, before or after the first failure.
+# Precedences of pods that did not end by themselves: they were deleted or lost, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Other ranks report a lost connection within a second; the node controller marks the node not ready after a minute.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
@@ -118,7 +117,7 @@ class PodEnd:
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if this pod's deletion was requested after the other pod ended: by observation, or else by clocks."""
+        """True if this pod's deletion was requested after the other pod ended. Clocks count if the order is unknown."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -292,7 +291,7 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """Return a node's early completion as the cause of lost connections: its ranks called fewer collectives."""
+    """Return a node's early completion as the cause of lost connections: other ranks wait for it in a collective."""
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # no node completed early, or its early end is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
@@ -511,7 +510,7 @@ def _runtime_reason(pod: Pod) -> str:
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """Return when the rank failed, because its container may end long after it; if implausible, the container's end."""
+    """Return when the rank failed, as it reported. If that is implausible, return when its container ended."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now

@@ -216,7 +216,7 @@ def raised(log: str) -> list[Failure]:
 def table(log: str) -> list[Failure]:
     """Return the rows of torchrun's last failure table in a log. The table's top may be cut off.
 
-    torchrun's root cause comes first. The exception comes from a script with @record.
+    torchrun's root cause comes first. A row has an exception only if the script uses @record.
     """
     rows: list[tuple[bool, dict[str, str]]] = [(True, {})]
     root, field = True, ""
@@ -244,7 +244,7 @@ def signal_name(exit_code: int | None) -> str:
 
 
 class _Stream:
-    """The lines of one rank, because the ranks of a pod print tracebacks at the same time."""
+    """Collects the lines of one rank, because the ranks of a pod print tracebacks at the same time."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -341,7 +341,7 @@ def _read_log(log: str) -> ContainerReport:
 def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool) -> Iterator[Failure]:
     """Yield possible causes for the end of `culprit`, most certain first. Exceptions of other ranks do not explain it.
 
-    cut: True if no row of a table is left.
+    cut: True if torchrun's table has no row left, because the log begins after the rows.
     """
     yield culprit
     yield _cause([r for r in exceptions if r.rank is not None and r.rank == culprit.rank])
@@ -368,9 +368,9 @@ def _cause(exceptions: list[Failure]) -> Failure:
 def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
     """Return the rows, corrected for a rank that torchrun stopped after it had raised.
 
-    Python with torch needs a second to exit, and another rank that has lost the connection may end first. The first
-    rank then counts as ended by its exception, with 1, before ranks without an exception. Only torch's prefix proves
-    that the exception was not caught.
+    Python with torch needs a second to exit, so a rank that has lost the connection may end before the rank that
+    raised. The rank that raised then counts as ended by its exception, with 1, before all ranks without an exception.
+    Only torch's prefix proves that the exception was not caught.
     """
     before, stops, _ = log.partition(_STOPS)
     ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()

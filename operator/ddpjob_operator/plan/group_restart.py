@@ -3,7 +3,7 @@
 It takes three reconciles, each driven by the recorded status:
 1. `attempt_broken` records the trigger.
 2. `restarting` stops the other pods. After the last pod has ended, or its node is lost, the rule finds the cause.
-   It waits because other ranks often report "connection closed" before the out-of-memory kill behind it is known.
+   It waits because other ranks often report "connection closed" before the out-of-memory kill of a rank is known.
 3. The status has the next attempt, and the rules of startup.py create its pods.
 """
 

@@ -30,7 +30,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
         return None
     settled = settle(view, status, first)
     if not settled.verdict.restart:
-        return group_restart.restart_all(view, status, first, settled)  # stops the others too, then the job fails
+        return group_restart.restart_all(view, status, first, settled)  # stops the other pods too, then fails the job
     if ending := _still_ending(view, lost):
         message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
         return Decision(replace(with_failure(status, settled.cause, settled.text), message=message))
@@ -77,8 +77,8 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
-    # Keep waiting pods only if one was in the last group: it knows the generation by which Snapshot finds the newest
-    # checkpoint. It also shows that no older group still writes, as after a partition that cut off one node at a time.
+    # Keep waiting pods only if one was in the last group, because it knows the generation of the newest checkpoint.
+    # It also shows that no older group still writes, as after a partition that cut off one node at a time.
     if group_ended or not leadership.in_last_group(view, status, waiting, lost):
         return []
     return lost

@@ -230,7 +230,7 @@ def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailur
 
 
 def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:
-    """Return a failure that only shows outside the pod, because the pod may be gone."""
+    """Return a failure with this reason of a pod that may be gone, so nothing is read from its containers."""
     pod = view.pods.get(place)
     failure = api.JobFailure(
         attempt=status.attempt,
@@ -254,7 +254,7 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # A torchrun that was killed may have completed early, but only if all nodes ran at the same time. Otherwise a
-        # SIGKILL only means that stopping it took too long.
+        # A killed torchrun may have completed early, but only if all nodes ran at the same time.
+        # If they did not, SIGKILL only means that stopping torchrun took too long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -92,8 +92,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all pods are deleted, next try at {wording.clock(again)}"
     )
-    # Allow avoided nodes again. If startDeadlineSeconds is shorter than the time until avoidance is lifted, the job
-    # would otherwise never start.
+    # Allow avoided nodes again: startDeadlineSeconds may be shorter than the wait after which avoidance is lifted.
     later = _lifted(status, view.now) if _unschedulable(view) else status
     later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))

@@ -76,7 +76,7 @@ class RefusedError(Exception):
 
 
 class LocalCluster:
-    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites places in it."""
+    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites FILE:LINE in it."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
-        if job.spec.facts.restarts_in_place:  # only agents read these, and a pod has neither
+        if job.spec.facts.restarts_in_place:  # variables for agents, which a pod does not get
             process.env["DDPJOB_LOCAL"] = "1"
             process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:

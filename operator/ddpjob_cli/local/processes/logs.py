@@ -14,13 +14,13 @@ LINE_MAX = 4096  # characters per line on the screen; the file keeps the complet
 
 class Log:
     """One node's output. After a write error no more is written, and training continues; `error` has the message.
-    names: rewrites places in its text; `str` rewrites nothing."""
+    names: rewrites places (FILE:LINE) in its text; `str` rewrites nothing."""
 
     def __init__(self, path: Path, names: Callable[[str], str] = str) -> None:
         self.path = path
         self.error = ""
         self._names = names
-        self._held = b""  # a place may arrive in two pieces, so only whole lines are rewritten
+        self._held = b""  # an unfinished line: FILE:LINE may arrive in two pieces
         descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._tail = b""

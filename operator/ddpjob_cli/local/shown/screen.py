@@ -64,7 +64,7 @@ class PlainScreen:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
-            # Otherwise Python's flush at the exit would print a second error about the same pipe.
+            # Redirect stdout: Python's flush at the exit would print a second error about the closed pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:
@@ -221,7 +221,7 @@ def has_terminal(groups: Collection[int]) -> bool:
     """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
-    except OSError:  # not our controlling terminal, so no other process group of our session has it
+    except OSError:  # stderr is not our controlling terminal, so no process group of our session uses it
         return True
 
 

@@ -27,7 +27,7 @@ from ddpjob_operator.pods import naming
 # Seconds before an API that is not served, or whose watch fails, is tried again.
 AGAIN_SECONDS = 60.0
 NO_ANSWER_SECONDS = 2.0
-# After so many server errors in a row (a conversion webhook that is down), the API of a queue counts as unavailable.
+# After this many server errors in a row, for example of a failing conversion webhook, a queue's API is unavailable.
 ERRORS_MAX = 5
 ERROR_SECONDS = 10.0
 

@@ -219,7 +219,7 @@ class Reconciler:
                 return None
             return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
         if why := next((why for copy in self._copies() if (why := copy.unreadable(key))), ""):
-            # Planning without this object would treat its rank as lost, and create a second pod next to it.
+            # Do not plan without an unreadable pod: the plan would treat its rank as lost, and create a second pod.
             self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return self._put_off(key, state, "", why)
         state.put_off = None
