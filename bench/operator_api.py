@@ -108,7 +108,7 @@ async def create_jobs(namespace: str, count: int, nodes: int, run_for: str, *, p
 
 
 async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
-    """Return the time (perf_counter) when a watch has seen each pod; repeated lists would load the measured server."""
+    """Return when (perf_counter) a watch has seen the last pod; repeated lists would load the measured server."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     seen: dict[str, float] = {}
     async with client() as api:

@@ -27,7 +27,7 @@ IDENTITY = {
 
 
 def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
-    """Return a DDPJob that has only the source's metadata, and the source's spec."""
+    """Return two things: a DDPJob with only the metadata of the source, and the spec of the source."""
     source = Fields(document, ())
     of_object = source.fields("metadata")
     given = of_object.given

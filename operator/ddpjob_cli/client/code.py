@@ -1,5 +1,5 @@
-"""Add code to a job, without I/O: a ConfigMap with an archive, which an init container unpacks. A mounted ConfigMap has
-no subfolders and is read-only, but a program may write files next to its scripts."""
+"""Add code to a job, without I/O: a ConfigMap with an archive, which an init container unpacks. A mounted ConfigMap
+would have no subfolders, and programs could not write files next to their scripts."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
 
 @contextmanager
 def naming(file: str, given: str) -> Iterator[None]:
-    """Name what the user gave in an InputError of this context, and not the temporary file that was made from it."""
+    """Within this `with` block, make an InputError name the user's file, not the temporary file made from it."""
     try:
         yield
     except InputError as error:

@@ -1,6 +1,6 @@
-"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A
-thread polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks; no limit
-counts this."""
+"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A thread
+polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks. These restarts
+count against no limit."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ The chart marks what a release watches: with the ConfigMap MARK in each listed n
 namespaces. Helm refuses to install an object that another release owns. So no two releases watch the same namespace,
 and no two watch all of them.
 
-Helm does not refuse a release for all namespaces next to one for a single namespace. The first therefore reads the
-marks and leaves the marked namespaces alone. Until it sees a new mark, both act, which is harmless: the API server
-refuses the second of two conflicting writes (docs/dev/decisions.md).
+Helm does not refuse a release for all namespaces next to one for a single namespace. The release for all therefore
+reads the marks and leaves the marked namespaces alone. Until it sees a new mark, both act, which is harmless: the API
+server refuses the second of two conflicting writes (docs/dev/decisions.md).
 
 Anyone who can create ConfigMaps in a namespace can write its mark. So a mark affects only the jobs of its own
 namespace, and is not trusted: it may be a megabyte, hold anything as its release, and change every second.

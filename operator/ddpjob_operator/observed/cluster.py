@@ -166,7 +166,7 @@ class Pod(msgspec.Struct, frozen=True):
     @property
     def _awaits_its_log(self) -> bool:
         """True if the pod was ended by the deadline that keeps its log, but the end of its container is not reported
-        yet. A kubelet may report the phase with a status of the containers from before it stopped them.
+        yet. A kubelet may report the new phase together with an older status of the containers.
         """
         return self.deadline_set and self.reason == "DeadlineExceeded" and self.trainer.exit_code is None
 

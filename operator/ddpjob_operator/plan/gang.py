@@ -157,7 +157,7 @@ def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
 
 
 def unavailable(view: View, status: api.Status) -> str:
-    """Return why the chosen gang is unavailable; "" if it is available, exists already, or no gang is wanted."""
+    """Return why the chosen gang is unavailable; "" if it is available, its group exists, or no gang is wanted."""
     if status.gang is None or status.gang.kind == "none" or group_of(view, status) is not None:
         return ""
     return choice.unavailable(status.gang.kind, view.seen.gang_apis)
@@ -198,7 +198,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return a report to the queue. Quota is returned only after the last pod has ended and the status records it."""
+    """Return the next report to the queue. It frees quota only after the status records the end of the last pod."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or group is None or _is_away(view, adapter):

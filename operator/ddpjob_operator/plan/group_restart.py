@@ -82,7 +82,7 @@ def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.d
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Recreate all pods if running pods gave up waiting for late pods (torchrun: after 600 s, elastic JOIN_SECONDS).
+    """Recreate all pods if running pods gave up waiting for late pods (after 600 s, or JOIN_SECONDS if elastic).
     This is no failure, and startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]

@@ -49,7 +49,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Record the rank furthest behind at the deadline. A failure whose cause is still open stays: it explains more."""
+    """Record the rank furthest behind at the deadline. An unsettled failure is kept, as it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or view.recorded.is_broken:
         return status

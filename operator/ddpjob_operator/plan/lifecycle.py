@@ -155,7 +155,7 @@ def _begin(view: View, status: api.Status) -> Decision:
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
-    """Fail the job activeDeadlineSeconds after its last start, unless it is suspended, as a batch/v1 Job."""
+    """Fail the job activeDeadlineSeconds after its last start, as for a batch/v1 Job, unless it is suspended."""
     if view.spec.suspend or not is_past(view.active_deadline(status), view.now):
         return None
     limit = view.spec.active_deadline_seconds

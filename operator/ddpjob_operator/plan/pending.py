@@ -29,7 +29,7 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status, and when its wait will count as long. If it does already, the reason becomes WaitsLong."""
+    """Return the status, and when its wait will count as long. If it is long already, the reason becomes WaitsLong."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):

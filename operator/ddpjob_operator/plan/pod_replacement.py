@@ -1,5 +1,5 @@
-"""Replaces one pod of a `ddprun` job while the others stay: their agents end their ranks, keep the fork servers warm
-and wait for the new pod. Then all ranks start as a new generation."""
+"""Replaces one pod of a `ddprun` job while the others stay: agents of the other pods end the ranks, keep the fork
+servers warm, and wait for the new pod. Then all ranks start as a new generation."""
 
 from __future__ import annotations
 

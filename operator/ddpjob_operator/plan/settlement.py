@@ -119,7 +119,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """Record the node that was silent for a while in a failure of which ranks report only lost peers."""
+    """Add to a failure the node that was silent for a while, if the ranks report only lost peers."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -172,7 +172,7 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
     """True if a pod was created after another had ended, by the order in which the operator saw them. If that is
-    unknown, compare durations on one clock each: clocks of nodes may differ by more than the length of a short run."""
+    unknown, compare durations, each by one clock, because clocks of nodes may differ by more than a short run."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at

@@ -48,7 +48,7 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
     """Restart an elastic job whose spec.nodes changed, with full grace: a running launcher accepts no more nodes than
-    its maximum, and torchrun may hang without peers. Once some nodes have completed, training is about to end."""
+    its maximum, and torchrun may hang without peers. Do nothing once some nodes have completed."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes:
@@ -65,8 +65,8 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
 
 
 def _resized(view: View, status: api.Status, was: str) -> api.Status:
-    """Return the status with another number of nodes in the same attempt: the pods above it stop as for a suspension
-    (view.removed), so all ranks save at one step, and the other nodes go on. New pods join later."""
+    """Return the status with another number of nodes in the same attempt: pods with higher numbers stop as for a
+    suspension (view.removed), so all ranks save at one step, and the other nodes continue. New pods join later."""
     removed = {place for place in view.spec.members if place >= view.wanted_nodes}
     known = removed & (status.started | set(view.pods))
     # A later pod at this place gets another name.
@@ -121,7 +121,7 @@ def gang_unavailable(view: View, status: api.Status) -> Decision | None:
 
 
 def name_taken(view: View, status: api.Status) -> Decision | None:
-    """Wait if another owner's object has a needed name; never take it over. A deleted job's objects go away."""
+    """Wait if another owner's object has a needed name; never take it over. A deleted job's objects disappear soon."""
     if not view.conflicts or not _to_create(view, status):
         return None
     first = view.conflicts[0]

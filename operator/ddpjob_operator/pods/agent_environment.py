@@ -32,7 +32,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
 
 
 def grant(job: api.DDPJob) -> Grant:
-    """Return the restarts that are left now."""
+    """Return the restarts that the job's limits allow from now on."""
     status = job.status
     return Grant.of(
         budgets.history(status),

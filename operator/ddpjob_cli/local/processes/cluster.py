@@ -287,7 +287,7 @@ class LocalCluster:
         return ports.number(self._ports[attempt])
 
     def leader(self, job: api.DDPJob) -> dict[str, Any] | None:
-        """Return what agents are told about who leads. All nodes are one machine, so each leader has its own port."""
+        """Return the answer to agents that ask who leads. On one machine each leader needs a port of its own."""
         attempt, term = job.status.attempt, leadership.leader(job, job.status).term
         if term > 1 and (attempt, term) not in self._ports_of_leaders:
             self._ports_of_leaders[attempt, term] = ports.hold()

@@ -45,7 +45,7 @@ class Trace:
 
     @property
     def due(self) -> float:
-        """Time at which the traceback is shown, unless it has ended a pod by then."""
+        """Time at which the traceback is shown, unless its exception has ended a pod by then."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property
@@ -144,7 +144,7 @@ class Fold:
             yield raw
 
     def _is_of_stacks(self, raw: str) -> bool:
-        """Hold back a line of a stalled rank's stacks (all but the first are indented). Return True if it is one."""
+        """If the line belongs to stacks of a stalled rank (indented after the first line), keep it and return True."""
         if match := _STALLED.match(raw):
             self._in_stacks = self.stacks[int(match[1])] = []
         elif not raw.startswith("  "):

@@ -116,7 +116,7 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """In this context the nodes' output is shown even if a debugger uses the terminal."""
+        """Within this `with` block, show the nodes' output even if a debugger uses the terminal."""
         before, self.is_quiet = self.is_quiet, False
         yield
         self.is_quiet = before

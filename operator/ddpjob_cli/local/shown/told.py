@@ -25,7 +25,7 @@ _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.REST
 
 
 class Teller:
-    """Decides which lines and events are shown. note: shows a sentence. log: shows lines. logs: command for logs."""
+    """Decides which lines and events are shown. note: shows a sentence. log: shows lines. logs: shell command."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A time limit that does not lose cancellations.
 
 Before Python 3.12, asyncio.wait_for swallows a cancellation that comes at the same moment as the result (CPython issue
-86296). The task then never ends, and its canceller waits forever. An operator kept its Lease that way and did nothing.
+86296). The task then never ends, and its canceller waits forever. Such an operator would keep its Lease and do nothing.
 """
 
 from __future__ import annotations

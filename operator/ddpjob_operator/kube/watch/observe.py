@@ -205,7 +205,7 @@ def _container(status: Raw) -> Container:
 
 
 def _never_ran(raw: Raw, seen: Container) -> Container:
-    """Return the end of a trainer without a status of its own: evicted, lost, or an init container failed."""
+    """Return the end of a trainer that has no status: its pod was evicted or lost, or an init container failed."""
     status = raw.get("status") or {}
     listed = (raw.get("spec") or {}).get("initContainers") or ()
     # A failed sidecar never fails its pod, because the kubelet ends it together with the pod.

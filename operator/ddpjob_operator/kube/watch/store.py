@@ -360,7 +360,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:
-        """Let `take` ignore the watch event of this status, within a `with` block that writes the status."""
+        """Within this `with` block, which writes the status, let `take` ignore the watch event of the write."""
         self._written[key] = status
         try:
             yield
@@ -386,5 +386,5 @@ def version(metadata: Raw) -> int:
 
 
 def number(text: object) -> int:
-    """Return a resource version as a number, 0 if it is none."""
+    """Return a resource version as a number; 0 if it is no number."""
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) <= 20 else 0

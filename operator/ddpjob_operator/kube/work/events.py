@@ -107,7 +107,8 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """True if there is room. A full queue drops an Event of the fullest namespace, but not of the job's."""
+        """Return True if the queue has room. If it is full, drop an Event of the fullest namespace, if not the
+        job's."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:

@@ -88,7 +88,7 @@ class Executor:
     deletes: InFlight = field(default_factory=InFlight)
 
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
-        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if that was all.
+        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if nothing is left to do.
 
         Raise ConflictError if the job or a node has changed, ApiError if the server cannot do it now.
         """
@@ -406,7 +406,8 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects at `paths`; None if one is missing. Then record that `of`, which needs it, was refused."""
+        """Return the objects at `paths`; None if one cannot be read, which is recorded as a refusal of the object
+        `of`."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:
