@@ -406,8 +406,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects at `paths`; None if one cannot be read, which is recorded as a refusal of the object
-        `of`."""
+        """Return the objects at `paths`. None if one cannot be read: `of`, which needs it, is recorded as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:
