@@ -107,8 +107,7 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """Return True if the queue has room. If it is full, drop an Event of the fullest namespace, if not the
-        job's."""
+        """Return True if there is room. A full queue first drops one of the fullest namespace, if not the job's."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:
