@@ -195,7 +195,7 @@ def measured(one: dict[str, Any], notes: list[Note], restarts: list[float]) -> d
         for n in notes:
             times[n.what, n.life].append(n.at)
         told = [moment for moment in times["told", before.life] if moment > at] or [before.at]
-        begin = at if one["kind"] == "kill" else min(told)  # before that, new nodes import torch while the others train
+        begin = at if one["kind"] == "kill" else min(told)  # new nodes import torch earlier, while the others train
         ends = [min(told), max(times["wrote", before.life], default=max(told)), ended[0]]
         ends += [max(times["began", after.life]), max(times["loaded", after.life]), after.at]
         one |= dict(zip(PARTS, (b - a for a, b in itertools.pairwise([begin, *ends])), strict=True))

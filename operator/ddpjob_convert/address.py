@@ -19,7 +19,7 @@ VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
 )
-# Options of a launcher in a shell script, and the values that the job has for them.
+# Options of a launcher in a shell script, and the variables with the job's values for them.
 _OF_THE_JOB = {
     "nnodes": "$NNODES",
     "node_rank": "$NODE_RANK",

@@ -192,7 +192,7 @@ def _pool(server: str, cluster: Raw, certificate: list[bytes]) -> urllib3.PoolMa
     is_checked = ssl.CERT_NONE if cluster.get("insecure-skip-tls-verify") else ssl.CERT_REQUIRED
     warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig disables verification
     tls = create_urllib3_context(cert_reqs=is_checked)
-    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 sets this flag, but many clusters' CAs lack fields
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # set by Python 3.13; many clusters' CAs lack required fields
     if authority := _bytes(cluster, "certificate-authority"):
         tls.load_verify_locations(cadata=authority.decode())
     else:

@@ -52,7 +52,7 @@ def closed(error: OSError) -> int:
     """Return the exit code for a closed or full stdout. Raise the error if it concerns another file."""
     if error.filename is not None:
         raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python's flush at the exit would fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # to /dev/null, or Python's flush at exit would fail again
     if isinstance(error, BrokenPipeError):
         return 0
     say(f"stdout: {error.strerror}")

@@ -112,7 +112,7 @@ def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime
     true = true | ({"SaveFailed"} if new.save_failed else set())
     true = true | ({"Suspicious"} if new.findings else set())
     if new.reason in _STILL_STOPPING:
-        true = true - {"Suspended"}  # pods still use the GPUs or the volume for which a user waits
+        true = true - {"Suspended"}  # its pods still use GPUs and volumes that a user may wait for
     before = {c.type: c for c in old.conditions}
     kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]
     return [_condition(kind, kind in true, before.get(kind), new, invalid, now) for kind in kinds]

@@ -249,7 +249,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # same text as without a group, because each new text is a write
+        why = group.admission.why or ASKED  # same text as without a group, to save a status write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None

@@ -15,8 +15,8 @@ from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods.environment import JOIN_SECONDS
 
-# Seconds that torchrun waits for more nodes once it has the minimum: RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"]
-# in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (torch 2.13).
+# Seconds that torchrun (2.13) waits for more nodes once it has the minimum (its `last_call`).
+# Default in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py: RendezvousTimeout._DEFAULT_TIMEOUTS.
 LAST_CALL_SECONDS = 30
 # Seconds that importing torch takes at most, even from a slow file system.
 IMPORT_SECONDS = 60

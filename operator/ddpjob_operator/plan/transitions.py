@@ -150,8 +150,8 @@ def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Sta
     known = status.progress
     if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
         return True
-    # After a pod was replaced, earlier ranks have another generation and may run for a while.
-    # Not all senders know their generation.
+    # After a pod was replaced, earlier ranks have a lower generation and may run for a while.
+    # Some senders report no generation: their report is of new ranks if its step differs.
     if report.generation == known.generation and report.resumed_step is None:
         return report.step != known.step
     return report.generation > known.generation

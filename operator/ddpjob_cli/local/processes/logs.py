@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddpjob import own_files
 
-TAIL_BYTES = 16384  # kept to find the cause; a kubelet keeps 2048 bytes, which torchrun's table can fill
+TAIL_BYTES = 16384  # bytes to find the cause in; a kubelet keeps 2048, which torchrun's table can fill
 LINE_MAX = 4096  # characters per line on the screen; the file keeps the complete line
 
 

@@ -14,7 +14,7 @@ from ddpjob_operator.failures.log_lines import PREFIX
 from ddpjob_operator.job import wording
 
 HELD_SECONDS = 30.0  # seconds until an uncaught exception has ended its pod; a rank has ten seconds to stop
-UNSURE_SECONDS = 10.0  # seconds for a traceback without torch's prefix: the script may have handled it
+UNSURE_SECONDS = 10.0  # seconds for a traceback without torch's prefix: the exception may have been handled
 _LAUNCHERS = re.compile(
     # E0131 12:00:00.1 77 torch/distributed/elastic/…; up to torch 2.1 ERROR:torch.distributed…
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"

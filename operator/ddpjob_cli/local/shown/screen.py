@@ -232,7 +232,7 @@ def _whoever_reads() -> Iterator[None]:
     try:
         yield
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # otherwise Python's flush at the exit would fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # to /dev/null, or Python's flush at exit would fail
 
 
 def _forget_unwritten() -> None:

@@ -19,7 +19,7 @@ from ddpjob_operator.plan.actions import Event
 PATIENCE_SECONDS = 3.0
 _KILLED = 137
 _KILLED_BY_TORCHRUN = "forcefully exiting via "  # torchrun prints this after its --shutdown-timeout, and ends with 1
-_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # effects of the stop, so not its reason
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # caused by the stop, so not its reason
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
 

@@ -166,7 +166,7 @@ def trainer(raw: Raw, phase: str) -> Container:
     if phase == "Succeeded" and seen.state == "waiting":
         return Container("ended", "Completed", exit_code=0)
     if seen.state == "waiting" and seen.reason in _IN_TURN:
-        # An init container that cannot start: the trainer's own status only shows PodInitializing.
+        # Return an init container that cannot start, because the trainer's own status only shows PodInitializing.
         for init_name, init in _init_containers(status):
             if init.state == "waiting" and init.reason not in _IN_TURN:
                 return Container("waiting", init.reason, f"init container {init_name}: {init.message}")

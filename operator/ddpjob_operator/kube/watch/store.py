@@ -31,7 +31,7 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# Limits the memory for deleted UIDs. The number is safe, because far fewer requests are in flight.
+# Limit of remembered UIDs of deleted objects. Only answers that are in flight need them, and those are far fewer.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 

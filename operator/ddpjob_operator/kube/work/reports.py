@@ -71,8 +71,7 @@ class Reports:
             is_news = True
         if not is_news:
             return None
-        # Rank 0's first step shows the length of the start and the repeated steps.
-        # Users watch the status after a restart.
+        # Write soon after rank 0's first step, which shows how long the start took and which steps are repeated.
         if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
         turn = 0.0 if state.progress_at is None else state.progress_at - self._runtime.clock()
