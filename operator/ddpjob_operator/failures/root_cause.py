@@ -88,7 +88,7 @@ class Context:
     now: dt.datetime
     keep_log_tail: bool = True
     port: int | None = None
-    """Port that rank 0 was given."""
+    """Port assigned to rank 0."""
     torchrun: bool = False
     """True if the containers' own program is torchrun, which gets a SIGTERM, and all nodes ran together."""
 
@@ -105,7 +105,7 @@ class PodEnd:
     raised: frozenset[str] = frozenset()
     """All exceptions in the pod's log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only without the store."""
+    """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only if the store was lost."""
     seen: int = 0
     """The observation in which the pod's end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0

@@ -74,7 +74,7 @@ class StallFinding:
     phase: Phase
     since: dt.datetime
     until: dt.datetime
-    """A group that makes no step until then has stalled."""
+    """If the group makes no step before this time, it has stalled."""
     idle_seconds: float
     limit: Limit
     steps: dict[int, int]

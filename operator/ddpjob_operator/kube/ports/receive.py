@@ -76,7 +76,7 @@ class Receiver(BoundedServer):
         self._runtime, self._leads = runtime, leads
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
-        """Accounts of existing pods at the last cleanup."""
+        """Number of accounts of existing pods at the last cleanup."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         try:
