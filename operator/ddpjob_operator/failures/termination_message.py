@@ -155,7 +155,7 @@ def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
         yield hidden_failure(failure.rank, failure.where, failure.exception or why)
     elif trusted is False and (may_have_ended := next(_own_after(_ANY_TRACEBACK, log), None)) is not None:
         what = f"the log has {may_have_ended.exception} ({may_have_ended.where})"
-        yield NamedFinding(reasons.EXIT_CODE_LOST.name, f"{what}, and the shell hides whether a rank ended by it")
+        yield NamedFinding(reasons.EXIT_CODE_LOST.name, f"{what}, and the shell hides if that ended a rank")
 
 
 def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:

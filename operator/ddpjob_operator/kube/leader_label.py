@@ -45,6 +45,6 @@ class LeaderLabel:
         except ApiError as error:
             if error.status == 404:
                 return 0.0
-            self._log(f"reports of progress may not arrive, for the label {LABEL}: {error}")
+            self._log(f"progress reports may not arrive, because the label {LABEL} was not set: {error}")
             return FORBIDDEN_SECONDS if error.status == 403 else AGAIN_SECONDS
         return 0.0

@@ -44,8 +44,8 @@ class OtherReleases:
     def sentences(self) -> list[str]:
         """Return a sentence for each namespace that is left to another release."""
         return [
-            f"the jobs of the namespace {namespace} are the release {release}'s (ConfigMap {namespace}/{MARK});"
-            " this one leaves them alone"
+            f"the release {release} manages the jobs of the namespace {namespace} (ConfigMap {namespace}/{MARK});"
+            " this release leaves them alone"
             for namespace, release in sorted(self._releases.items())
         ]
 
@@ -66,7 +66,9 @@ class OtherReleases:
                 # 403: an older chart's role lacks this right.
                 # Act for all namespaces then, because otherwise no release would.
                 self.are_known = self.are_known or error.status == 403
-                self._log({f"marks of other releases cannot be read, so two may act on one namespace: {error}"})
+                self._log(
+                    {f"marks of other releases cannot be read, so two releases may act on one namespace: {error}"}
+                )
             else:
                 self._log(set(self.sentences()))
             if moved := before ^ self._releases.keys():

@@ -57,7 +57,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
     if unfit or not view.is_enough(status.completed) or not status.completed >= nodes:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
-    text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
+    text = f"{len(nodes)} of {view.spec.nodes} nodes trained and completed" if len(nodes) < view.spec.nodes else text
     doubts = (api.StoredFinding(reason=reason.name, message=text) for reason, text in _doubts(view, status))
     status = replace(status, findings=[*status.findings, *doubts][-FINDINGS_MAX:])
     if status.findings:

@@ -205,7 +205,7 @@ class GangWatch:
         self._errors += 1
         if self._errors != ERRORS_MAX:  # keep the first error text: each new text would rewrite the status of many jobs
             return False
-        why = f"the API server cannot tell which {self._what} there are: {error.message}"
+        why = f"the API server cannot list {self._what}: {error.message}"
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True

@@ -162,7 +162,7 @@ class NodeCache:
         if self.disrupted != self._disruption_logged:
             self._disruption_logged = self.disrupted
             if self.disrupted:
-                text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
+                text = "%d of %d nodes are not ready, most of them since the same moment, so those do not count as lost"
                 _LOGGER.warning(text, len(self._turned), len(self._names))
             else:
                 _LOGGER.info("most nodes are ready again")

@@ -167,7 +167,9 @@ class Reflector:
         if self._stale_lists < STALE_LISTS_MAX:
             self._stale_lists, self._version = self._stale_lists + 1, ""
             raise ApiError(0, "StaleList", text)
-        self._runtime.log.warning("%s: %s: a restored backup; all is taken from the list", self.what, text)
+        self._runtime.log.warning(
+            "%s: %s, as after a restored backup; all objects are taken from the list", self.what, text
+        )
         self._newest = ""
         self._sink.begin_anew(self.namespace)
 

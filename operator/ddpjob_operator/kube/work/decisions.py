@@ -67,7 +67,7 @@ def decision(job: api.DDPJob, todo: Plan) -> Line | None:
     done = [*(["the status is written"] if todo.status is not None else []), *_actions(job, todo.actions)]
     pods = _pods(job, todo.actions)
     where, pod = _where(job.metadata), pods[0] if len(pods) == 1 else _failed_pod(old, new)
-    text = f"{where} {_attempt(old, new)}: decided, being {_state(old, new)}: {', '.join(done)}"
+    text = f"{where} {_attempt(old, new)}: decided in state {_state(old, new)}: {', '.join(done)}"
     return Line(shown(text, 2 * MESSAGE_MAX), where, new.attempt, pod)
 
 

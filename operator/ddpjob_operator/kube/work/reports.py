@@ -106,7 +106,7 @@ class Reports:
                 self.check_silence()
             except Exception:
                 # Do not raise: the end of this task would end the operator.
-                self._runtime.log.exception("whether reports reach this operator was not checked")
+                self._runtime.log.exception("the check that reports reach this operator failed")
 
     def check_silence(self) -> None:
         """Detect that most jobs went silent together: the path to this operator is then broken, not the jobs. Jobs that
