@@ -52,7 +52,7 @@ YAML_RULES = (
         "warning",
         "A field of the pod template that the API does not have and that resembles none of its fields. An API server "
         "refuses it, unless it is newer than the list of fields in this version. Correct or remove it. A field that "
-        "resembles another is a typo and an error at once.",
+        "resembles a known one is a typo: an error.",
     ),
     YamlRule(
         "memory-limit-too-small",

@@ -116,7 +116,7 @@ def by_job(script: str, path: Path, result: Converted) -> str:
     if changed:
         result.remark(path, f"{', '.join(changed)}: the job sets the rendezvous of each node")
     for name in dict.fromkeys(name for name, value in _ASSIGNED.findall(script) if name not in value):
-        result.remark(path, f"{name}: the job sets it, and the script gives it another value: remove that")
+        result.remark(path, f"{name}: the job sets it, but the script assigns another value: remove the assignment")
     return made
 
 

@@ -103,7 +103,7 @@ def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_wat
         lambda: f"release ops/own manages the jobs of the namespace {namespace.name} " in everywhere.operator.log,
         "it has seen it",
     )
-    assert "the release ops/own's" in everywhere.health()
+    assert "the release ops/own manages" in everywhere.health()
     assert own.health() == "ok\n"
     wrote = everywhere.writes()
     namespace.apply(job("two", nodes=1))
