@@ -4,9 +4,10 @@
     python bench/elastic.py --changes 10 --seconds 60 --megabytes 100 --csv changes.csv
 
 1 to 4 nodes on this machine, two ranks each; node 0 stays. A change kills nodes, sends SIGTERM to their agents (as
-`ddpjob run --resize` does), or starts them. Cost: from rank 0's last step before it to its next one. Its parts:
-detection (until a rank writes its state or stops), rescue (until all have written), stop (all ranks have ended),
-restart (until the last rank runs the script), load, first step. Then one process trains the same steps.
+`ddpjob run --resize` does), or starts nodes. The cost of a change is the time from rank 0's last step before the change
+to its first step after it. Parts of the cost: detection (until a rank writes its state or stops), rescue (until all
+ranks have written), stop (until all have ended), restart (until the last rank runs the script), load, first step. At
+the end one process trains the same steps, for comparison.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def measured(one: dict[str, Any], notes: list[Note], restarts: list[float]) -> d
         for n in notes:
             times[n.what, n.life].append(n.at)
         told = [moment for moment in times["told", before.life] if moment > at] or [before.at]
-        begin = at if one["kind"] == "kill" else min(told)  # other nodes are imported first, while the others train
+        begin = at if one["kind"] == "kill" else min(told)  # new nodes import torch earlier, while the others train
         ends = [min(told), max(times["wrote", before.life], default=max(told)), ended[0]]
         ends += [max(times["began", after.life]), max(times["loaded", after.life]), after.at]
         one |= dict(zip(PARTS, (b - a for a, b in itertools.pairwise([begin, *ends])), strict=True))
@@ -251,7 +252,7 @@ def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) ->
     for kind, part in itertools.product(("kill", "leave", "come"), ("cost", *PARTS)):
         if known := [one[part] for one in found if one["kind"] == kind and part in one]:
             print(
-                f"  {kind}: {part} {statistics.median(known):.2f} s (median of {len(known)}), {max(known):.2f} s (most)"
+                f"  {kind}: {part} {statistics.median(known):.2f} s (median of {len(known)}), {max(known):.2f} s (max)"
             )
     print(
         "{}: {} changes; {} steps repeated, {} epochs with a sample missing or twice; {}".format(

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measured(program: str, tries: list[str], folder: str) -> tuple[int, float, int, int]:
-    """Return the commands, the seconds and lines until the script prints, and the lines in all."""
+    """Return the number of commands, the seconds and lines until the script prints, and the number of all lines."""
     began, lines, first = time.monotonic(), 0, (0.0, 0)
     for number, words in enumerate(tries, 1):
         command = [program, *words.split()]

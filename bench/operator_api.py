@@ -108,7 +108,7 @@ async def create_jobs(namespace: str, count: int, nodes: int, run_for: str, *, p
 
 
 async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
-    """Return the time (perf_counter) when a watch has seen each pod; repeated lists would load the measured server."""
+    """Return when (perf_counter) a watch has seen the last pod; repeated lists would load the measured server."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     seen: dict[str, float] = {}
     async with client() as api:
@@ -197,7 +197,7 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps({**found, "secondsOfTheFirstBareLoop": round(before, 2)}), file=sys.stderr)
             until(lambda: finished(ours, options.jobs + 1), "all jobs succeed", 600)
             found["operatorCpuMsPerPodUntilFinished"] = round(1000 * (operator.cpu_seconds - cpu) / pods, 2)
-            # The first one includes the deletion of the loop's pods. Both include the watches of this process.
+            # CPU of the loop includes the deletion of its pods. Both figures include the watches of this process.
             found["apiServerCpuMsPerPodOfTheLoop"] = round(1000 * loop_server / pods, 2)
             found["apiServerCpuMsPerPodOfTheJobs"] = round(1000 * (api_server_seconds() - server) / pods, 2)
             found["operatorMemoryMiBAtTheEnd"] = operator.memory_bytes >> 20

@@ -141,8 +141,8 @@ def compare(sizes: list[int], ranks: int, rounds: int) -> None:
 
 
 def train(turn: int, done: int, *, memory_is_on: bool) -> None:
-    """Make STEPS_AT_ONCE steps for each byte of `turn`, and write their mean CPU seconds to `done`. Ends the
-    process."""
+    """Make STEPS_AT_ONCE steps for each byte read from `turn`, and write their mean CPU seconds to `done`. turn, done:
+    descriptors of pipes. The end of `turn` ends the process."""
     import torch
 
     from ddpjob.checkpoint.in_memory.memory import Keeper

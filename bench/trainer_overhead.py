@@ -105,7 +105,7 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
 def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{machine}, load {os.getloadavg()[0]:.1f}")
-    seconds, parameters = check_replicas_seconds()  # first, because it forks, and the others start threads
+    seconds, parameters = check_replicas_seconds()  # first, because it forks: later measurements start threads
     rows = [("progress(), no receiver", best_seconds(progress_calls))]
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()

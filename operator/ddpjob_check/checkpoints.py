@@ -218,7 +218,7 @@ class _Place(NamedTuple):
 
 
 def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _Place]]:
-    """Yield calls of state_dict() whose result this torch.save gets, directly or in a dict, and their places."""
+    """Yield each state_dict() call whose result this torch.save gets, directly or in a dict, with the state's place."""
     what, path = script.argument(save, "obj", 0), script.argument(save, "f", 1)
     for origin in script.origins(what) if path is not None else ():
         if isinstance(origin, ast.Call) and is_method(origin, "state_dict") and path:
@@ -309,8 +309,8 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """Return "wrapped" or "plain" for a model that another function, or the module, assigns: as it is when that code
-    calls this function, else at the end of that code."""
+    """Return "wrapped" or "plain" for a model that another function, or the module, assigns: its kind when the
+    assigning code calls this function, or at the end of that code if it makes no such call."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""

@@ -63,7 +63,7 @@ def _has_collective(script: Script, body: list[ast.stmt]) -> bool:
 
 
 def _is(script: Script, test: ast.expr, *, always: bool) -> bool:
-    """True if a test of a parameter is certainly true for all parameters (always=True), or for none (always=False)."""
+    """True if a test of a parameter is certainly true for all parameters or, with always=False, certainly false."""
     if isinstance(test, ast.BoolOp):
         decides = isinstance(test.op, ast.Or if always else ast.And)
         return decides and any(_is(script, value, always=always) for value in test.values)
@@ -156,7 +156,7 @@ def no_sync_always(script: Script, job: CheckedJob) -> Iterator[Found]:
     backwards = script.methods_called("backward")
     contexts = [_no_sync(script, call) for call in backwards]
     first = contexts[0] if contexts else None
-    # DDP decides in the forward pass if it averages, so the model must be called within no_sync() too.
+    # DDP decides in the forward pass if it averages gradients, so the model must be called within no_sync() too.
     forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
     is_inside = any(_no_sync(script, c) is not None for c in forwards)
     if first is not None and None not in contexts and is_inside:

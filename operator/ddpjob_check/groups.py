@@ -19,7 +19,7 @@ _ONLY_HERE = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)$"
 _NUMBER = r"(?:[1-9]\d*|\{\w*\}|%[ds]|\$\{?\w+\}?|\$\(\w+\))"
 _ITS_NAME = r"\$\(DDPJOB_NAME\)|\$\{?DDPJOB_NAME\}?"
 NO_NAME = "without dns: all only node 0 has a DNS name; add spec.dns: all"
-_TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it, and nothing on this one"
+_TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it, and nothing listens on this one"
 
 
 @rule(
@@ -74,7 +74,7 @@ def _rank_hurts(script: Script, job: CheckedJob, name: str, text: str) -> tuple[
         severity: Severity = "error" if (job.nproc or 1) > 1 and job.gpus else "warning"
         return None if job.nproc == 1 else (severity, f"all processes of a node take its GPU {text}")
     if name == "WORLD_SIZE" and job.is_elastic:
-        return None  # the rule elastic-fixed-world reports this
+        return None  # the rule elastic-fixed-world reports a fixed WORLD_SIZE
     severity = "error" if several and is_used else "warning"
     if name == "RANK":
         return severity, f"all {world or ''} processes believe that they are rank {text}".replace("  ", " ")
@@ -121,7 +121,7 @@ def world_size_differs(script: Script, job: CheckedJob) -> Iterator[Found]:
             wait = "the group waits for more ranks than there are" if number > world else "ranks beyond it are refused"
             yield at(
                 size,
-                f"{text}, and the job has {world} ranks ({nodes}): {wait}; leave it out, or use "
+                f"{text}, but the job has {world} ranks ({nodes}): {wait}; leave it out, or use "
                 'int(os.environ["WORLD_SIZE"])',
                 "error" if is_fixed or job.known else "warning",
             )
@@ -389,7 +389,7 @@ def destroy_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
         forgotten = next(f for f in functions if f is not None)
         yield at(
             forgotten,
-            f"{forgotten.name}() destroys the group, and is never called; call it at the end, also after an exception: "
+            f"{forgotten.name}() destroys the group, but is never called; call it at the end, also after an exception: "
             "try: … finally:",
         )
 

@@ -248,7 +248,7 @@ def launcher_failure_ignored(script: Script, job: CheckedJob) -> Iterator[Found]
         if not is_checked and (is_dropped or is_kept):
             yield at(
                 call,
-                f"{script.text_of(call.func)}(…) starts {started.launcher}, and nothing looks at its exit code, so a "
+                f"{script.text_of(call.func)}(…) starts {started.launcher}, and nothing checks its exit code, so a "
                 "training that fails counts as done; use subprocess.run(…, check=True)",
             )
 

@@ -84,7 +84,7 @@ def _of_other_launchers(facts: JobFacts, own: set[Any], scripts: list[str]) -> I
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
     for name in names:
         if how := _how_read(name, facts.command, scripts, default_counts=True):
-            text = f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}"
+            text = f"{how}: neither Slurm nor MPI starts the job, so nothing sets it; {_counterpart(name)}"
             is_certain = _ends_the_start(name, facts.started, scripts)
             yield "variable-of-other-launcher" if is_certain else "variable-of-other-launcher-unset", text
 
@@ -139,7 +139,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
             text = f"{word}: {_NO_SHELL}, and most programs do not expand ~ themselves; write the whole path"
             yield ("command",), text
         elif i and _is_glob(word, before) and not any(name in script for name in _EXPANDS_PATTERNS):
-            text = f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
+            text = f"{word}: {_NO_SHELL} and must expand the pattern; if it does not, list the files, or {_BY_SHELL}"
             yield ("command",), text
         elif i and (_is_substitution(word, env) or _is_operator(word, before, words[i + 1 : i + 2])):
             yield ("command",), f"{word}: {_NO_SHELL}; {_BY_SHELL}"

@@ -52,7 +52,7 @@ YAML_RULES = (
         "warning",
         "A field of the pod template that the API does not have and that resembles none of its fields. An API server "
         "refuses it, unless it is newer than the list of fields in this version. Correct or remove it. A field that "
-        "resembles another is a typo and an error at once.",
+        "resembles a known one is a typo: an error.",
     ),
     YamlRule(
         "memory-limit-too-small",
@@ -243,7 +243,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     if set(variables.overridden(job.spec.template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(job.spec.template)
     yield from ((facts.command_path, rule, text) for rule, text in _of_shell(words))
-    refused = (text for _, text in launcher.contradictions(job.spec))  # in script files; others make the job invalid
+    refused = (text for _, text in launcher.contradictions(job.spec))  # only those in script files: the job is valid
     yield from ((facts.command_path, "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
 
 

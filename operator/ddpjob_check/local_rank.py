@@ -80,8 +80,9 @@ def _requires_what_is_not_passed(script: Script, job: CheckedJob) -> Iterator[Fo
     for call in () if _is_given(job) else _required(script):
         yield at(
             call,
-            f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; with "
-            f'the script unchanged: {_recipe(job, call)}; else use int(os.environ["LOCAL_RANK"])',
+            f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error. Two "
+            f"fixes: with the script unchanged: {_recipe(job, call)}; or in the script: "
+            'int(os.environ["LOCAL_RANK"])',
             "error",
         )
 
@@ -102,7 +103,7 @@ def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None)
     return at(
         call,
         f'{name_of(call.func)}("{_OLD}"): since torch 2.0 torch.distributed.launch passes --local-rank, which is '
-        f'refused; declare both: "{_NEW}", "{_OLD}"; with the script unchanged: {recipe}',
+        f'refused; declare both: "{_NEW}", "{_OLD}"; or with the script unchanged: {recipe}',
         severity,
     )
 
@@ -176,8 +177,9 @@ def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
         return
     yield at(
         option,
-        f"{script.text_of(option)}: {job.launcher} does not pass it, and with its default {so}; with the "
-        f'script unchanged: {_recipe(job, option)}; else use int(os.environ["LOCAL_RANK"])',
+        f"{script.text_of(option)}: {job.launcher} does not pass it, and with its default {so}. Two "
+        f"fixes: with the script unchanged: {_recipe(job, option)}; or in the script: "
+        'int(os.environ["LOCAL_RANK"])',
         severity,
     )
 

@@ -32,6 +32,6 @@ def parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as "\d" in a text, which is no DDP mistake
         if sys.version_info < (3, 11) and len(text) > _CHAIN_CHARACTERS_MAX:
-            with contextlib.suppress(SyntaxError, ValueError):  # raised again below, unless it is only the compiler's
+            with contextlib.suppress(SyntaxError, ValueError):  # ast.parse raises errors of syntax again
                 compile(text, "<script>", "exec", dont_inherit=True)  # raises RecursionError for a long chain
         return ast.parse(text)

@@ -160,7 +160,7 @@ def spawn_function_without_rank(script: Script, job: CheckedJob) -> Iterator[Fou
             yield at(
                 call,
                 f"mp.spawn calls {functions[0].name}{says} with {1 + (given or 0)} arguments, the first of them the "
-                f"number of the process, and it takes {accepts}; add a first parameter, rank",
+                f"process number, but it takes {accepts}; add a first parameter, rank",
             )
 
 
@@ -223,7 +223,7 @@ def launcher_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
         if methods == ["env://"] and not (own or asks or hidden) and script.on_every_rank(call):
             yield at(
                 call,
-                f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
+                f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, but its command starts "
                 f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
                 "warning" if job.known and job.variables is None else "error",  # a shell may set RANK
             )

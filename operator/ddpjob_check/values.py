@@ -35,7 +35,7 @@ from ddpjob_check.rebinding import changed_containers, changed_objects, rebound_
 # The parser uses a single object for each of these types, so they have no single parent and are left out.
 _SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
 _VALUES_MAX = 100  # values of one name; beyond this the result is UNKNOWN
-_STEPS_MAX = 1000  # steps from a value to its origin; beyond this it is UNKNOWN
+_STEPS_MAX = 1000  # steps from a value to its origin; beyond this the origin is UNKNOWN
 
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
@@ -381,7 +381,7 @@ class Values:
         return [*values, *named, *may_change, *([Marker.UNKNOWN] if foreign else [])]
 
     def _is_set_in_any_case(self, text: str, value: Origin) -> bool:
-        """True if every branch sets the attribute. Otherwise it may keep its earlier value, as with argparse."""
+        """True if every branch sets the attribute. If not, it may keep an earlier value, for example from argparse."""
         if isinstance(value, Marker):
             return False
         for child, parent in self.above(value):
@@ -443,8 +443,8 @@ class Values:
         for call in self.calls:
             for function, skip in self._called_here(call):
                 self._callers[function].append(_caller(call, skip))
-        # The order matters: the callers found so far resolve `demo` in def start(demo): mp.spawn(demo, …).
-        # The next loop then resolves `fn` in def init_process(rank, size, fn): fn(rank, size).
+        # Keep this order: the callers from the loop above resolve `demo` in def start(demo): mp.spawn(demo, …).
+        # The callers from this loop resolve `fn` in def init_process(rank, size, fn): fn(rank, size).
         for target, caller in filter(None, map(self.started, self.calls)):
             for function in self.functions_meant(target):
                 self._callers[function].append(caller)

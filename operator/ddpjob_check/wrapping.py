@@ -47,7 +47,7 @@ def model_not_wrapped(script: Script, job: CheckedJob) -> Iterator[Found]:
             yield at(
                 call,
                 f"{script.text_of(call.func)}({script.text_of(model)}.parameters(), …): the model is not wrapped, so "
-                f"every rank trains one of its own; {script.text_of(model)} = DistributedDataParallel(…) first",
+                f"every rank trains its own; first {script.text_of(model)} = DistributedDataParallel(…)",
             )
             return
 
@@ -113,7 +113,7 @@ def forward_around_ddp(script: Script, job: CheckedJob) -> Iterator[Found]:
         if name and not _goes_through_ddp(script, call) and _leads_to_backward(script, call):
             yield at(
                 call,
-                f"{script.text_of(call)}: the forward pass goes around DDP, so backward() averages no gradient; call "
+                f"{script.text_of(call)}: the forward pass bypasses DDP, so backward() averages no gradient; call "
                 f"{name}(…)",
             )
 

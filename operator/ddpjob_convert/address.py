@@ -19,7 +19,7 @@ VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
 )
-# Options of a launcher in a shell script, and the values that the job has for them.
+# Options of a launcher in a shell script, and the variables with the job's values for them.
 _OF_THE_JOB = {
     "nnodes": "$NNODES",
     "node_rank": "$NODE_RANK",
@@ -116,7 +116,7 @@ def by_job(script: str, path: Path, result: Converted) -> str:
     if changed:
         result.remark(path, f"{', '.join(changed)}: the job sets the rendezvous of each node")
     for name in dict.fromkeys(name for name, value in _ASSIGNED.findall(script) if name not in value):
-        result.remark(path, f"{name}: the job sets it, and the script gives it another value: remove that")
+        result.remark(path, f"{name}: the job sets it, but the script assigns another value: remove the assignment")
     return made
 
 

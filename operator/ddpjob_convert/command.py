@@ -145,12 +145,12 @@ def _other_launcher(words: list[str]) -> str:
 
 def _refusal(words: list[str]) -> ConvertError:
     if words[0].endswith((".yaml", ".yml", ".json")):
-        return ConvertError(("command",), f"{words[0]} is a file: give it without the dashes before it")
+        return ConvertError(("command",), f"{words[0]} is a file: remove the -- before it")
     other = _other_launcher(words) or words[0]
     begin = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     started = shlex.join(words[begin:]) if begin is not None else "train.py"
     file = _shell_file(words)
-    within = f", and not the shell script {file}: give the command in it that starts the training" if file else ""
+    within = f", but not the shell script {file}: give the command in it that starts the training" if file else ""
     return ConvertError(
         ("command",),
         f"{programs.name(other) or 'an empty text'} cannot be converted: {_READ}{within}. A DDPJob runs the same "
@@ -216,7 +216,7 @@ def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
     if nproc == "gpu":
         result.remark(("command",), f"{nproc}: a rank for each GPU of the pod: set them in resources.limits")
     elif "$" in nproc:
-        text = "known in the pod alone; set spec.nprocPerNode to the same number, or the GPUs in resources.limits"
+        text = "known only in the pod; set spec.nprocPerNode to the same number, or the GPUs in resources.limits"
         result.remark(("command",), f"--nproc-per-node={nproc}: {text}")
     elif nproc not in ("", "auto", "cpu") and bounds.number(nproc, bounds.COUNT_MAX) < 1:
         raise ConvertError(("command",), f"--nproc-per-node must be auto, cpu, gpu or a number, is {nproc}")
@@ -250,7 +250,7 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
     if "num_processes" in options:
         processes = _count("num_processes", options["num_processes"])
         if processes % machines:
-            text = f"--num_processes={processes} is for all machines, and no multiple of --num_machines={machines}"
+            text = f"--num_processes={processes} is for all machines, but not a multiple of --num_machines={machines}"
             raise ConvertError(("command",), text)
         result.set("nprocPerNode", processes // machines, f"--num_processes={processes} of all machines together")
     for name, group in groups:

@@ -27,7 +27,7 @@ IDENTITY = {
 
 
 def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
-    """Return a DDPJob that has only the source's metadata, and the source's spec."""
+    """Return two things: a DDPJob with only the metadata of the source, and the spec of the source."""
     source = Fields(document, ())
     of_object = source.fields("metadata")
     given = of_object.given
@@ -115,13 +115,13 @@ def set_processes(
     if value in (None, "auto"):
         # Without a launcher the source starts one process, which sees all GPUs of its pod.
         if command and found is None and gpus(template) > 1:
-            result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
+            result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as in the source")
         elif found and not gpus(template) and "nproc_per_node" not in found.options:
             if on_cpus is None:
-                text = "auto without GPUs is a process for each CPU of the node there, and one here"
+                text = "without GPUs, auto means a process for each CPU in the source, but one in a DDPJob"
                 result.remark(path, f"{text}: set spec.nprocPerNode")
             elif on_cpus > 1:
-                result.set("nprocPerNode", on_cpus, "auto without GPUs is a process for each CPU of the pod")
+                result.set("nprocPerNode", on_cpus, "without GPUs, auto means a process for each CPU of the pod")
     elif value == "cpu":
         result.remark(path, "cpu means a process for each CPU: set spec.nprocPerNode to their number")
     elif str(value).isdecimal() and int(value) > 0:
@@ -155,10 +155,10 @@ def set_range(least: int | None, most: int | None, path: Path, command: list[str
     if most is None:
         most = max(least or 1, nodes)
     if least is not None and least > most:
-        raise ConvertError(path, f"must be at most {most}, the most nodes, is {least}")
+        raise ConvertError(path, f"must be at most {most}, the largest number of nodes, is {least}")
     if most != nodes:
-        result.set("nodes", most, "the most nodes of an elastic job")
-        result.remark(path, f"the job has {most} nodes, and asks for {most} pods at once; there it began with {nodes}")
+        result.set("nodes", most, "the largest number of nodes of an elastic job")
+        result.remark(path, f"the job requests {most} pods at once; the source began with {nodes}")
     if least is not None and least < most:
         result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
 

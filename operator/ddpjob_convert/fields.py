@@ -35,14 +35,14 @@ _REASONS = {
     "metrics": "no HorizontalPodAutoscaler is created; your own may change spec.nodes of a running elastic job, with "
     "minReplicas of at least minNodes",
     # TrainJob
-    "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
+    "initializer": "no initializer Job is created: download in an init container, or mount a volume that has the data",
     "labels": "set them in metadata.labels of the template",
     "annotations": "set them in metadata.annotations of the template",
-    "metadata": f"is not that of the pods: {SET_IT}",
+    "metadata": f"is not set on the pods of the source: {SET_IT}",
     # a TrainJob's runtime
     **dict.fromkeys(("parallelism", "completions", "replicas"), "the number of nodes is spec.nodes"),
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
-    "activeDeadlineSeconds": "limits one attempt there; spec.activeDeadlineSeconds limits all of them together",
+    "activeDeadlineSeconds": "limits one attempt in the source; spec.activeDeadlineSeconds limits all together",
     "podFailurePolicy": "write its rules for exit codes as spec.failurePolicy",
     "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
 }

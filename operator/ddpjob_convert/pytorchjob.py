@@ -32,7 +32,7 @@ def convert(document: Mapping[str, Any]) -> Converted:
     groups = _groups(spec)
     counts = [1 if (count := group.number("replicas")) is None else count for _, group in groups]
     if sum(counts) < 1:
-        raise ConvertError((*groups[0][1].path, "replicas"), "there is no replica: a DDPJob has at least one node")
+        raise ConvertError((*groups[0][1].path, "replicas"), "no replicas: a DDPJob has at least one node")
     names = " + ".join(f"{count} {kind}" for count, (kind, _) in zip(counts, groups, strict=True))
     first = "the Master" if groups[0][0] == "Master" else "the first of them"
     result.set("nodes", sum(counts), f"{names}; {first} is node 0")
@@ -140,7 +140,7 @@ def _restarts(groups: list[Fields], policy: Fields, elastic: Fields, result: Con
     if words[0] == "ExitCode":
         codes = [code for code in range(1, 128) if code != RESUMABLE]
         rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}
-        comment = f"restartPolicy: ExitCode. {RESUMABLE} is missing: a rank that has saved in order ends with it"
+        comment = f"restartPolicy: ExitCode. {RESUMABLE} is missing: a rank that saved and stopped exits with it"
         result.set("failurePolicy", {"rules": [rule]}, comment)
 
 

@@ -40,7 +40,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     policy = own.fields("mlPolicy")
     torch, trainer = policy.fields("torch"), spec.fields("trainer")
     for other in policy.given.keys() - {"numNodes", "torch"}:
-        raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs DDP alone")
+        raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs only DDP")
     template, nnodes = _template(own, spec, trainer, result)
     nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
     result.set("nodes", nodes, "numNodes")
@@ -141,7 +141,7 @@ def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Convert
         for name in ("labels", "annotations"):
             given = metadata.fields(name)
             if own := ", ".join(key for key in given.given if key != _STEP):
-                result.remark(given.path, f"{own}: not on the pods there: {SET_IT}")
+                result.remark(given.path, f"{own}: not set on the pods of the source: {SET_IT}")
         metadata.rest(result)
         fields.rest(result)
     for name in ("name", "groupName", *(("replicas",) if job.given.get("replicas") == 1 else ())):
@@ -159,10 +159,10 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
     by_name = [job for job in jobs if job.given.get("name") == "node"]
     found = next(iter([*(job for job in jobs if step(job) == "trainer"), *by_name]), None)
     if found is None:
-        raise ConvertError((*job_set.path, "replicatedJobs"), f"none has the label {_STEP}: trainer")
+        raise ConvertError((*job_set.path, "replicatedJobs"), f"no replicated Job has the label {_STEP}: trainer")
     for job in jobs:
         if job is not found:
-            reason = f"the Job {job.given.get('name')} is not made: download in an init container, or mount a volume"
+            reason = f"the Job {job.given.get('name')} is not created: download in an init container, or mount a volume"
             result.remark(job.path, reason)
     return found
 

@@ -17,6 +17,6 @@ Out:  Services, pods, events, the status of each DDPJob, metrics.
     job/        the DDPJob itself: types, validation, what follows from a spec and its command
 
 Called by: `ddpjob-operator` (kube/program.py); all but kube/ also by the local run and the simulation.
-Must not know: I/O, a clock or kopf from metrics/ down; `ddpjob_cli`, `ddpjob` or torch anywhere. The package shares
-`ddpjob_core` with the agents in the pods.
+Must not import: `ddpjob_cli`, `ddpjob` or torch. From metrics/ down it must not use I/O, a clock or kopf either.
+The operator shares `ddpjob_core` with the agents in the pods.
 """

@@ -328,7 +328,7 @@ def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, excepti
     fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (code, "infrastructure")
-    assert order.why.endswith("; another node may have it")
+    assert order.why.endswith("; another node may have the program")
 
 
 def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stopped_before_they_looked_for_it() -> None:
@@ -560,7 +560,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
 
 @pytest.mark.parametrize(
     ("comes", "charged", "why"),
-    [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
+    [(0, 1, "charged to infrastructure"), (1, 0, "a new pod has replaced it"), (4, 0, "a new pod has replaced it")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
     """If a new pod replaces the node, the operator has already counted the restart."""

@@ -99,8 +99,11 @@ def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_wat
     marks = f"/api/v1/namespaces/{namespace.name}/configmaps"
     namespace.api.call("POST", marks, {"metadata": {"name": MARK}, "data": {"release": "ops/own"}})
     own = releases("own", namespace.name).leads()
-    until(lambda: f"namespace {namespace.name} are the release ops/own's" in everywhere.operator.log, "it has seen it")
-    assert "the release ops/own's" in everywhere.health()
+    until(
+        lambda: f"release ops/own manages the jobs of the namespace {namespace.name} " in everywhere.operator.log,
+        "it has seen it",
+    )
+    assert "the release ops/own manages" in everywhere.health()
     assert own.health() == "ok\n"
     wrote = everywhere.writes()
     namespace.apply(job("two", nodes=1))

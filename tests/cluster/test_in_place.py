@@ -216,7 +216,7 @@ def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
     loses_a_pod(jobs, "short", 500)
     says(jobs, "short-1-1-r1", "this one joins them in")
     status = ends_with(jobs, "short", "short-1-0")
-    assert status["message"] == "1 of 2 nodes trained, and completed"
+    assert status["message"] == "1 of 2 nodes trained and completed"
 
 
 @pytest.mark.alone

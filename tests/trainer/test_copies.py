@@ -74,7 +74,7 @@ def test_a_single_killed_rank_resumes_from_the_last_copy(node: Node, capfd: pyte
     assert node.run(0, lambda: train(20)) == 0
     assert node.run(1, lambda: train(30)) == 19
     said = capfd.readouterr().err
-    assert "the state is copied at each step, because a rank that trains alone leaves nobody who could write it" in said
+    assert "the state is copied at each step, because there is no other rank that could write it" in said
     assert "resumed at step 19 from a copy in the memory on the node of rank 0" in said
     assert node.run(2, lambda: train(31)) == 29
 
@@ -106,7 +106,10 @@ def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwis
     assert node.run(1, lambda: clipped(24, "first")) == (15, undisturbed)
     said = capfd.readouterr().err
     assert "parameters or optimizer state changed between step" in said
-    assert "the state is copied at each step, because parameters or optimizer state change between a boundary" in said
+    assert (
+        "the state is copied at each step, because parameters or optimizer state change between the end of a step"
+        in said
+    )
 
 
 def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_them(node: Node) -> None:

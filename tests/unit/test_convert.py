@@ -324,7 +324,7 @@ def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: 
 
 def test_differences_for_an_elastic_job_are_reported_with_both_numbers() -> None:
     more = remarks(converted(elasticPolicy={"minReplicas": 1, "maxReplicas": 9}))["spec.elasticPolicy.minReplicas"]
-    assert more == "the job has 9 nodes, and asks for 9 pods at once; there it began with 4"
+    assert more == "the job requests 9 pods at once; the source began with 4"
     none = converted(elasticPolicy={"minReplicas": 2}, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
     assert "needs torchrun" in remarks(none)["spec.elasticPolicy.minReplicas"]
 
@@ -585,12 +585,12 @@ def test_parts_of_a_runtime_outside_its_pods_are_named() -> None:
     of_job = f"{path}.spec.replicatedJobs[0]"
     assert result.spec["backoffLimit"] == 5
     assert "7 restarts of the JobSet" in named[f"{path}.spec.failurePolicy.maxRestarts"]
-    assert named[f"{path}.metadata.labels"].startswith("team: not on the pods there: set it in metadata")
-    assert named[f"{of_job}.template.metadata.labels"].startswith("cost: not on the pods there")
+    assert named[f"{path}.metadata.labels"].startswith("team: not set on the pods of the source: set it in metadata")
+    assert named[f"{of_job}.template.metadata.labels"].startswith("cost: not set on the pods of the source")
     assert {f"{path}.metadata.annotations", f"{of_job}.template.metadata.annotations"} <= named.keys()
     assert "waits for no other Job" in named[f"{of_job}.dependsOn"]
     assert '"OnFailure" restarts one container' in named[f"{of_job}.template.spec.template.spec.restartPolicy"]
-    assert "limits all of them together" in named[f"{of_job}.template.spec.activeDeadlineSeconds"]
+    assert "limits all together" in named[f"{of_job}.template.spec.activeDeadlineSeconds"]
     assert not any(name.startswith("runtime.spec.template") for name in remarks(trainjob()))
 
 
@@ -736,7 +736,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
         (
             "export MASTER_ADDR=$(head -1 /etc/volcano/worker.host); torchrun --nnodes=3 t.py",
             "export MASTER_ADDR=$(head -1 /etc/volcano/worker.host); torchrun --nnodes=3 t.py",
-            "MASTER_ADDR: the job sets it, and the script gives it another value: remove that",
+            "MASTER_ADDR: the job sets it, but the script assigns another value: remove the assignment",
         ),
     ],
 )
@@ -765,8 +765,8 @@ def test_variables_of_another_launcher_are_named() -> None:
     """Another launcher's variables are empty in a pod: rank 0 of each node would take itself for the job's rank 0."""
     script = "torchrun --nnodes=3 t.py --local_id=$SLURM_LOCALID; echo $VC_TASK_INDEX"
     stderr = run("--image", "i", "--", "bash", "-c", script).stderr
-    assert "SLURM_LOCALID: no Slurm and no MPI starts the job" in stderr
-    assert "VC_TASK_INDEX: no Slurm" in stderr
+    assert "SLURM_LOCALID: neither Slurm nor MPI starts the job" in stderr
+    assert "VC_TASK_INDEX: neither Slurm" in stderr
 
 
 def test_a_number_of_processes_that_only_the_pod_knows_stays_unset() -> None:
@@ -777,7 +777,7 @@ def test_a_number_of_processes_that_only_the_pod_knows_stays_unset() -> None:
     assert trainer(result)["command"] == ["bash", "-c", script]
     (remark,) = result.remarks
     assert remark.text == (
-        "--nproc-per-node=$N: known in the pod alone; set spec.nprocPerNode to the same number, or the GPUs in "
+        "--nproc-per-node=$N: known only in the pod; set spec.nprocPerNode to the same number, or the GPUs in "
         "resources.limits"
     )
 
@@ -813,7 +813,7 @@ def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_altern
 
 
 def test_a_yaml_file_after_the_dashes_is_recognized_as_a_file() -> None:
-    assert "job.yaml is a file: give it without the dashes" in str(run("--", "job.yaml").exception)
+    assert "job.yaml is a file: remove the -- before it" in str(run("--", "job.yaml").exception)
     assert "' is not closed" in str(run("--", "bash", "-c", "python 'x.py").exception)
 
 
@@ -876,7 +876,7 @@ def test_a_shell_script_file_is_refused_with_the_argument_to_give_instead(line: 
     with pytest.raises(ConvertError) as refused:
         of_command(line)
     file = next(word for word in line.split() if "run" in word)
-    assert f", and not the shell script {file}: give the command in it that starts the training." in str(refused.value)
+    assert f", but not the shell script {file}: give the command in it that starts the training." in str(refused.value)
 
 
 def test_the_job_is_named_after_the_script() -> None:
@@ -957,7 +957,7 @@ def test_options_of_a_single_machine_are_kept(line: str) -> None:
     ("line", "sentence"),
     [
         ("accelerate launch --use_deepspeed train.py", "--use_deepspeed is not DDP"),
-        ("accelerate launch --num_machines 2 --num_processes 3 train.py", "no multiple"),
+        ("accelerate launch --num_machines 2 --num_processes 3 train.py", "not a multiple"),
         ("accelerate launch --num_machines 2", "has no script"),
         ("accelerate config", "only `accelerate launch`"),
         ("torchrun --nnodes=many train.py", "must be a number of nodes"),
@@ -1103,8 +1103,8 @@ def test_a_command_is_accepted_with_and_without_dashes() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("kind: Deployment\n", "no PyTorchJob and no TrainJob in it; there: Deployment (line 1)"),
-        ("", "no PyTorchJob and no TrainJob in it; there: nothing"),
+        ("kind: Deployment\n", "contains no PyTorchJob and no TrainJob, but Deployment (line 1)"),
+        ("", "contains no PyTorchJob and no TrainJob, but nothing else"),
         ("a: [", "stdin:"),
         (TRAINJOB, "stdin:5: spec.runtimeRef.name: the ClusterTrainingRuntime torch-distributed"),
         (PYTORCHJOB.replace("name: mnist", "name: Mnist"), "the DDPJob would not be valid: metadata.name"),

@@ -391,7 +391,7 @@ def test_a_pod_that_still_waits_to_join_when_the_group_has_ended_is_deleted_and_
     world.exits(0, message=trained("0-1")).settle()
     assert world.status.state == "Running", "node 1 has not ended"
     world.exits(1).settle()
-    assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
+    assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained and completed")
     assert world.status.display.nodes == "2/3"
     assert world.stops_all().names() == ["digits-1-0", "digits-1-1"]
 
@@ -480,7 +480,7 @@ def test_the_job_succeeds_when_all_nodes_that_trained_have_completed() -> None:
     """The pod that still waits to join must not keep the job running, because its group has ended."""
     world = elastic().started().runs(0, 1).after(31).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
-    assert world.status.message == "2 of 3 nodes trained, and completed"
+    assert world.status.message == "2 of 3 nodes trained and completed"
     assert "digits-1-2" not in world.stops_all().pods
 
 
@@ -517,7 +517,7 @@ def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = Fal
 def test_a_node_still_importing_at_the_end_of_training_does_not_fail_the_job(message: str) -> None:
     """A node that was still importing when training ended must not cause a failure or a new training."""
     world = ended_beside_a_node_that_came(5).after(60).exits(2, 1, message=message).settle()
-    assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
+    assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained and completed")
     assert world.status.last_failure is None
 
 

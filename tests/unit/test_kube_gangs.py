@@ -226,7 +226,7 @@ def test_a_queue_api_that_answers_with_errors_counts_as_unavailable_until_it_wor
             server.errors.clear()
         await asyncio.sleep(0)
 
-    said = "the API server cannot tell which workloads.kueue.x-k8s.io there are"
+    said = "the API server cannot list workloads.kueue.x-k8s.io"
     server.reach.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server, adapter=kueue.ADAPTER)
     runs(gang, lambda: gang.api.api_version and gang.is_ready(""))

@@ -83,7 +83,7 @@ def test_a_missing_right_is_logged_once_and_retried_rarely(caplog: pytest.LogCap
     pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
     lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
     assert pods.asked <= 11
-    said = f"reports of progress may not arrive, for the label {LABEL}: 403 Forbidden: cannot patch pods"
+    said = f"progress reports may not arrive, because the label {LABEL} was not set: 403 Forbidden: cannot patch pods"
     assert caplog.messages == [said]
 
 

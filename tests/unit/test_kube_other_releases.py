@@ -65,8 +65,8 @@ def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_go
         world.begins()
         assert await world.reads() is None
         assert world.operator.standing_by() == (
-            "the jobs of the namespace team are the release team/theirs's (ConfigMap team/training.ddpjob.io);"
-            " this one leaves them alone"
+            "the release team/theirs manages the jobs of the namespace team (ConfigMap team/training.ddpjob.io);"
+            " this release leaves them alone"
         )
         assert world.others.of("other") == ""
         assert world.changes == [{"team"}]
@@ -78,7 +78,7 @@ def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_go
         assert (world.operator.standing_by(), world.changes) == ("", [{"team"}, {"team"}])
 
     play(story)
-    assert "this one leaves them alone" in caplog.text
+    assert "this release leaves them alone" in caplog.text
 
 
 def test_a_release_that_may_not_read_the_marks_acts_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,4 +114,4 @@ def test_the_mark_of_a_tenant_affects_only_jobs_of_its_own_namespace(caplog: pyt
 
     play(story)
     assert "\x1b" not in caplog.text
-    assert "release c ERROR: forged's" in caplog.text
+    assert "release c ERROR: forged manages" in caplog.text

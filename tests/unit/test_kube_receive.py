@@ -333,11 +333,11 @@ def test_a_port_in_use_is_reported_at_the_start(world: World) -> None:
 
 def test_a_pod_that_reports_for_a_rank_of_another_pod_gets_an_error_that_names_the_rank(world: World) -> None:
     def refuse(sender: Sender, report: Report) -> None:
-        raise BadReportError("rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)")
+        raise BadReportError("rank: 7 is not on node 0, which has ranks 0 to 0 (nprocPerNode)")
 
     world.receiver._on_report = refuse
     status, said = world.post({"step": 1, "rank": 7})
     assert (status, json.loads(said)["error"]) == (
         403,
-        "rank: 7 is not of node 0, which has 1 from 0 on (nprocPerNode)",
+        "rank: 7 is not on node 0, which has ranks 0 to 0 (nprocPerNode)",
     )

@@ -117,10 +117,10 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "its pod has no uid": (lambda: token(**{"kubernetes.io": {"namespace": "x", "pod": {"name": "y"}}}), "bound to no"),
     "its pod's uid is not a text": (lambda: token(**{"kubernetes.io": {"pod": {"uid": 7}}}), "bound to no pod"),
     "its claims are of another shape": (lambda: token(**{"kubernetes.io": "pod"}), "bound to no pod"),
-    "it is garbage": (lambda: "garbage", "no JSON Web Token"),
+    "it is garbage": (lambda: "garbage", "not a JSON Web Token"),
     # These tokens must not raise an exception. Otherwise any pod could write tracebacks into the operator's log.
     **{
-        f"it is {text!a}": (partial(str, text), "no JSON Web Token")
+        f"it is {text!a}": (partial(str, text), "not a JSON Web Token")
         for text in ("é.ü.ß", "\udcff.a.b", "a.b.c", "..", "\0")
     },
     "it is longer than any token": (lambda: "a" * 5000, "5000 characters"),

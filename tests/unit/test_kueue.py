@@ -696,13 +696,13 @@ def test_a_running_job_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
 def test_a_waiting_job_starts_no_pod_while_its_queue_api_is_unavailable() -> None:
     """Without the API the operator cannot see if the admission was withdrawn, so it must not create pods."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
-        world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
+        world.gang_apis["kueue"] = GangApi(why_not="the API server cannot list Workloads")
         known = list(world.groups)
         world = relabelled(world, queue_name="research")
         assert (world.settle().names(), list(world.groups)) == ([], known)
-        assert world.status.message == "waiting in the queue: the API server cannot tell"
+        assert world.status.message == "waiting in the queue: the API server cannot list Workloads"
         world.serves("kueue", V1BETA1).settle()
-        assert world.status.message != "waiting in the queue: the API server cannot tell"
+        assert world.status.message != "waiting in the queue: the API server cannot list Workloads"
 
 
 def test_a_refusal_of_kueue_is_shown_and_retried() -> None:

@@ -97,8 +97,8 @@ OF_JOB = [{"PET_NNODES": "2", "PET_NODE_RANK": str(node)} for node in range(2)]
         ("ddprun --nnodes=3 train.py", OF_JOB[1], "ddprun --nnodes=3 contradicts spec.nodes: 2"),
         ("torchrun --rdzv-backend c10d train.py", OF_JOB[1], "without --rdzv_endpoint: each of 2 nodes waits at its"),
         ("python -m torch.distributed.run train.py", {"PET_NODE_RANK": "1"}, "does not have the variable PET_NNODES"),
-        ("torchrun train.py", OF_JOB[0], "torchrun has --node_rank=0, as that of node 0"),
-        ("torchrun --node_rank 0 train.py", OF_JOB[1], "torchrun has --node_rank=0, as that of node 0"),
+        ("torchrun train.py", OF_JOB[0], "torchrun has --node_rank=0, as on node 0"),
+        ("torchrun --node_rank 0 train.py", OF_JOB[1], "torchrun has --node_rank=0, as on node 0"),
     ],
 )
 def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dict[str, str], expected: str) -> None:

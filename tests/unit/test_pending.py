@@ -33,7 +33,7 @@ def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_comma
     lives_on(world, 83)
     assert world.status.reason == "StartingTrainers"
     assert "digits-1-0 on node-0 has been in ContainerCreating for more than 1m" in world.status.message
-    assert "`kubectl describe pod --namespace default digits-1-0` says why" in world.status.message
+    assert "`kubectl describe pod --namespace default digits-1-0` shows why" in world.status.message
     lives_on(world, 600)
     assert (world.status.state, world.status.reason) == ("Pending", "CannotStart")
     lives_on(world, MONTH)
@@ -139,7 +139,7 @@ def test_a_pod_past_its_grace_on_an_unready_node_is_lost_whatever_the_other_node
     world = digits().running()
     world.nodes = {"node-1": Node(ready=False, since=START, with_most=True)}
     world.settle().after(3600).settle()
-    assert "most others are not ready either, so none is given up" in world.status.message
+    assert "most other nodes are not ready either, so none is given up" in world.status.message
     world.deleted_first(1).settle().after(59).settle().stops(0)
     assert "stopping digits-1-1 on node-1" in world.settle().status.message
     world.after(2).settle()

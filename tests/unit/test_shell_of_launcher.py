@@ -38,14 +38,14 @@ def test_a_script_that_returns_the_failure_of_its_launcher_gets_no_warning(scrip
 @pytest.mark.parametrize(
     ("script", "part"),
     [
-        ("torchrun t.py | tee log", "that of the end of the pipe, `| tee log`"),
+        ("torchrun t.py | tee log", "that of the last command in the pipe, `| tee log`"),
         ("torchrun t.py || true", "`|| true` takes its place"),
         ("torchrun t.py; echo done", "goes on with `echo done`"),
         ("torchrun t.py &", "in the background"),
         ("torchrun t.py & wait", "`wait $!`"),
         ("if torchrun t.py; then a; fi", "`if` only tests it"),
         ("! torchrun t.py", "`!` turns a failure into 0"),
-        ("echo $(torchrun t.py)", "within the words"),
+        ("echo $(torchrun t.py)", "inside another command"),
         ("torchrun t.py; exit 0", "`exit 0`"),
         ("trap 'exit 0' EXIT; torchrun t.py", "`trap 'exit 0' EXIT` sets another"),
         ("script -c 'torchrun t.py' log", "give it -e"),

@@ -43,7 +43,7 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend a job, wait until all pods have ended, then resume it. backoffLimit counts only an earlier failure."""
+    """Suspend a job, wait until all pods have ended, then resume it. backoffLimit does not count such a restart."""
     _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
@@ -59,12 +59,12 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
     was_suspended = stored.job.spec.suspend
     if stored.job.spec.min_nodes is not None and not was_suspended:
         jobs.patch(cluster, name, {"nodes": nodes})
-        say(f"{name} has {wording.count(nodes, 'node')} now, before {before}; all save, and start again")
+        say(f"{name} now has {wording.count(nodes, 'node')} (before: {before}); all ranks save and start again")
         return
     _stop(cluster, stored, "scaled", seconds, say)
     jobs.patch(cluster, name, {"nodes": nodes, "suspend": was_suspended})
     still = "; it is still suspended" if was_suspended else ""
-    say(f"{name} has {wording.count(nodes, 'node')} now, before {before}{still}")
+    say(f"{name} now has {wording.count(nodes, 'node')} (before: {before}){still}")
 
 
 def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float, say: Say) -> None:
@@ -180,7 +180,7 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return _never
 
     def holds(stored: jobs.Stored) -> bool:
-        # Prefer the condition: the state is Suspended while pods still save, but the condition is True only after that.
+        # Prefer the condition to the state: while pods still save, the state is Suspended already, the condition False.
         condition = find_condition(stored.job.status, word)
         return stored.job.status.state == word if condition is None else condition.status == "True"
 

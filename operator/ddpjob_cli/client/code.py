@@ -1,5 +1,5 @@
-"""Add code to a job, without I/O: a ConfigMap with an archive, which an init container unpacks. A mounted ConfigMap has
-no subfolders and is read-only, but a program may write files next to its scripts."""
+"""Add code to a job, without I/O: a ConfigMap with an archive, which an init container unpacks. A mounted ConfigMap
+would have no subfolders, and programs could not write files next to their scripts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def for_cluster(job: Raw, script: str, below: str) -> None:
     pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     if trainer.get("image") == PLACEHOLDER:
         trainer["image"] = IMAGE
-    # For an image without a tag the default is Always, which fails if it was loaded onto the nodes without a registry.
+    # For an image without a tag the default is Always, which fails if the image is on the nodes but in no registry.
     trainer.setdefault("imagePullPolicy", "IfNotPresent")
     trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
     pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})

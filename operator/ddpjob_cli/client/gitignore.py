@@ -1,6 +1,6 @@
 """Find the files that a .gitignore excludes, as in gitignore(5). Git itself is not called, because a stranger's folder
 may configure programs that git starts (core.fsmonitor, filters). Each pattern becomes a regular expression that never
-backtracks into a `*`, because the leftmost match is always right. A lookahead with a backreference prevents it."""
+backtracks into a `*`, because the leftmost match is always right. A lookahead with a backreference prevents that."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _POSIX = {
 }  # fmt: skip
 _STAR, _SLASH = "*", "/"
 _NEVER = "(?!)"
-# Stars, a character class, an escaped character, or one other character. An unclosed `[` or a last backslash also
-# matches as one character; git matches nothing with such a pattern (`_tokens`).
+# Matches stars, a character class, an escaped character, or one other character.
+# An unclosed `[` and a final backslash count as one character; git matches nothing with such a pattern (`_tokens`).
 _TOKEN = re.compile(
     r"\*+|\[(?P<negated>[!^]?)(?P<members>\]?(?:\[:[a-z]+:\]|\\.|\[(?!:[a-z]+:\])|[^]\\[])*)\]|\\.|.", re.DOTALL
 )

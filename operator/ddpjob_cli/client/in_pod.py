@@ -37,7 +37,7 @@ def write(changes: dict[str, Any]) -> None:
 
 
 def _make_room(path: str) -> None:
-    """Make the folder of a file. Remove a folder that has the file's name, which may contain only __pycache__."""
+    """Create the folder of a file. Remove a folder with the file's name; it may contain only __pycache__."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)

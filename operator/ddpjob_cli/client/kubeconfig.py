@@ -142,7 +142,7 @@ def _of_files(named: str, wanted: str | None) -> Access:
         raise InputError(f"--context {wanted}: not in {named}{suggestion(wanted, contexts)} (there: {there})")
     name = current if wanted is None else wanted
     if name not in contexts:
-        without = "it has no current context" if contexts else "it is not there, or has no context"
+        without = "it has no current context" if contexts else "it does not exist, or has no context"
         raise ValueError(f"the current context {name} is not in it" if name else without)
     context = contexts[name]
     cluster = merged["clusters"].get(str(context.get("cluster")))
@@ -192,7 +192,7 @@ def _pool(server: str, cluster: Raw, certificate: list[bytes]) -> urllib3.PoolMa
     is_checked = ssl.CERT_NONE if cluster.get("insecure-skip-tls-verify") else ssl.CERT_REQUIRED
     warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig disables verification
     tls = create_urllib3_context(cert_reqs=is_checked)
-    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 sets it, but many clusters' CAs lack required fields
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT  # set by Python 3.13; many clusters' CAs lack required fields
     if authority := _bytes(cluster, "certificate-authority"):
         tls.load_verify_locations(cadata=authority.decode())
     else:

@@ -22,7 +22,7 @@ DRAIN_SECONDS = 10.0  # seconds without a new line after the job's end, until a 
 RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines that wait if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
-# Lines that carry a function's result (sdk/in_rank.py). A timestamp or text without a line end may precede them.
+# A line that carries a function's result (sdk/in_rank.py). A timestamp, or text without a line end, may precede it.
 _OF_ANSWER = rf"{ANSWER}[0-9a-f]{{16}}:\w+:\d+:\d+/\d+:[\w+/=]*".encode()
 _ANSWERS = re.compile(rb"^(?:\d{4}-\S+ )?" + _OF_ANSWER + rb"\n|" + _OF_ANSWER, re.MULTILINE)
 _ANSWER_BYTES_MAX = 4096
@@ -94,7 +94,7 @@ class ClusterLogs:
         if rank >= world:
             raise InputError(f"--rank {rank}: {self.name} has ranks 0 to {world - 1}")
         if not spec.facts.ranks_follow_nodes:
-            raise InputError(f"--rank {rank}: torchrun numbers the nodes as they arrive; choose by --node")
+            raise InputError(f"--rank {rank}: torchrun assigns ranks to nodes as they arrive; choose with --node")
         return rank // spec.facts.nproc_per_node
 
     def prefix(self, node: int) -> str:

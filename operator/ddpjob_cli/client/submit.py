@@ -56,7 +56,7 @@ def objects(document: Raw, archive: Archive | None) -> list[Raw]:
 
 
 def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
-    """Create the ConfigMap, or make the job an owner of an existing one. Retry if it is deleted meanwhile."""
+    """Create the ConfigMap, or make the job an owner of an existing one. Retry if another client deletes that one."""
     name, reference = wanted["metadata"]["name"], code.reference(owner)
     owned = {**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [reference]}}
     for _ in range(_TRIES):
@@ -90,7 +90,7 @@ def _is_there(cluster: Cluster, name: str) -> str:
     with contextlib.suppress(ClusterError, InputError):
         state = f" ({jobs.find(cluster, name).job.status.state or 'new'})"
     return (
-        f"there is a DDPJob {name} in namespace {cluster.namespace} already{state}: "
+        f"a DDPJob {name} already exists in namespace {cluster.namespace}{state}: "
         f"give this one another name (--name {name}-2), or delete the other (ddpjob delete {name})"
     )
 

@@ -117,7 +117,7 @@ def run(
     devices = len(gpus.visible())
     nproc = sources.processes(nproc, devices)
     if pdb is not None and not any(setting.startswith("spec.backoffLimit") for setting in settings):
-        max_restarts = max_restarts or "0"  # leaving the debugger ends the rank; a restart would open it again
+        max_restarts = max_restarts or "0"  # leaving the debugger ends the rank; a restart would debug again
     source = Source(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )

@@ -49,10 +49,10 @@ def write(data: bytes) -> None:
 
 
 def closed(error: OSError) -> int:
-    """Return the exit code for a closed or full stdout. Raise an error that concerns another file."""
+    """Return the exit code for a closed or full stdout. Raise the error if it concerns another file."""
     if error.filename is not None:
         raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python's flush at the exit would fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # to /dev/null, or Python's flush at exit would fail again
     if isinstance(error, BrokenPipeError):
         return 0
     say(f"stdout: {error.strerror}")

@@ -74,7 +74,7 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: after the file (--help is the script's)."""
+        """Return our options at the beginning with their words. behind: after the file, where --help is not ours."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -309,7 +309,7 @@ def _name(word: str) -> str:
 
 
 def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
-    """Warn if the script gets an option of ours that it does not declare, probably meant for ddpjob."""
+    """Warn if the script gets an option of ours that it does not declare: the user probably meant it for ddpjob."""
     theirs = {spelling(name) for name in declared}
     for word in line.words:
         name = spelling(_name(word))

@@ -27,7 +27,7 @@ from ddpjob_operator.job.podspec import trainer_container
 
 PROCESSES_MAX = 64  # more are started and printed only with --yes; a machine may start one per core
 STDIN = "-"
-_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: without vowels, so that they form no words
+_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the API server: no vowels, so that names contain no words
 
 
 def is_notebook(file: str | None) -> bool:
@@ -79,7 +79,7 @@ def with_launcher(source: Source, asked: str | None, missing: Callable[[], str])
     if not made or found.spawns:
         if asked is not None:
             name = source.module or source.file or "stdin"
-            why = "starts the processes of its node by itself" if made else "says in its command what starts the ranks"
+            why = "starts the processes of its node by itself" if made else "names the launcher in its command"
             raise InputError(f"--launcher {asked}: {name} {why}; leave the option out")
         return source, ""
     why = "" if asked is not None else found.needs_torchrun or missing()
@@ -123,7 +123,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
 
 @contextmanager
 def naming(file: str, given: str) -> Iterator[None]:
-    """Name what the user gave in an InputError of this context, and not the temporary file that was made from it."""
+    """Within this `with` block, make an InputError name the user's file, not the temporary file made from it."""
     try:
         yield
     except InputError as error:
@@ -213,7 +213,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
     if not command.read(words).files or tuple(words[len(head) :]) != given:
         place = document.place(job.spec.facts.command_path)
         raise InputError(
-            f"{place}: the command names no script that can be recognized, so -- ARGS cannot be its arguments"
+            f"{place}: no script was found in the command, so the arguments after -- cannot be passed to one"
         )
     # After `--` in the launcher's options, all words belong to the script, so no second `--` is added.
     has_dashes = head[-1:] == ["--"] or command.options_begin(words) is None
@@ -224,7 +224,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
 def _typed() -> str:
     try:
         text = sys.stdin.read()
-        text.encode()  # fails for other bytes, which the C locale reads as surrogate halves
+        text.encode()  # fails if input was not UTF-8: the C locale reads such bytes as surrogates
     except UnicodeError:
         raise InputError("stdin:1: it is not UTF-8") from None
     return text
@@ -261,7 +261,7 @@ def _cells(path: str) -> notebook.NotebookPart:
     except TooLongError:
         raise InputError(f"{path}: takes too long to read") from None
     if not cells.text.strip():
-        raise InputError(f"{path}: its cells hold no Python to run; what %%writefile writes is a script of its own")
+        raise InputError(f"{path}: no cell has Python to run; a file that %%writefile writes is a separate script")
     try:
         parse(cells.text)
     except SyntaxError as error:

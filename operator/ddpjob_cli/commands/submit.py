@@ -198,7 +198,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
 
 
 def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
-    """Return the script's path in its folder, and the packed folder. file: as the user gave it. path: its Python."""
+    """Return the script's path in its folder, and the packed folder. file: as given. path: the file with its Python."""
     from pathlib import Path
 
     from ddpjob_cli.client import pack

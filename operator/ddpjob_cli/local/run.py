@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # seconds; the kernel accepts at most 24.8 days, but a deadline may be a month
 REPORT_SECONDS = 0.5  # seconds; short, because reports on loopback are cheap and the table should be up to date
-# No resume_hint, because only a signal suspends a local run, and the signal also ends the run.
+# The usual resume_hint names spec.suspend, but a local run is suspended only by a signal, which also ends the run.
 SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
 _STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -81,7 +81,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
         text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
         raise InputError(f"{document.place(('spec', 'suspend'))}: {text}")
     if job.spec.managed_by:
-        text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
+        text = f'spec.managedBy: "{job.spec.managed_by}" manages this job. Remove the field to run it here.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
     written = (("--status", options.status), ("--report", options.report), ("--metrics-file", options.metrics))
     for option, path in written:
@@ -190,7 +190,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
         notes.append(f"not kept after the run: emptyDir {', '.join(lost)}; a hostPath keeps its files")
     if repeated := next((f for f in options.faults if isinstance(f, faults.RepeatedFault)), None):
         most = wording.count(job.spec.backoff_limit, "restart")
-        notes.append(f"{repeated.option}: the job ends after {most}; --max-restarts allows more")
+        notes.append(f"{repeated.option}: the job fails after {most}; --max-restarts allows more")
     return [*notes, *_of_steps(document, job, options)]
 
 
@@ -201,7 +201,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
         return []
     fault = next((f for f in options.faults if isinstance(f, faults.RankFault)), None)
     if fault is not None:
-        text = f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
+        text = f"{path.name} reports no steps, so no rank can fail at a step. Call ddpjob.progress(), or use every=20s."
         raise InputError(f"{fault.option}: {text}")
     if job.spec.stall is None or not job.spec.stall.timeout_seconds or job.spec.facts.restarts_in_place:
         return []
@@ -328,7 +328,7 @@ class Runner:
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
-            # Leave out Events at the job's end, because the summary reports it.
+            # Leave out Events at the job's end, because the summary reports the end.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
                 is_said = event.reason == reasons.EXIT_CODE_LOST.name  # the check before the run reported the same
                 # `_begin_stop` has reported the stop.
@@ -452,7 +452,7 @@ class Runner:
             self._stop_reasons.append(found.stop)
 
     def _obey_keys(self) -> None:
-        # The agents print the stacks; the text is about processes whose stacks they cannot print.
+        # Agents print the stacks of their ranks. The text has, or explains the lack of, the stacks of other ranks.
         if signal.SIGQUIT in self._keys and (text := stacks.ask(self.folder.uid).text()):
             self.screen.note(text)
         if signal.SIGTSTP in self._keys:
@@ -518,7 +518,7 @@ class Runner:
     def _next_fault(self) -> float | None:
         now = time.monotonic()
         waits = [due - now for due, _ in (*self._node_faults, *self._resizes)]
-        # A kill that is due waits until ranks are training, so check soon again if they are.
+        # A kill that is due waits until the ranks are training, so check again soon.
         waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
@@ -591,5 +591,5 @@ def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     except OSError as error:
         # An OSError from write() has no file name.
         place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
-        text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
+        text = f"{place}: {error.strerror}: logs cannot be written there; choose a folder with --logs"
         raise InputError(text) from None

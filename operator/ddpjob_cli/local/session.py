@@ -1,6 +1,6 @@
-"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A
-thread polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks; no limit
-counts this."""
+"""The session of `ddpjob dev`: a saved file or Enter restarts the ranks, and the run continues when they end. A thread
+polls files and keyboard, and wakes the run. The run signals node 0's agent, which restarts the ranks. These restarts
+count against no limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VARIABLE = "DDPJOB_DEV"
 NAMES_MAX = 3
 _STANDS = f"ddprun: {STANDS}"
 _EXCEPTION = re.compile(r" \((.+)\)$")
-# The line of ddprun/breakpoints.py: a rank and its place, then pid, descriptor and inode.
+# Matches the line that ddprun/breakpoints.py prints: a rank and its place, then pid, descriptor and inode.
 _WAITS = re.compile(r"ddprun: (rank \d+ waits in breakpoint\(\) at .*) \((\d+) (\d+) (\d+)\)$")
 LOAN_SECONDS = 120.0  # seconds in which loans to one rank are tried again if the API server refuses or is away
 RETRY_SECONDS = 1.0
@@ -85,7 +85,7 @@ class DevSession:
         self._held: collections.deque[tuple[Any, str]] = collections.deque(maxlen=HELD_MAX)  # what pods printed then
         self._news: collections.deque[str] = collections.deque()
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # After all ranks have ended: the pod that reported it, and the reason. None again after the user has seen it.
+        # Set when all ranks have ended: the pod that reported it, and the reason. None after the user was told.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
         self._stands = False  # True while no rank is running; new files then come from the user, not from the script
@@ -144,7 +144,7 @@ class DevSession:
             self._restore_terminal()
             failed_at = failed_at or time.monotonic()
             if time.monotonic() - failed_at > LOAN_SECONDS:
-                self._news.append(f"{who}, and did not get the terminal; save a file to start all ranks again")
+                self._news.append(f"{who}, but did not get the terminal; save a file to start all ranks again")
                 break
             if self._closed.wait(RETRY_SECONDS):
                 break

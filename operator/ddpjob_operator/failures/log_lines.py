@@ -1,5 +1,5 @@
-"""The end of a log, and the last line of a program that ended without an exception: an error of argparse or click,
-or the text of `sys.exit("text")`. No decision depends on this line, because it may also be the last line of a
+"""Reads the end of a log, and the last line of a program that ended without an exception: an error of argparse or
+click, or the text of `sys.exit("text")`. No decision depends on this line, because it may also be the last line of a
 stopped rank."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LAUNCHERS_OWN = re.compile(
 )
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 # Lines that libraries print at the end of any program, for example torch if a group was not destroyed.
-# wandb prints lines about files, hydra about more output, and Python warnings with a line of code below.
+# wandb prints lines about its files, hydra a hint about HYDRA_FULL_ERROR, and Python a line of code below each warning.
 _SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"

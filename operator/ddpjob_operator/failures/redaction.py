@@ -1,9 +1,9 @@
 """Cleans texts of programs and clients before they reach a status, an Event or a terminal, and masks credentials.
 
 `shown` handles every text for people (plan/redacted.py, the local run's screen), after all decoding: JSON turns
-`\\u001b` into an escape character long after a log was cleaned. More people can read a status than a log. Names,
-sentences and numbers stay readable: `password=***`, `max_tokens: 512`. All repetitions in the patterns are bounded or
-consume their input, so the time is linear in the text (measured in a test).
+`\\u001b` into an escape character long after a log was cleaned. Credentials are masked because more people can read a
+status than a log. Names, sentences and numbers stay readable: `password=***`, `max_tokens: 512`. All repetitions in the
+patterns are bounded or consume their input, so the time is linear in the text (measured in a test).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASK = "***"
 
 _KEPT_LENGTH_MAX = 256
 # Sequences that control a terminal: titles, links, clipboard (OSC and similar), colours, cursor (CSI), and others.
-# Only the beginning of an incomplete sequence is removed, so that it cannot hide the lines after it.
+# Of an incomplete sequence only the beginning is removed: its end is unknown, and later lines must stay visible.
 _ESCAPES = re.compile(
     r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,4096}(?:\x07|\x1b\\|\x9c)"
     r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,16}[@-~]"
@@ -98,10 +98,10 @@ _PATTERNS = (
         r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
         r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/([^\s\"'<>]+)",
     ),
-    # Tokens with a known form. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI, Docker;
-    # models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack, Stripe,
-    # SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
-    # The characters after a token's prefix must match too, because jobs are named sk-finetune-bert-large.
+    # Tokens of clouds (AWS, Google, Azure, Alibaba, Tencent) and of code hosts (GitHub, GitLab, npm, PyPI, Docker).
+    # Tokens for models: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks.
+    # Others: Slack, Stripe, SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
+    # The characters after a token's prefix must match too, because a job may be named sk-finetune-bert-large.
     (
         "",
         r"(?<![A-Za-z0-9])((?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
@@ -129,7 +129,7 @@ _PERHAPS_SECRET = re.compile(rf"{_STRONG}|{_WEAK}_?$", re.IGNORECASE)
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9.,]{0,30}(?:e[-+]?[0-9]{1,4})?|nan|inf)\s?%?", re.IGNORECASE)
 
 
-# passes; masking may reveal another credential before the masked one: https://https://://a:b@
+# number of passes, because masking a credential may reveal another one before it: https://https://://a:b@
 _PASSES_MAX = 20
 
 
@@ -180,7 +180,7 @@ def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     whole = mask(" ".join(line for line in lines if line))
     text = abridged(whole, length)
-    # If the shortened text looks like a secret, cut it instead: `shown` would mask it when called again.
+    # If the abridged text looks like a secret, return only its beginning: a second call of `shown` would mask it.
     return text if len(whole) <= length or mask(text) == text else whole[:length].rstrip()
 
 

@@ -1,8 +1,8 @@
 """Finds the failure of an attempt that explains the others, and its class.
 
 Reports of kernel, kubelet and node controller count most, because a process that is ended from outside may print
-anything. Next counts what a process itself did, then the time. Time alone proves little: the kubelet reports whole
-seconds, and clocks of nodes differ.
+anything. What a process did by itself counts next, and the time last. Time alone proves little: the kubelet reports
+whole seconds, and clocks of nodes differ.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# Disruptions by the kubelet, or by the node controller for it.
-# Disruptions by the kubelet are reported only afterwards, so they may have begun before the operator stopped the pod.
+# Disruptions that are reported only after the pod's end, so they may have begun before the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -72,7 +71,7 @@ _NODES_OWN = rules.LOST_CONTAINER | frozenset(
 # Reasons that Kubernetes itself sets. Container runtimes' reasons (CRI-O: "seccomp killed") describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-# Precedences of pods that were deleted, or lost with their node, before or after the first failure.
+# Precedences of pods that did not end by themselves: they were deleted or lost, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Other ranks report a lost connection within a second; the node controller marks the node not ready after a minute.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
@@ -89,7 +88,7 @@ class Context:
     now: dt.datetime
     keep_log_tail: bool = True
     port: int | None = None
-    """Port that rank 0 was given."""
+    """Port assigned to rank 0."""
     torchrun: bool = False
     """True if the containers' own program is torchrun, which gets a SIGTERM, and all nodes ran together."""
 
@@ -106,7 +105,7 @@ class PodEnd:
     raised: frozenset[str] = frozenset()
     """All exceptions in the pod's log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only without the store."""
+    """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only if the store was lost."""
     seen: int = 0
     """The observation in which the pod's end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0
@@ -118,7 +117,7 @@ class PodEnd:
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if this pod's deletion was requested after the other pod ended: by observation, or else by clocks."""
+        """True if this pod's deletion was requested after the other pod ended. Clocks count if the order is unknown."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -154,15 +153,15 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; before
-    their end only the operator deleted any of them, except `first`. stepped: this attempt made a step. trained: an
-    earlier attempt made one. untried: the script has never trained. nodes: number in the job; None: the length of
-    `failed`. lost: failures of pods on lost nodes. early: a node that completed early. steps: last reported, by rank.
+    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; nobody
+    but the operator deleted a running one, except the pod of `first`. stepped, trained: this attempt, or an earlier
+    one, made a step. untried: no attempt has made a step. nodes: nodes of the job; None: as many as in `failed`. lost:
+    failures of pods on lost nodes. early: a node that completed early. steps: last reported step of each rank.
     """
     if first.reason == STALLED:
         return first, "stall"
     outside = _ended_from_outside(first)
-    # A pod recorded with its exit code had ended before the operator deleted it, even if an operator sees both at once.
+    # A pod recorded with an exit code had ended before its deletion, even if both were observed at once.
     # For ENDED_EARLY the recorded code comes from the pod's ranks, not from the launcher.
     recorded_code = first.exit_code is not None and first.reason != ENDED_EARLY
     had_ended = recorded_code and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
@@ -190,7 +189,7 @@ def settle(
         found = rules.classify(_with_evidence(cause.failure))
         repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    # If not all nodes fail alike, the node may be the reason. Agents that end together have compared their nodes.
+    # If only some nodes cannot start the program, they may be the reason. `everywhere`: agents have compared all nodes.
     unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
     everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
@@ -292,7 +291,7 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """Return a node's early completion as the cause of lost connections: its ranks called fewer collectives."""
+    """Return a node's early completion as the cause of lost connections: other ranks wait for it in a collective."""
     if early is None or complaint.reason == ENDED_EARLY:
         return complaint  # no node completed early, or its early end is recorded already
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
@@ -339,9 +338,9 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
-    # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++, where no SIGTERM arrives.
+    # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++ code that ignores SIGTERM.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
-    # If torchrun loses its store while it waits, it logs that and exits with 0 (logging swallows a SIGTERM), or 143.
+    # If torchrun loses its store during that wait, it exits with 143, or with 0 if its logging swallows the SIGTERM.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
@@ -432,7 +431,7 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
     waits for other ranks.
     """
     if own.stalled or own.early:
-        return True  # agents agree on the cause only before the deletion, and do not write it after a SIGTERM
+        return True  # after a SIGTERM agents do not write these facts, so they were true before the deletion
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
@@ -511,7 +510,7 @@ def _runtime_reason(pod: Pod) -> str:
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """Return when the rank failed, because its container may end long after it; if implausible, the container's end."""
+    """Return when the rank failed, as it reported. If that is implausible, return when its container ended."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now

@@ -66,7 +66,7 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 # torch.multiprocessing.spawn reports the exit of the process that made it stop.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
-# Begins the second line of NCCL's error: ncclSystemError: System call …. But torchrun prints `nccl_train.py FAILED`.
+# Begins the second line of NCCL's error: `ncclSystemError: System call …`. Does not match `nccl_train.py FAILED`.
 _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # The function in which torchrun waits for other nodes after its own ranks ended with 0 (elastic/agent/server/api.py).
@@ -115,7 +115,7 @@ def read_message(text: str) -> Message | None:
 
 
 def read(text: str) -> ContainerReport:
-    """Return the contents of a termination message or the end of a log. The library's exception goes before the log."""
+    """Return the contents of a termination message or of a log's end. The library's exception outranks the log's."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:
@@ -155,7 +155,7 @@ def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
         yield hidden_failure(failure.rank, failure.where, failure.exception or why)
     elif trusted is False and (may_have_ended := next(_own_after(_ANY_TRACEBACK, log), None)) is not None:
         what = f"the log has {may_have_ended.exception} ({may_have_ended.where})"
-        yield NamedFinding(reasons.EXIT_CODE_LOST.name, f"{what}, and the shell hides whether a rank ended by it")
+        yield NamedFinding(reasons.EXIT_CODE_LOST.name, f"{what}, and the shell hides if that ended a rank")
 
 
 def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
@@ -216,7 +216,7 @@ def raised(log: str) -> list[Failure]:
 def table(log: str) -> list[Failure]:
     """Return the rows of torchrun's last failure table in a log. The table's top may be cut off.
 
-    torchrun's root cause comes first. The exception comes from a script with @record.
+    torchrun's root cause comes first. A row has an exception only if the script uses @record.
     """
     rows: list[tuple[bool, dict[str, str]]] = [(True, {})]
     root, field = True, ""
@@ -244,7 +244,7 @@ def signal_name(exit_code: int | None) -> str:
 
 
 class _Stream:
-    """The lines of one rank, because the ranks of a pod print tracebacks at the same time."""
+    """Collects the lines of one rank, because the ranks of a pod print tracebacks at the same time."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -341,7 +341,7 @@ def _read_log(log: str) -> ContainerReport:
 def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool) -> Iterator[Failure]:
     """Yield possible causes for the end of `culprit`, most certain first. Exceptions of other ranks do not explain it.
 
-    cut: True if no row of a table is left.
+    cut: True if torchrun's table has no row left, because the log begins after the rows.
     """
     yield culprit
     yield _cause([r for r in exceptions if r.rank is not None and r.rank == culprit.rank])
@@ -368,9 +368,9 @@ def _cause(exceptions: list[Failure]) -> Failure:
 def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
     """Return the rows, corrected for a rank that torchrun stopped after it had raised.
 
-    Python with torch needs a second to exit, and another rank that has lost the connection may end first. The first
-    rank then counts as ended by its exception, with 1, before ranks without an exception. Only torch's prefix proves
-    that the exception was not caught.
+    Python with torch needs a second to exit, so a rank that has lost the connection may end before the rank that
+    raised. The rank that raised then counts as ended by its exception, with 1, before all ranks without an exception.
+    Only torch's prefix proves that the exception was not caught.
     """
     before, stops, _ = log.partition(_STOPS)
     ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()

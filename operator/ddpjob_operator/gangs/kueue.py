@@ -97,7 +97,7 @@ def _priority(job: api.DDPJob) -> tuple[str, str, str]:
 
 
 def reads_for_group(job: api.DDPJob, api_version: str) -> tuple[str, ...]:
-    """Return the API path of the job's priority class, if any: Kueue requires the value that is read there."""
+    """Return the API path of the job's priority class, if any, because the Workload needs the value of the class."""
     group, _, name = _priority(job)
     version = api_version if group == GROUP else f"{group}/v1"
     plural = "workloadpriorityclasses" if group == GROUP else "priorityclasses"

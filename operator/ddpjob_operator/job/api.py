@@ -322,8 +322,8 @@ class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """Restarts so far, by what they are charged to."""
 
-    # With default_factory, msgspec also writes a value of 0, because people and printer columns read these four.
-    # Only the operator reads the counters below, so they are left out while they are 0.
+    # People and printer columns read the first four counters; default_factory makes msgspec write them also if 0.
+    # Only the operator reads the other counters, so msgspec leaves them out while they are 0.
 
     application: Count = field(default_factory=int)
     """Charged to backoffLimit."""

@@ -20,7 +20,7 @@ NODES_MAX = 10_000
 NPROC_MAX = members.NPROC_MAX
 # The largest attempt number or replacement number, also in labels: more than one restart per second for 30 years.
 TURNS_MAX = 10**9
-# Restarts in place that one agent may report. Each takes longer than a second, so this many take at least 12 days.
+# Limit of restarts in place in a report of an agent. A restart takes over a second, so no real count gets this large.
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message, but anybody with access can write a longer one into a status.
 TEXT_MAX = 16_384
@@ -43,7 +43,7 @@ SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
 # An API server (1.36) needs time quadratic in a pod's mistakes: 1.6 s of CPU for 1,500 tolerations with two each.
-# As the operator creates the pods, its requests for the Lease would have to wait.
+# While the API server is busy with such a pod, the operator's requests for the Lease would have to wait.
 ITEMS_MAX = 512
 
 # Times are limited to this range, so that SECONDS_MAX can be added or subtracted.

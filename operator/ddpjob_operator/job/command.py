@@ -257,7 +257,7 @@ def _of_framework(program: str, words: list[str]) -> Command:
 
 
 def _behind(name: str, words: list[str]) -> Command:
-    """Return what a launcher with unknown options starts. If its name is "", `words` begin with a wrapper."""
+    """Return what a launcher with unknown options starts. name: "" if `words` begin with a wrapper, not a launcher."""
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])

@@ -14,7 +14,7 @@ _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 
 
 class JobFacts:
-    """Facts of a spec for any number of nodes, computed once, because a plan asks for them dozens of times."""
+    """Facts of a spec for any number of nodes, computed once, because a plan needs them dozens of times."""
 
     def __init__(
         self,

@@ -65,7 +65,9 @@ def warnings(spec: api.Spec) -> list[str]:
     if options.get("max_restarts", "0") != "0":
         notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
     if options.get("rdzv_backend", "static") != "static":
-        notes.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
+        notes.append(
+            f"--rdzv-backend={options['rdzv_backend']} assigns ranks to nodes as they arrive, so any may get rank 0"
+        )
     return notes
 
 
@@ -76,7 +78,7 @@ def apart(spec: api.Spec) -> list[str]:
 
 
 def _without_variables(spec: api.Spec) -> Iterator[str]:
-    """Yield a warning about a launcher, or a script without one, that does not have the variables of its pod."""
+    """Yield a warning if a program such as `sudo` withholds the job's variables from the launcher or the script."""
     nproc = spec.facts.gpus if spec.nproc_per_node == "auto" else spec.nproc_per_node
     for one in exit_codes.launcher_exits(spec.facts.command):
         taken, what = one.withheld, one.launcher
@@ -114,7 +116,7 @@ def waits_in_vain(spec: api.Spec, running: Iterable[tuple[int, list[str], Mappin
         if found and "nnodes" not in {**given, **started.options}:
             found = "does not have the variable PET_NNODES"
         elif not found and len(nodes) > 1 and options.get("rdzv_backend", "static") == "static":
-            found = f"has --node_rank={rank}, as that of node {min(nodes)}"
+            found = f"has --node_rank={rank}, as on node {min(nodes)}"
         if found:
             yield f"node {node} waits for others in vain: {started.launcher} {found}"
 

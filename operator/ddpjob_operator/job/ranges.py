@@ -21,7 +21,7 @@ def text(numbers: Iterable[int]) -> str:
 
 
 def parse(written: str) -> frozenset[int]:
-    """Return the numbers of a text. Invalid parts are skipped, and parts after NODES_MAX + 1 numbers, too."""
+    """Return the numbers of a text. Skip invalid parts, and all parts after the first NODES_MAX + 1 numbers."""
     return _of_short(written) if len(written) <= _KEPT_LENGTH_MAX else _of_long(written)
 
 

@@ -52,6 +52,6 @@ def _plain(given: Schema) -> Schema:
             plain[inner] = _plain(given[inner])
     if given.get("nullable") and "type" in plain:
         plain["type"] = [plain["type"], "null"]
-    if "pattern" in plain and "type" not in plain:  # a quantity: 0.5, "500m"; a pattern applies to texts alone
+    if "pattern" in plain and "type" not in plain:  # a quantity, such as 0.5 or "500m"; patterns apply to strings only
         plain["type"] = ["string", "number", "null"]
     return plain

@@ -91,11 +91,11 @@ class ShellState:
         return [replace(self, status=status, **changes)]
 
     def losing(self, how: str, at: str, *, again: bool = False) -> ShellState:
-        """Return the state after `at`, a command, hid the launcher's failure. again: replace an earlier command."""
+        """Return the state after the command `at` hid the launcher's failure. again: replace an earlier command."""
         return replace(self, loss=(how, _short(at))) if self.failed and (again or not self.loss[0]) else self
 
     def ignoring(self, how: str, at: str) -> ShellState:
-        """Return the state after `at` ignored $?: if $? held the launcher's failure, that failure is lost."""
+        """Return the state after the command `at` ignored $?, which hides the launcher's failure if $? held it."""
         return self.losing(how, at) if self.status == FAILED else self
 
     def inverted(self) -> list[ShellState]:

@@ -13,7 +13,7 @@ from ddpjob_operator.job.exit_codes import LauncherExit
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15 EXIT 0".split())
 _TRAPPED_BY_DASH = frozenset("TERM 15".split())
-# Wrappers that exec their command or forward SIGTERM to it alone.
+# Wrappers that exec their command, or forward SIGTERM to it and to no other process.
 _PASS_SIGNALS = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec tini taskset".split())
 # Programs that start their command as a child and do not forward SIGTERM to it.
 _STAY_IN_FRONT = frozenset("find flock parallel runuser script strace su time watch xargs".split())
@@ -25,7 +25,7 @@ _KILLS_ALL = re.compile(r"\bkill\b.*(?:\s0\b|\s-\d*\$)|pkill|killall")
 _STOPS = {"", "TERM", "15"}
 _STOPS_DDPRUN = {*_STOPS, "INT", "2", "HUP", "1"}
 _HOW = {
-    "pipe": ("the shell takes that of the end of the pipe, `{at}`", "{pipefail}"),
+    "pipe": ("the shell takes that of the last command in the pipe, `{at}`", "{pipefail}"),
     "or": ("`{at}` takes its place", "remove it, or end it with `exit 1`"),
     "next": (
         "the shell goes on with `{at}` and returns its exit code",
@@ -39,7 +39,7 @@ _HOW = {
     "if": ("`{at}` only tests it", "add an `else` with `exit 1`"),
     "while": ("`{at}` only tests it", "end with `exit 1` after it"),
     "not": ("`!` turns a failure into 0", "remove the `!`"),
-    "words": ("it is started within the words of another command, `{at}`", "put it on its own line"),
+    "words": ("it is started inside another command, `{at}`", "put it on its own line"),
     "exit": ("the shell always returns 0{at}", "write `rc=$?` directly after it, and end with `exit $rc`"),
     "trap": ("`{at}` sets another one", "remove the `exit` from the trap"),
     "setsid": ("`{at}` starts it in the background and exits at once", "use `setsid --wait`"),

@@ -24,7 +24,7 @@ from ddpjob_operator.job.status import TERMINAL
 Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
-CUT = "cut"  # field of a job that is kept only in part: the size of the complete job; it is never sent
+CUT = "cut"  # field with the size of the complete job, in a job that is kept only in part; never sent
 # Bytes per job in addition to metadata and spec: its status and its JobState. A job kept in part needs less in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value.
@@ -255,7 +255,7 @@ def _is_left_alone(raw: Raw) -> bool:
 
 
 def _kept(given: Raw, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return those of the named fields that are short. A user may have written fields of any length."""
+    """Return the fields with these names, except long values: a user may have written fields of any length."""
     return {name: given[name] for name in names if name in given and _is_short(given[name])}
 
 

@@ -22,7 +22,7 @@ def not_ahead(
     in_a_row = 0 if restarts is None else restarts.in_a_row
     wait = max(budget.back_off_seconds(in_a_row), start_back_off_seconds)
     until = now + dt.timedelta(seconds=avoid_seconds)
-    # Take a time before the next report. Otherwise, after a clock was set back by an hour, reports would not count.
+    # Date the progress before the next report. Otherwise, if a clock was set back, new reports would look outdated.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
     return replace(
         status,

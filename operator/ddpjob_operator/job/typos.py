@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 COMPARISONS_MAX = 1_000
 LENGTH_MAX = 64  # characters of a name; comparing takes time quadratic in the length
-_LONGER = 3  # "restartPolicyRules" is a separate field, not a typo of "restartPolicy"
+_LONGER = 3  # characters; a name longer by this is no typo: "restartPolicyRules" is not a mistyped "restartPolicy"
 # The corresponding fields in other kinds of jobs: PyTorchJob, batch/v1 Job, torchrun.
 _OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}
 _OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "nprocPerNode", "gpus": "nprocPerNode"}

@@ -21,13 +21,13 @@ _OF_NODES = {
 _NPROC = "PET_NPROC_PER_NODE"
 ALL = frozenset((*_OF_NODES, _NPROC))
 _IN_THE_POD = "start it in the pod itself"
-# Programs that start a command outside of the container, and the options by which they would pass variables on.
+# Programs that start a command outside of the container, each with the options that would pass variables on.
 _OUTSIDE = {
     "ssh": re.compile("SendEnv|SetEnv"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-e\b|--env")),
     "kubectl": None,
 }
-# Programs that start a command in a separate session. With these options they exit before the command does.
+# Programs that start a command in a separate session, each with the options by which it exits before the command.
 _DETACHES = {
     "screen": re.compile(r"-[A-Za-z]*d"), "tmux": re.compile(r"-[A-Za-z]*d"),
     **dict.fromkeys(("docker", "podman", "nerdctl"), re.compile(r"-[a-z]*d[a-z]*$|--detach$")),
@@ -60,7 +60,8 @@ class Withheld(NamedTuple):
         return self._replace(names=left) if left else NOTHING
 
     def needed(self, options: Mapping[str, str], *, nodes: bool) -> bool:
-        """True if a launcher with these options needs one of the variables. nodes: to find other nodes."""
+        """True if a launcher with these options needs a withheld variable: one that names the other nodes, or, with
+        nodes=False, the number of processes."""
         if not nodes:
             return _NPROC in self.names and "nproc_per_node" not in options
         if "standalone" in options:  # --standalone is chosen on purpose, for example to prepare data

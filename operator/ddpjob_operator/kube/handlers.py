@@ -30,7 +30,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         # kopf must not list, or end a silent watch: our reflectors do both (kopf_workarounds/reflected_session.py).
         settings.watching.initial_streaming = True
         settings.watching.inactivity_timeout = NEVER_SECONDS
-        # For a signal that arrives before our own signal handlers are set.
+        # Kill the process in time if a signal arrives before our own signal handlers are set.
         settings.process.ultimate_exiting_timeout = END_SECONDS
         try:
             await operator.start()

@@ -28,7 +28,7 @@ class LeaderLabel:
 
     async def run(self) -> None:
         """Keep the label on the leader's pod correct until cancelled."""
-        # This container may have been restarted, and its pod may still have the label from before.
+        # Remove the label first: if this container was restarted while it led, its pod still has the label.
         await self._set(self._pod, None)
         await self._leads.wait()
         await asyncio.gather(self._set(self._pod, "true"), self._set(self._former, None))
@@ -45,6 +45,6 @@ class LeaderLabel:
         except ApiError as error:
             if error.status == 404:
                 return 0.0
-            self._log(f"reports of progress may not arrive, for the label {LABEL}: {error}")
+            self._log(f"progress reports may not arrive, because the label {LABEL} was not set: {error}")
             return FORBIDDEN_SECONDS if error.status == 403 else AGAIN_SECONDS
         return 0.0

@@ -110,7 +110,7 @@ class Operator:
         ]
         self._all_reflectors = [*self.reflectors]
         if not settings.namespaces:
-            # Only a ClusterRole can grant access to nodes. Without it, lost nodes show in the pods only.
+            # Only a ClusterRole can grant access to nodes. Without one, only the pods show that a node is lost.
             self._all_reflectors.append(reflector("nodes", "", "", self.caches.nodes))
         self.feeds = {collection(api.PLURAL, namespace): Feed(self.caches.jobs) for namespace in settings.watched}
         self._of_jobs = [

@@ -4,9 +4,9 @@ The chart marks what a release watches: with the ConfigMap MARK in each listed n
 namespaces. Helm refuses to install an object that another release owns. So no two releases watch the same namespace,
 and no two watch all of them.
 
-Helm does not refuse a release for all namespaces next to one for a single namespace. The first therefore reads the
-marks and leaves the marked namespaces alone. Until it sees a new mark, both act, which is harmless: the API server
-refuses the second of two conflicting writes (docs/dev/decisions.md).
+Helm does not refuse a release for all namespaces next to one for a single namespace. The release for all therefore
+reads the marks and leaves the marked namespaces alone. Until it sees a new mark, both act, which is harmless: the API
+server refuses the second of two conflicting writes (docs/dev/decisions.md).
 
 Anyone who can create ConfigMaps in a namespace can write its mark. So a mark affects only the jobs of its own
 namespace, and is not trusted: it may be a megabyte, hold anything as its release, and change every second.
@@ -44,8 +44,8 @@ class OtherReleases:
     def sentences(self) -> list[str]:
         """Return a sentence for each namespace that is left to another release."""
         return [
-            f"the jobs of the namespace {namespace} are the release {release}'s (ConfigMap {namespace}/{MARK});"
-            " this one leaves them alone"
+            f"the release {release} manages the jobs of the namespace {namespace} (ConfigMap {namespace}/{MARK});"
+            " this release leaves them alone"
             for namespace, release in sorted(self._releases.items())
         ]
 
@@ -66,7 +66,9 @@ class OtherReleases:
                 # 403: an older chart's role lacks this right.
                 # Act for all namespaces then, because otherwise no release would.
                 self.are_known = self.are_known or error.status == 403
-                self._log({f"marks of other releases cannot be read, so two may act on one namespace: {error}"})
+                self._log(
+                    {f"marks of other releases cannot be read, so two releases may act on one namespace: {error}"}
+                )
             else:
                 self._log(set(self.sentences()))
             if moved := before ^ self._releases.keys():

@@ -162,7 +162,7 @@ def _durations(read: Callable[[str, float, Callable[[str], float], str], float])
 
 
 def _read(environment: Mapping[str, str], name: str, default: T, parse: Callable[[str], T], must: str) -> T:
-    """Return the value of a variable. parse: raises ValueError for an invalid text. must: what the error asks for."""
+    """Return the value of a variable. parse: raises ValueError if invalid. must: the requirement, for the error."""
     text = environment.get(name)
     try:
         return default if text is None else parse(text)

@@ -33,7 +33,7 @@ class Container(msgspec.Struct, frozen=True):
     """128 + n if signal n ended the process, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
     ran: bool = True
-    """ended: False if nothing shows that the container ever ran. The kubelet reports 137 even if it never existed."""
+    """ended: False if nothing shows that the container ever ran. The kubelet reports 137 even then."""
     init: str = ""
     """ended: the init container that ended; the trainer itself never ran."""
     started_at: dt.datetime | None = None
@@ -64,14 +64,14 @@ class Pod(msgspec.Struct, frozen=True):
     """uid of the pod's controller; "" if none."""
     attempt: int
     place: int
-    """Its number in the job, as in its name; `Spec.members` maps it to ranks."""
+    """Number of the pod in the job, as in its name; `Spec.members` maps it to ranks."""
     replacement: int = 0
     """Number of the pod at this place in this attempt; the first is 0, and each single replacement adds one."""
     job: str = ""
     """Name of the job in its label."""
     node: str = ""
     address: str = ""
-    """Its IP address, once its trainer is running."""
+    """The pod's IP address, once its trainer is running."""
     phase: str = "Pending"
     reason: str = ""
     """The pod's own reason, such as Evicted or NodeLost."""
@@ -107,7 +107,7 @@ class Pod(msgspec.Struct, frozen=True):
     outlived: bool = False
     """True if a sidecar has outlived the trainer for longer than an eviction or deletion would have allowed."""
     overcome: bool = False
-    """True if a later launcher in the container may have overcome the failure in the termination message."""
+    """True if a later launcher in the container may have succeeded after the failure in the termination message."""
     completed: bool = False
     """True if the pod was ever seen completed; later observations do not change that."""
     ended_first: bool = False
@@ -166,7 +166,7 @@ class Pod(msgspec.Struct, frozen=True):
     @property
     def _awaits_its_log(self) -> bool:
         """True if the pod was ended by the deadline that keeps its log, but the end of its container is not reported
-        yet. A kubelet may report the phase with a status of the containers from before it stopped them.
+        yet. A kubelet may report the new phase together with an older status of the containers.
         """
         return self.deadline_set and self.reason == "DeadlineExceeded" and self.trainer.exit_code is None
 

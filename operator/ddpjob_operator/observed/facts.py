@@ -17,8 +17,8 @@ from ddpjob_operator.observed.cluster import Container, Pod
 
 
 def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
-    """Return the merged facts of two observations of one uid. number: an increasing number of the observation, which
-    changes get; facts of the first observation get 0.
+    """Return the merged facts of two observations of one uid. number: that of the later observation, recorded for each
+    change that it shows. Facts that the first observation shows get 0.
     """
     changes = {} if earlier is None else _added(earlier, later)
     known = _changed(later, changes)
@@ -38,7 +38,7 @@ def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
 
 
 def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
-    """Replace values only if one differs: replace costs 8 µs, and each event of a pod comes here."""
+    """Return the pod with these values. If none differs, do not copy it: a copy takes 8 µs, for each event of a pod."""
     different = {name: value for name, value in fields.items() if getattr(pod, name) != value}
     return replace(pod, **different) if different else pod
 

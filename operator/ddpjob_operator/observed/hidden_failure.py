@@ -1,7 +1,7 @@
 """Detects failures that the container's exit code hides: `torchrun train.py | tee log` ends with tee's 0.
 
 The termination message proves them: ddprun, or the library in a rank, wrote it. A later launcher in the same container
-removes its predecessor's message, so the last one decides.
+removes its predecessor's message, so the last message decides.
 """
 
 from __future__ import annotations

@@ -137,5 +137,5 @@ def check_rank(spec: api.Spec, rank: int, node_rank: int | None = None) -> None:
     if node_rank is not None and spec.facts.ranks_follow_nodes and rank // nproc != node_rank:
         first = node_rank * nproc
         raise BadReportError(
-            f"rank: {rank} is not of node {node_rank}, which has {nproc} from {first} on (nprocPerNode)"
+            f"rank: {rank} is not on node {node_rank}, which has ranks {first} to {first + nproc - 1} (nprocPerNode)"
         )

@@ -10,7 +10,7 @@ the trackers of a job prove one. Three rules protect a healthy job:
   reports a step does not hang if the script calls `progress()` on rank 0 only.
 - **The first long pause only warns.** With `stall.timeoutSeconds`, that is the limit. Otherwise the expected time is
   learned from the job's own steps, and there is a second, longer limit, because a hang never ends. If the group makes a
-  step before it, its pause is learned and the next limit is three times as long.
+  step before that limit, the pause is learned, and the next limit is three times as long.
 
 Pure: no clock, no I/O. Times are the receiver's.
 """
@@ -74,7 +74,7 @@ class StallFinding:
     phase: Phase
     since: dt.datetime
     until: dt.datetime
-    """A group that makes no step until then has stalled."""
+    """If the group makes no step before this time, it has stalled."""
     idle_seconds: float
     limit: Limit
     steps: dict[int, int]

@@ -45,8 +45,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     made = counted.progress
     last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
     status = transitions.with_idle(counted, last_step_time)
-    # Record that these pods have run, because ranks start only after all nodes have joined. Nodes of an elastic job may
-    # still come.
+    # Record that all first pods have run: ranks start only after all nodes have joined, except in an elastic job.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
     ran = {place for place in view.spec.members if naming.replacement(status, place) == 0 and not view.is_elastic}
     if agent.replacement == leadership.turn(view.job, status):

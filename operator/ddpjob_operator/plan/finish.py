@@ -41,7 +41,7 @@ _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reaso
 _STILL_STOPPING = tuple(
     r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
 )
-# Longer jobs always get an Event at their end. For many short jobs, two more requests each would be too much load.
+# Jobs longer than this always get an Event at their end. For short jobs two more requests per job are too much load.
 SHORT_JOB = dt.timedelta(minutes=10)
 
 
@@ -77,7 +77,7 @@ def throttle(
 
 
 def _document(view: View, old: api.Status, status: api.Status, *, silent: bool) -> api.Status:
-    """Return the status with what every status has. silent: rank 0's ETA is out of date."""
+    """Return the status with the fields of every status, such as conditions. silent: rank 0's ETA is out of date."""
     job = view.job
     new = replace(
         status,
@@ -112,7 +112,7 @@ def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime
     true = true | ({"SaveFailed"} if new.save_failed else set())
     true = true | ({"Suspicious"} if new.findings else set())
     if new.reason in _STILL_STOPPING:
-        true = true - {"Suspended"}  # pods still use the GPUs or the volume for which a user waits
+        true = true - {"Suspended"}  # its pods still use GPUs and volumes that a user may wait for
     before = {c.type: c for c in old.conditions}
     kinds = [k for k in _CONDITIONS if k in _ALWAYS_SHOWN or k in true or k in before or k == new.state]
     return [_condition(kind, kind in true, before.get(kind), new, invalid, now) for kind in kinds]

@@ -157,7 +157,7 @@ def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
 
 
 def unavailable(view: View, status: api.Status) -> str:
-    """Return why the chosen gang is unavailable; "" if it is available, exists already, or no gang is wanted."""
+    """Return why the chosen gang is unavailable; "" if it is available, its group exists, or no gang is wanted."""
     if status.gang is None or status.gang.kind == "none" or group_of(view, status) is not None:
         return ""
     return choice.unavailable(status.gang.kind, view.seen.gang_apis)
@@ -198,7 +198,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return a report to the queue. Quota is returned only after the last pod has ended and the status records it."""
+    """Return the next report to the queue. It frees quota only after the status records the end of the last pod."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or group is None or _is_away(view, adapter):
@@ -215,7 +215,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # No pod uses the quota: before a suspension is recorded, pods of unanswered create requests were searched.
+        # No pod uses the quota: pods of unanswered create requests were searched before the suspension was recorded.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
@@ -249,7 +249,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None)
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # same text as without a group, because each new text is a write
+        why = group.admission.why or ASKED  # same text as without a group, to save a status write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None

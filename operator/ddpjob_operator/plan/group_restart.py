@@ -3,7 +3,7 @@
 It takes three reconciles, each driven by the recorded status:
 1. `attempt_broken` records the trigger.
 2. `restarting` stops the other pods. After the last pod has ended, or its node is lost, the rule finds the cause.
-   It waits because other ranks often report "connection closed" before the out-of-memory kill behind it is known.
+   It waits because other ranks often report "connection closed" before the out-of-memory kill of a rank is known.
 3. The status has the next attempt, and the rules of startup.py create its pods.
 """
 
@@ -34,7 +34,7 @@ from ddpjob_operator.plan.view import View, name_pods
 AGENT_FIRST = dt.timedelta(seconds=60)
 # Time within which a failed node is marked not ready, or its object is deleted.
 UNHEARD = dt.timedelta(seconds=60)
-# Seconds; earlier connection errors count as failures, so that backoffLimit counts a script that fails at once.
+# Seconds after an attempt's start. Earlier lost connections count as failures, so that backoffLimit ends a broken job.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
@@ -82,7 +82,7 @@ def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.d
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Recreate all pods if running pods gave up waiting for late pods (torchrun: after 600 s, elastic JOIN_SECONDS).
+    """Recreate all pods if running pods gave up waiting for late pods (after 600 s, or JOIN_SECONDS if elastic).
     This is no failure, and startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]

@@ -1,4 +1,4 @@
-"""Stops the one pod whose log explains a stall or a deadline, but keep its object, so that `kubectl logs` still works.
+"""Stops the one pod whose log explains a stall or a deadline, but keeps its object, so that `kubectl logs` still works.
 
 A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the object,
 as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod
@@ -49,7 +49,7 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """Record the rank furthest behind at the deadline. A failure whose cause is still open stays: it explains more."""
+    """Record the rank furthest behind at the deadline. An unsettled failure is kept, as it explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or view.recorded.is_broken:
         return status

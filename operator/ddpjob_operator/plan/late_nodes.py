@@ -15,8 +15,8 @@ from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods.environment import JOIN_SECONDS
 
-# Seconds that torchrun waits for more nodes once it has the minimum: RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"]
-# in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (torch 2.13).
+# Seconds that torchrun (2.13) waits for more nodes once it has the minimum (its `last_call`).
+# Default in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py: RendezvousTimeout._DEFAULT_TIMEOUTS.
 LAST_CALL_SECONDS = 30
 # Seconds that importing torch takes at most, even from a slow file system.
 IMPORT_SECONDS = 60
@@ -44,8 +44,7 @@ def late(view: View, status: api.Status) -> Set[int]:
 
 
 def _members_at_the_end(view: View) -> Set[int]:
-    """Return the places whose ranks have all ended with 0, by the last message of node 0's agent; if it has left none,
-    an empty set."""
+    """Return the places whose ranks have all ended with 0, by the last message of node 0's agent; none without one."""
     leader = view.known_pods.get(view.leader)
     has_ended = leader is not None and leader.has_completed
     message = termination_message.read_message(leader.trainer.message) if has_ended and leader is not None else None
@@ -53,7 +52,7 @@ def _members_at_the_end(view: View) -> Set[int]:
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:
-    """True if a pod started too late to join. others: completed pods; clocks differ by less than LAST_CALL_SECONDS."""
+    """True if a pod started too late to join. others: completed pods. Assumes clocks within LAST_CALL_SECONDS."""
     starts = [_started_at(other) for other in others]
     ends = [other.trainer.ended_at for other in others if other.trainer.ended_at is not None]
     begun = max((start for start in starts if start is not None), default=None)

@@ -1,7 +1,7 @@
 """Appoints the leader of an elastic `ddprun` job: the pod whose agent starts and stops the ranks of all nodes.
 
-Agents elect nobody. They ask the status receiver, which tells only what is in the stored status, so terms only grow and
-no two agents lead in one term.
+Agents elect nobody. They ask the status receiver, which answers from the stored status. So terms only grow, and no two
+agents lead in one term.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ddpjob_operator.pods import agent_environment, naming
 
 
 def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Status:
-    """Return the status with a new leader, if the present one's pod is lost. status: counts the lost pods already."""
+    """Return the status with a new leader if the leader's pod is in `lost`. status: counts the lost pods already."""
     present = leader(view.job, status)
     if not view.appoints or present.place not in lost:
         return status
     staying = view.staying - set(lost)
-    # One that was in the last group, because the others may hold no state, or an older one. Without any other pod, the
-    # agent of the next pod at this place leads, or of node 0 if the place is gone.
+    # Prefer a pod of the last group, because other pods may hold no state, or an older one.
+    # If no pod stays, the next pod at the leader's place leads, or node 0 if the job has no such place any more.
     next_one = present.place if present.place in view.spec.members else view.spec.members.leader
     place = min(in_last_group(view, status, staying, lost) or staying, default=next_one)
-    # Reports of an agent of node 0 that nobody has appointed have the number of its pod.
+    # Node 0's agent leads first without an appointment. In its reports, its pod's replacement number is the term.
     before = max(present.term, naming.replacement(status, view.spec.members.leader))
     return replace(status, leader=api.JobLeader(term=before + 1, place=place))
 
 
 def in_last_group(view: View, status: api.Status, waiting: Set[int], lost: Collection[int]) -> set[int]:
     """Return the waiting pods that were in the newest generation of ranks: first pods of the attempt, and replacements
-    whose ranks have reported. If a lost pod has run, a waiting pod that has not run does not count as a first pod: it
-    may replace a lost pod of the same name that was never seen."""
+    whose ranks have reported. If a lost pod has run, a first pod counts only if it is recorded as started, because it
+    may be the second pod of this name, after one that nobody observed."""
     started = {
         (view.spec.members.place(report.node_rank), report.replacement)
         for report in view.seen.reports.values()
@@ -51,20 +51,20 @@ def in_last_group(view: View, status: api.Status, waiting: Set[int], lost: Colle
 
 
 def with_present(view: View, status: api.Status) -> api.Status:
-    """Return the status with a new leader, if the present one was at a place that spec.nodes has taken out. Its pod
-    ends first, because all ranks save together."""
+    """Return the status with a new leader if a lower spec.nodes removed the leader's place, and its pod has ended. That
+    pod ends first, because all ranks save together."""
     place = leader(view.job, status).place
     gone = place not in view.spec.members and all(p.place != place for p in view.removed)
     return after_loss(view, status, {place}) if gone else status
 
 
 def leader(job: api.DDPJob, status: api.Status) -> api.JobLeader:
-    """Return the leader of the attempt; the first one, node 0, is not in the status."""
+    """Return the leader of the attempt; node 0 as long as the status names no other leader."""
     return status.leader or api.JobLeader(term=1, place=job.spec.members.leader)
 
 
 def turn(job: api.DDPJob, status: api.Status) -> int:
-    """Return the number of the present leader's agent in its reports: each later leader has a higher one."""
+    """Return the number that the leader's agent puts into its reports. It is higher for each later leader."""
     found = leader(job, status)
     return found.term if found.term > 1 else naming.replacement(status, found.place)
 
@@ -75,8 +75,8 @@ def pod_name(job: api.DDPJob) -> str:
 
 
 def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None:
-    """Return what agents are told; None if the leader's pod is not running. pod: with the name `pod_name`. port: of the
-    leader's agent."""
+    """Return the answer to agents that ask who leads; None if the leader's pod is not running. pod: the pod named
+    `pod_name`. port: of the leader's agent."""
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
     found = leader(job, job.status)

@@ -57,7 +57,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
     if unfit or not view.is_enough(status.completed) or not status.completed >= nodes:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
-    text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
+    text = f"{len(nodes)} of {view.spec.nodes} nodes trained and completed" if len(nodes) < view.spec.nodes else text
     doubts = (api.StoredFinding(reason=reason.name, message=text) for reason, text in _doubts(view, status))
     status = replace(status, findings=[*status.findings, *doubts][-FINDINGS_MAX:])
     if status.findings:
@@ -155,7 +155,7 @@ def _begin(view: View, status: api.Status) -> Decision:
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
-    """Fail the job activeDeadlineSeconds after its last start, unless it is suspended, as a batch/v1 Job."""
+    """Fail the job activeDeadlineSeconds after its last start, as for a batch/v1 Job, unless it is suspended."""
     if view.spec.suspend or not is_past(view.active_deadline(status), view.now):
         return None
     limit = view.spec.active_deadline_seconds

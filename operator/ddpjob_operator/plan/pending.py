@@ -29,7 +29,7 @@ MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
-    """Return the status, and when its wait will count as long. If it does already, the reason becomes WaitsLong."""
+    """Return the status, and when its wait will count as long. If it is long already, the reason becomes WaitsLong."""
     now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
@@ -83,7 +83,7 @@ def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, 
         return "", False
     reason, where = pod.trainer.reason or "ContainerCreating", f" on {pod.node}" if pod.node else ""
     how = f"kubectl describe pod --namespace {view.job.metadata.namespace} {pod.name}"
-    text = f"{pod.name}{where} has been in {reason} for more than {wording.duration(reached)}: `{how}` says why"
+    text = f"{pod.name}{where} has been in {reason} for more than {wording.duration(reached)}: `{how}` shows why"
     return text, reached >= LONG_SECONDS
 
 
@@ -110,8 +110,8 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
     log = f"kubectl logs --namespace {view.job.metadata.namespace} {naming.present_pod_name(view.job, status, rest[0])}"
     text = (
         f"{name_nodes(rest)} still {verb}, attempt {status.attempt}, and {name_nodes(sorted(done))} completed by "
-        f"{last:%Y-%m-%dT%H:%M:%SZ}. If a rank waits for one that has ended, the ranks make different numbers of "
-        f"steps; `{log}` may show where"
+        f"{last:%Y-%m-%dT%H:%M:%SZ}. If a rank is waiting for a rank that has ended, the ranks make different "
+        f"numbers of steps; `{log}` may show where"
     )
     return text, None
 
@@ -128,7 +128,7 @@ def unreachable_nodes(view: View) -> str:
 def _unreachable(alike: Sequence[Unreachable]) -> str:
     first = alike[0]
     what = "is gone" if first.gone else "is not ready"
-    until = "most others are not ready either, so none is given up"
+    until = "most other nodes are not ready either, so none is given up"
     until = f"given up at {first.lost_at:%H:%M:%S}" if first.lost_at else until
     of = name_nodes([one.pod.place for one in alike])
     return f"; node {first.pod.node} ({of}) {what} since {min(one.since for one in alike):%H:%M:%S}; {until}"

@@ -1,5 +1,5 @@
-"""Replaces one pod of a `ddprun` job while the others stay: their agents end their ranks, keep the fork servers warm
-and wait for the new pod. Then all ranks start as a new generation."""
+"""Replaces one pod of a `ddprun` job while the others stay: agents of the other pods end the ranks, keep the fork
+servers warm, and wait for the new pod. Then all ranks start as a new generation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
         return None
     settled = settle(view, status, first)
     if not settled.verdict.restart:
-        return group_restart.restart_all(view, status, first, settled)  # stops the others too, then the job fails
+        return group_restart.restart_all(view, status, first, settled)  # stops the other pods too, then fails the job
     if ending := _still_ending(view, lost):
         message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
         return Decision(replace(with_failure(status, settled.cause, settled.text), message=message))
@@ -44,8 +44,8 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def going_on(view: View, status: api.Status) -> Decision | None:
-    """Replace the pods that an elastic job has lost, while its other nodes train. Nobody waits, so the job is Running
-    all the time, and no evidence from other pods will come."""
+    """Replace the pods that an elastic job has lost, while its other nodes train. No agent waits, so the job stays
+    Running, and other pods bring no more evidence."""
     trigger = next(group_restart.triggers(view, status), None)
     if trigger is None or not view.goes_on(status):
         return None
@@ -53,9 +53,9 @@ def going_on(view: View, status: api.Status) -> Decision | None:
     lost = sorted(set(lost).difference(p.place for p in _still_ending(view, lost)))
     if not lost or not (settled := settle(view, status, trigger[1])).verdict.restart:
         return None
-    # The time before the first step was no restart. From now on it would count as one: a pod is replaced.
+    # Add up the goodput first: once a pod is replaced, time before the first step counts as restart and not as start.
     status = settled.status(view, with_goodput(status, view.now))
-    # The next loss counts as one in a row if the others make no step until then.
+    # Remember the furthest step: if the other nodes make no step until the next loss, both losses count as in a row.
     status = replace(status, furthest_step=status.furthest)
     return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))
 

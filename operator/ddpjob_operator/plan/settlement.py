@@ -119,7 +119,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
-    """Record the node that was silent for a while in a failure of which ranks report only lost peers."""
+    """Add to a failure the node that was silent for a while, if the ranks report only lost peers."""
     silent = (pod.node for _, pod in sorted(view.known_pods.items()) if pod.was_silent)
     node = root_cause.evidence_of(first).silent_node or shown(next(silent, ""), root_cause.WORD_MAX)
     if not node or failure.reason != root_cause.PEER_LOST:
@@ -172,7 +172,7 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
     """True if a pod was created after another had ended, by the order in which the operator saw them. If that is
-    unknown, compare durations on one clock each: clocks of nodes may differ by more than the length of a short run."""
+    unknown, compare durations, each by one clock, because clocks of nodes may differ by more than a short run."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
     at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at
@@ -230,7 +230,7 @@ def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailur
 
 
 def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.JobFailure:
-    """Return a failure that only shows outside the pod, because the pod may be gone."""
+    """Return a failure with this reason of a pod that may be gone, so nothing is read from its containers."""
     pod = view.pods.get(place)
     failure = api.JobFailure(
         attempt=status.attempt,
@@ -254,6 +254,7 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         now=view.now,
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
-        # Only nodes that ran together can complete. If they ran apart, SIGKILL only means that stopping took long.
+        # A killed torchrun may have completed early, but only if all nodes ran at the same time.
+        # If they did not, SIGKILL only means that stopping torchrun took too long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -66,8 +66,8 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
 
 
 def _resized(view: View, status: api.Status, was: str) -> api.Status:
-    """Return the status with another number of nodes in the same attempt: the pods above it stop as for a suspension
-    (view.removed), so all ranks save at one step, and the other nodes go on. New pods join later."""
+    """Return the status with another number of nodes in the same attempt: pods with higher numbers stop as for a
+    suspension (view.removed), so all ranks save at one step, and the other nodes continue. New pods join later."""
     removed = {place for place in view.spec.members if place >= view.wanted_nodes}
     known = removed & (status.started | set(view.pods))
     # A later pod at this place gets another name.
@@ -93,7 +93,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all pods are deleted, next try at {wording.clock(again)}"
     )
-    # Allow avoided nodes again. With a deadline shorter than the wait before that, no node would ever be found.
+    # Allow avoided nodes again: startDeadlineSeconds may be shorter than the wait after which avoidance is lifted.
     later = _lifted(status, view.now) if _unschedulable(view) else status
     later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
@@ -122,7 +122,7 @@ def gang_unavailable(view: View, status: api.Status) -> Decision | None:
 
 
 def name_taken(view: View, status: api.Status) -> Decision | None:
-    """Wait if another owner's object has a needed name; never take it over. A deleted job's objects go away."""
+    """Wait if another owner's object has a needed name; never take it over. A deleted job's objects disappear soon."""
     if not view.conflicts or not _to_create(view, status):
         return None
     first = view.conflicts[0]

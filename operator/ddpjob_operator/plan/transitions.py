@@ -150,8 +150,8 @@ def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Sta
     known = status.progress
     if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
         return True
-    # After a pod was replaced, earlier ranks have another generation and may run for a while.
-    # Not all senders know their generation.
+    # After a pod was replaced, earlier ranks have a lower generation and may run for a while.
+    # Some senders report no generation: their report is of new ranks if its step differs.
     if report.generation == known.generation and report.resumed_step is None:
         return report.step != known.step
     return report.generation > known.generation
@@ -199,7 +199,7 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
 
 
 def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
-    """Return the status with a failure. Until its cause is final, new evidence replaces the first impression."""
+    """Return the status with a failure. It replaces a failure of the same attempt whose cause is not final."""
     line = api.FailureLine(
         attempt=failure.attempt,
         message=abridged(message, BRIEF_MAX),

@@ -144,7 +144,7 @@ class View:
         return {p.place for p in self.active if p.trainer.state == "running" and p.deletion_requested_at is None}
 
     def goes_on(self, status: api.Status) -> bool:
-        """True if an elastic job under ddprun trains, and goes on in its pods without those that are lost or stopping.
+        """True if an elastic job under ddprun is training, and continues without the pods that are lost or stopping.
         Under torchrun a loss restarts the group: a new pod in a running rendezvous hung or failed in half of trials."""
         can_go_on = self.is_elastic and self.spec.facts.restarts_in_place
         return can_go_on and status.state == "Running" and self.is_enough(self.staying)
@@ -160,7 +160,7 @@ class View:
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Return deletes of pods that are not terminating. On a lost node the grace is 0, because no kubelet
-        answers. Elsewhere 0 would remove the object before its processes end, and the next attempt would meet them."""
+        answers. Elsewhere 0 would remove the object while its processes run, next to those of the next attempt."""
         stopped = []
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
@@ -335,7 +335,7 @@ def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:
 
 
 def next_loss(view: View) -> dt.datetime | None:
-    """Return when, if nothing changes, the next node counts as lost, or a rank with a running sidecar as completed."""
+    """Return when, without new observations, a node counts as lost, or a rank with a running sidecar as completed."""
     job, seen = view.job, view.seen
     pods = (p for p in seen.pods if p.live and (is_own(p, job) or is_of_deleted_job(p, job)))
     lost = (lost_at(p, seen.nodes, view.settings) for p in pods)
@@ -376,8 +376,8 @@ def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> It
     places = job.spec.members if others else ()
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
-        # A pod of the deleted job answers to the same DNS name until the pod has ended, in any attempt.
-        # The pod has no owner if the job was deleted with --cascade=orphan.
+        # A pod of a deleted job with this name answers to the same DNS name until it has ended, in any attempt.
+        # Such a pod has no owner if its job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)
         orphaned = pod.job == job.metadata.name and not pod.owner_uid and pod.attempt > 0
         if pod.name in names or ((of_deleted or orphaned) and not pod.ended):

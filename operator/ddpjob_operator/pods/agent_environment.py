@@ -48,8 +48,8 @@ def grant(job: api.DDPJob) -> Grant:
 def was_out_of_memory(status: api.Status) -> bool:
     """True if a recent failure is an out-of-memory kill of a pod since the job was started or resumed.
 
-    State in memory counts against the limit and is reserved if there is room: a training that needs this room later
-    would be killed repeatedly. To raise the limit, users suspend and resume the job.
+    The job then keeps no state in memory: the state counts against the pod's memory limit, and the training would be
+    killed repeatedly. To raise the limit, users suspend and resume the job.
     """
     since = status.start_time
     killed = [line for line in status.failures if line.reason == "OOMKilled"]
@@ -59,7 +59,7 @@ def was_out_of_memory(status: api.Status) -> bool:
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     """True if the nodes measure each other before their ranks start. OnRestart needs two nodes, because a node is slow
-    only compared with another, and not while the others train: each node that joins them would stop them for it.
+    only in comparison with another. It does nothing while other nodes train, because they would have to stop for it.
     """
     begun = status.attempt_time
     if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):

@@ -201,8 +201,8 @@ def _spread(job: api.DDPJob, spec: Body) -> None:
 
 
 def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
-    """Exclude nodes in every term, because the scheduler accepts a node that matches any term. One name per
-    requirement, as the API demands."""
+    """Exclude nodes in every term of the node affinity, because the scheduler accepts a node that matches any term.
+    Each requirement has one name, as the API demands."""
     if not nodes:
         return
     wanted = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})

@@ -22,7 +22,7 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
     # Set for scripts without a launcher, and only if a node has one process.
-    # Scripts that start several processes would compute wrong: the imagenet example multiplies WORLD_SIZE by its GPUs.
+    # If nodes had several processes, the imagenet example would be wrong: it multiplies WORLD_SIZE by its GPUs.
     size = str(job.spec.nodes)
     single_process = {"RANK": str(node_rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     every = {
@@ -82,7 +82,7 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
 
 
 def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return torchrun's options. node_rank: None if torchrun numbers the nodes itself; it would warn of a number."""
+    """Return torchrun's options. node_rank: None if torchrun numbers the nodes, because it would warn about one."""
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),
@@ -105,7 +105,7 @@ def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str,
         # The timeouts are those of the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A joining node makes torchrun restart all ranks in their pods.
-        # With gloo in torch 2.13, ranks would then read old addresses from the shared store (docs/dev/upstream.md).
+        # After that, with a shared store, gloo ranks (torch 2.13) would read old addresses (docs/dev/upstream.md).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # When a node joins, ranks end. A torchrun that has not noticed the join yet spends a restart on their end.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),

@@ -130,7 +130,7 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
 
 
 def _mark(run: Path, job: str) -> None:
-    """Write the mark file with the folder's inode, so that a copied mark is invalid. Device numbers may change."""
+    """Write the mark file with the folder's inode, so that a copied mark is invalid. (Device numbers may change.)"""
     mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:

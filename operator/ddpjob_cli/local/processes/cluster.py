@@ -76,7 +76,7 @@ class RefusedError(Exception):
 
 
 class LocalCluster:
-    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites places in it."""
+    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites FILE:LINE in it."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
-        if job.spec.facts.restarts_in_place:  # only agents read these, and a pod has neither
+        if job.spec.facts.restarts_in_place:  # variables for agents, which a pod does not get
             process.env["DDPJOB_LOCAL"] = "1"
             process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:
@@ -287,7 +287,7 @@ class LocalCluster:
         return ports.number(self._ports[attempt])
 
     def leader(self, job: api.DDPJob) -> dict[str, Any] | None:
-        """Return what agents are told about who leads. All nodes are one machine, so each leader has its own port."""
+        """Return the answer to agents that ask who leads. On one machine each leader needs a port of its own."""
         attempt, term = job.status.attempt, leadership.leader(job, job.status).term
         if term > 1 and (attempt, term) not in self._ports_of_leaders:
             self._ports_of_leaders[attempt, term] = ports.hold()
@@ -372,9 +372,11 @@ def _doubt(end: nodes.End) -> str:
     if not launchers or (end.code and end.ended_first):
         return ""
     started = " ".join((launchers[0].launcher, *launchers[0].named))
-    text = f"the shell in front of `{started}` ended on SIGTERM, and did not forward it or wait (exec {started} …)"
+    text = (
+        f"the shell that started `{started}` ended on SIGTERM without forwarding it or waiting; write exec {started} …"
+    )
     if end.ended_first:
-        text = f"the command ended while `{started}` was running, which was killed: nothing waits for it "
+        text = f"the command ended while `{started}` was running, so `{started}` was killed: wait for it "
         text += "(setsid --wait, wait)"
     found = NamedFinding(reasons.EXIT_CODE_LOST.name, text)
     return json.dumps({"ddpjob": 1, "findings": [found.as_dict()]}) + "\n"

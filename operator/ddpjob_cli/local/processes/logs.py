@@ -8,19 +8,19 @@ from pathlib import Path
 
 from ddpjob import own_files
 
-TAIL_BYTES = 16384  # kept to find the cause; a kubelet keeps 2048 bytes, which torchrun's table can fill
+TAIL_BYTES = 16384  # bytes to find the cause in; a kubelet keeps 2048, which torchrun's table can fill
 LINE_MAX = 4096  # characters per line on the screen; the file keeps the complete line
 
 
 class Log:
     """One node's output. After a write error no more is written, and training continues; `error` has the message.
-    names: rewrites places in its text; `str` rewrites nothing."""
+    names: rewrites places (FILE:LINE) in its text; `str` rewrites nothing."""
 
     def __init__(self, path: Path, names: Callable[[str], str] = str) -> None:
         self.path = path
         self.error = ""
         self._names = names
-        self._held = b""  # a place may arrive in two pieces, so only whole lines are rewritten
+        self._held = b""  # an unfinished line: FILE:LINE may arrive in two pieces
         descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._tail = b""
@@ -90,4 +90,4 @@ class Log:
             while view:
                 view = view[self._file.write(view) or 0 :]
         except OSError as error:
-            self.error = f"{self.path}: {error.strerror}; the log of this node is not kept any more"
+            self.error = f"{self.path}: {error.strerror}; the rest of this node's log is lost"

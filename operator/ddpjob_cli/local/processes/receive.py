@@ -31,7 +31,7 @@ class LocalReceiver(ThreadingTCPServer):
     """Listens on a free port of 127.0.0.1. `on_report` gets the body of each authenticated report, in a thread, one
     call at a time. It returns None, or why it refuses. `token_file` has mode 0600 and is removed by `stop`."""
 
-    daemon_threads = False  # stop() does not wait for these threads, because the runner accepts no report after it
+    daemon_threads = False  # stop() does not wait for threads, because the runner accepts no report after stop()
     request_queue_size = 128
 
     def __init__(self, on_report: Callable[[bytes], str | None], token_file: Path) -> None:
@@ -133,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(HTTPStatus.NO_CONTENT if sentence is None else HTTPStatus.BAD_REQUEST, sentence)
 
     def answer(self, status: HTTPStatus, said: str | Mapping[str, Any] | None = None) -> None:
-        """said: why a request is refused, or the body."""
+        """Send an answer. said: the reason of a refusal, or the body."""
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()

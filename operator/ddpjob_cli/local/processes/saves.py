@@ -36,7 +36,7 @@ class SavedFiles:
     def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
         self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
         self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks have; b"": they have none
+        self._told: dict[str, bytes] = {}  # by path: digest of the text that the ranks have; b"" for a new file
         self._seen: dict[str, State] = {}
         self._configurations: set[str] | None = None
         self._since: float | None = None  # when the first unreported change was seen

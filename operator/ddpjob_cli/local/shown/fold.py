@@ -14,7 +14,7 @@ from ddpjob_operator.failures.log_lines import PREFIX
 from ddpjob_operator.job import wording
 
 HELD_SECONDS = 30.0  # seconds until an uncaught exception has ended its pod; a rank has ten seconds to stop
-UNSURE_SECONDS = 10.0  # without torch's prefix: shorter, because the script may have handled the exception
+UNSURE_SECONDS = 10.0  # seconds for a traceback without torch's prefix: the exception may have been handled
 _LAUNCHERS = re.compile(
     # E0131 12:00:00.1 77 torch/distributed/elastic/…; up to torch 2.1 ERROR:torch.distributed…
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
@@ -45,7 +45,7 @@ class Trace:
 
     @property
     def due(self) -> float:
-        """Time at which the traceback is shown, unless it has ended a pod by then."""
+        """Time at which the traceback is shown, unless its exception has ended a pod by then."""
         return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
 
     @property
@@ -144,7 +144,7 @@ class Fold:
             yield raw
 
     def _is_of_stacks(self, raw: str) -> bool:
-        """Hold back a line of a stalled rank's stacks (all but the first are indented). Return True if it is one."""
+        """If the line belongs to stacks of a stalled rank (indented after the first line), keep it and return True."""
         if match := _STALLED.match(raw):
             self._in_stacks = self.stacks[int(match[1])] = []
         elif not raw.startswith("  "):

@@ -64,7 +64,7 @@ class PlainScreen:
             sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
-            # Otherwise Python's flush at the exit would print a second error about the same pipe.
+            # Redirect stdout: Python's flush at the exit would print a second error about the closed pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
         except BlockingIOError:
@@ -116,14 +116,14 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """In this context the nodes' output is shown even if a debugger uses the terminal."""
+        """Within this `with` block, show the nodes' output even if a debugger uses the terminal."""
         before, self.is_quiet = self.is_quiet, False
         yield
         self.is_quiet = before
 
     def pause(self) -> None:
         """Tell the user how to continue, before Ctrl-Z stops this process."""
-        self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
+        self.note("stopped; the training continues until its output buffer is full: fg shows it again, bg lets it run")
 
     def close(self) -> None:
         pass
@@ -221,7 +221,7 @@ def has_terminal(groups: Collection[int]) -> bool:
     """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
-    except OSError:  # not our controlling terminal, so no other process group of our session has it
+    except OSError:  # stderr is not our controlling terminal, so no process group of our session uses it
         return True
 
 
@@ -232,7 +232,7 @@ def _whoever_reads() -> Iterator[None]:
     try:
         yield
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # otherwise Python's flush at the exit would fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # to /dev/null, or Python's flush at exit would fail
 
 
 def _forget_unwritten() -> None:

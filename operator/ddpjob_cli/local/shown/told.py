@@ -19,13 +19,13 @@ from ddpjob_operator.plan.actions import Event
 PATIENCE_SECONDS = 3.0
 _KILLED = 137
 _KILLED_BY_TORCHRUN = "forcefully exiting via "  # torchrun prints this after its --shutdown-timeout, and ends with 1
-_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # effects of the stop, so not its reason
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # caused by the stop, so not its reason
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
 
 
 class Teller:
-    """Decides which lines and events are shown. note: shows a sentence. log: shows lines. logs: command for logs."""
+    """Decides which lines and events are shown. note: shows a sentence. log: shows lines. logs: shell command."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class Teller:
             return
         name = culprit if culprit in counts else max(counts, key=lambda name: counts[name])
         others = sum(counts.values()) - counts[name]
-        more = f", {wording.count(others, 'line')} of other nodes as well" if others else ""
+        more = f" (and {others} of other nodes)" if others else ""
         own = wording.count(counts[name], "line")
-        self._note(f"  … {own} of {self._launcher} folded; {self._command(self._folds[name][0])}{more}")
+        self._note(f"  … {own} of {self._launcher} hidden{more}; {self._command(self._folds[name][0])}")
 
     def _command(self, pod: LocalPod) -> str:
         return f"{self._logs} --attempt {pod.attempt} --node {pod.place}"

@@ -14,7 +14,7 @@ BAD_ANSWER = "BadAnswer"
 
 
 class ApiError(Exception):
-    """The API server refused (status 4xx, 5xx) or did not answer (status 0). `message` is its own sentence."""
+    """The API server refused (status 4xx, 5xx) or did not answer (status 0). `message`: the server's sentence."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(f"{status} {reason}: {message}" if status else f"{reason}: {message}")

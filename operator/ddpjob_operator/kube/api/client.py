@@ -214,7 +214,7 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # Estimate from this page's size: doubling would make every fourth page of large objects too large.
+            # Compute the next limit from the size per object: with doubling, every fourth page would be too large.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content

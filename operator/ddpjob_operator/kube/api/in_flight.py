@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Turn:
-    """One of the requests that the limit allows, given back once: by `leave`, or after `seconds`."""
+    """A place for one request within the limit, given back once: by `leave`, or after `seconds`."""
 
     def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
         self._give_back: Callable[[], None] | None = give_back

@@ -54,7 +54,7 @@ class Reach:
     async def wait(self, seconds: float) -> bool:
         """Wait for `seconds`. If an outage ends meanwhile, return True early.
 
-        Without an outage wait the full time: the server refuses a watch, but answers other requests.
+        Without an outage wait the full time, because the server may refuse a watch and answer other requests.
         """
         if self._lost_at is None:
             await asyncio.sleep(seconds)

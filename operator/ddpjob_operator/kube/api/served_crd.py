@@ -47,7 +47,7 @@ def older(fields: list[str]) -> str:
 
 
 async def dropped_fields(client: Client) -> list[str]:
-    """Return the sorted paths of the fields that the CRD lacks; of a missing object only its own path. Raise ApiError.
+    """Return the sorted paths of the fields that the CRD lacks; for a missing object, only its path. Raise ApiError.
 
     Empty if the server publishes no schema of the kind.
     """

@@ -98,7 +98,7 @@ class Verifier:
         if len(token) > TOKEN_LENGTH_MAX:
             raise BadTokenError(f"the token has {len(token)} characters, at most {TOKEN_LENGTH_MAX} are read")
         if not token.isascii():  # aiohttp passes invalid UTF-8 on as surrogates, on which PyJWT fails
-            raise BadTokenError("the token is no JSON Web Token")
+            raise BadTokenError("the token is not a JSON Web Token")
         # A pod sends one token for an hour, and verifying it takes a fifth of the time for its report (bench/results).
         digest = hashlib.sha256(token.encode()).digest()
         known, fresh = self.proven.get(digest), self._clock() - self._fetched_at < KEYS_AGE_SECONDS
@@ -107,7 +107,7 @@ class Verifier:
         try:
             key_id = str(jwt.get_unverified_header(token).get("kid", ""))
         except jwt.PyJWTError:
-            raise BadTokenError("the token is no JSON Web Token") from None
+            raise BadTokenError("the token is not a JSON Web Token") from None
         keys = self._keys
         if keys is None or key_id not in keys.by_id or not fresh:
             keys = await self._renewed(keys)
@@ -136,7 +136,7 @@ class Verifier:
                 options={"require": ["exp", "iss", "aud"]},
             )
         except jwt.InvalidIssuerError:
-            raise _OtherIssuerError("the token is of another issuer") from None
+            raise _OtherIssuerError("the token has another issuer") from None
         except jwt.PyJWTError as error:
             raise BadTokenError(_reason(error)) from None
         pod = _pod(claims)

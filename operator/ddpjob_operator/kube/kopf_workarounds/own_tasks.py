@@ -7,7 +7,7 @@ kopf 1.45 (seen with 1.45.2) does not replace some of its tasks when they end:
 - Without the spawner and the cleaner of a watcher's scheduler, no event reaches a handler and a shutdown never ends
   (kopf/_cogs/aiokits/aiotasks.py, lines 294 and 295).
 
-Users would see an operator that is running and does nothing. This can go when kopf supervises its own tasks.
+Users would see an operator that is running and does nothing. Remove this when kopf supervises its own tasks.
 """
 
 from __future__ import annotations

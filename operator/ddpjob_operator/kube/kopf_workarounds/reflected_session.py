@@ -1,8 +1,8 @@
 """The session through which kopf watches DDPJobs. Our reflectors answer it; kopf itself sends no request.
 
 In: DDPJobs from a Reflector, which uses a Feed as its sink; one Feed per watched namespace. Out: full jobs into our
-copy (Jobs), and small events to kopf, only for jobs that begin or end. kopf gets the session from the login handler
-(handlers.py), its documented way to use another transport.
+copy (Jobs), and small events to kopf, only for jobs that are new or deleted. kopf gets the session from the login
+handler (handlers.py), its documented way to use another transport.
 
 kopf 1.45 (seen with 1.45.2; files in kopf/_cogs) has these limits:
 
@@ -16,7 +16,7 @@ whenever the API server is away.
 
 The price: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
 
-This can go when kopf lists and watches again after any answer, and reports the objects that a new list lacks.
+Remove this when kopf lists and watches again after any answer, and reports the objects that a new list lacks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DISCOVERY: dict[str, Raw] = {
 
 
 class Feed:
-    """The sink of a reflector of DDPJobs. Jobs go into our copy; kopf gets an event when a job begins or ends.
+    """The sink of a reflector of DDPJobs. Jobs go into our copy; kopf gets an event only if a job is new or deleted.
 
     An event costs kopf as much CPU as five pods cost us, so a change of a known job sends kopf no event. An event has
     only the name, because kopf's queue has no limit. Its type is DELETED also for a new job, because kopf keeps a

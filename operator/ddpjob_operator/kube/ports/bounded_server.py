@@ -2,8 +2,8 @@
 
 In: TCP connections from any pod of the cluster, most of them not authenticated. Out: calls of `answer`, which the
 subclasses implement. Connections, bytes per request and time per request are bounded, bodies are not decompressed, and
-nothing is read after a refusal. A Connection is aiohttp's RequestHandler; `BoundedServer` counts them and picks the one
-to cut.
+nothing is read after a refusal. A Connection is aiohttp's RequestHandler; `BoundedServer` counts connections and picks
+the one to close.
 
 The bounds are ours because aiohttp's server (3.14) has none for connections, and queues up to 32 requests of 128
 headers per connection (web_protocol.py: MAX_MSG_QUEUE_SIZE, max_headers, max_field_size). The price: Connection

@@ -1,4 +1,4 @@
-"""Serves /metrics, which name jobs and namespaces. A NetworkPolicy can restrict this separate port to a scraper.
+"""Serves /metrics, which names jobs and namespaces. A NetworkPolicy can restrict this separate port to a scraper.
 
 The answer is built in a thread, one at a time, and reused for a second, so that frequent requests cost little.
 """
@@ -22,7 +22,7 @@ SAME_ANSWER_SECONDS = 1.0
 
 
 class Scrape(NamedTuple):
-    """State of the operator at a scrape. jobs: raw, because the thread parses them; None if it does not lead."""
+    """State of the operator at a scrape. jobs: raw, because the thread parses them; None without leadership."""
 
     moment: Moment
     jobs: list[Mapping[str, Any]] | None
@@ -34,7 +34,7 @@ def read(snapshot: Scrape) -> Moment:
 
 
 def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
-    """Return what the metrics read of a stored job."""
+    """Return the fields of a stored job that the metrics need."""
     metadata = raw["metadata"]
     try:
         status = validation.stored_status(raw)

@@ -76,7 +76,7 @@ class Receiver(BoundedServer):
         self._runtime, self._leads = runtime, leads
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
-        """Accounts of existing pods at the last cleanup."""
+        """Number of accounts of existing pods at the last cleanup."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         try:
@@ -86,7 +86,7 @@ class Receiver(BoundedServer):
         except Exception:
             # This is a bug in our code. The traceback contains no token: aiohttp's request prints only method and path.
             self._runtime.log.exception("a progress report was lost")
-            return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
+            return _RefusedError(500, "the receiver failed; the report is not the cause").answer()
 
     async def _take(self, request: web.BaseRequest) -> web.Response:
         """Check a report before its body is read, then hand it on, and return the answer."""
@@ -170,7 +170,7 @@ def _check_request(request: web.BaseRequest) -> None:
     if method is None:
         raise _RefusedError(404, f"{request.path[:80]}: only {PATH} is served")
     if request.method != method:
-        raise _RefusedError(405, f"{request.method[:20]}: only {method} is taken")
+        raise _RefusedError(405, f"{request.method[:20]}: only {method} is accepted")
     if (request.content_length or 0) > BODY_BYTES_MAX:
         raise _too_large()
 

@@ -27,7 +27,7 @@ from ddpjob_operator.pods import naming
 # Seconds before an API that is not served, or whose watch fails, is tried again.
 AGAIN_SECONDS = 60.0
 NO_ANSWER_SECONDS = 2.0
-# After so many server errors in a row (a conversion webhook that is down), the API of a queue counts as unavailable.
+# After this many server errors in a row, for example of a failing conversion webhook, a queue's API is unavailable.
 ERRORS_MAX = 5
 ERROR_SECONDS = 10.0
 
@@ -205,7 +205,7 @@ class GangWatch:
         self._errors += 1
         if self._errors != ERRORS_MAX:  # keep the first error text: each new text would rewrite the status of many jobs
             return False
-        why = f"the API server cannot tell which {self._what} there are: {error.message}"
+        why = f"the API server cannot list {self._what}: {error.message}"
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True

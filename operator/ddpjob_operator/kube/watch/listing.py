@@ -78,7 +78,7 @@ class Careful:
         if uid not in self._logged:
             self._logged[uid] = None
             name = f"{known.get('namespace', '')}/{known.get('name')}"
-            self._log.exception("%s: %s cannot be taken, and is left out", self._what, name)
+            self._log.exception("%s: %s cannot be read, and is left out", self._what, name)
 
 
 async def take(

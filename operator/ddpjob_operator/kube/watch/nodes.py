@@ -29,9 +29,9 @@ GONE_MAX = 10_000
 class NodeCache:
     """Keeps the nodes that are not ready; there are few.
 
-    `changed(names)` is called when nodes become ready or not ready, or begin or cease to count as cut off with most
-    others. It is called once for all of them, because it may go through all pods. Times are our own, from when we first
-    saw a node not ready, because clocks of other machines may be minutes off.
+    `changed(names)` is called when nodes become ready or not ready, and when a disruption of most nodes begins or ends:
+    once for all nodes, because it may visit all pods. Times are by our own clock, from when we first saw a node not
+    ready, because clocks of other machines may be minutes off.
     """
 
     def __init__(self, changed: Callable[[Set[str]], None], now: Callable[[], dt.datetime]) -> None:
@@ -162,7 +162,7 @@ class NodeCache:
         if self.disrupted != self._disruption_logged:
             self._disruption_logged = self.disrupted
             if self.disrupted:
-                text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
+                text = "%d of %d nodes are not ready, most of them since the same moment, so those do not count as lost"
                 _LOGGER.warning(text, len(self._turned), len(self._names))
             else:
                 _LOGGER.info("most nodes are ready again")

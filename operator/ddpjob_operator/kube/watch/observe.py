@@ -166,7 +166,7 @@ def trainer(raw: Raw, phase: str) -> Container:
     if phase == "Succeeded" and seen.state == "waiting":
         return Container("ended", "Completed", exit_code=0)
     if seen.state == "waiting" and seen.reason in _IN_TURN:
-        # An init container that cannot start: the trainer's own status only shows PodInitializing.
+        # Return an init container that cannot start, because the trainer's own status only shows PodInitializing.
         for init_name, init in _init_containers(status):
             if init.state == "waiting" and init.reason not in _IN_TURN:
                 return Container("waiting", init.reason, f"init container {init_name}: {init.message}")
@@ -205,7 +205,7 @@ def _container(status: Raw) -> Container:
 
 
 def _never_ran(raw: Raw, seen: Container) -> Container:
-    """Return the end of a trainer without a status of its own: evicted, lost, or an init container failed."""
+    """Return the end of a trainer that has no status: its pod was evicted or lost, or an init container failed."""
     status = raw.get("status") or {}
     listed = (raw.get("spec") or {}).get("initContainers") or ()
     # A failed sidecar never fails its pod, because the kubelet ends it together with the pod.

@@ -80,7 +80,7 @@ class QueuePlaces:
         except ApiError as error:
             if error.status != 404:
                 self._log_once(f"no queue positions from {path}: {error}")
-            # Usually the queue does not exist, which the job's message reports. Or the version is not served any more.
+            # Usually the queue does not exist, which the job's message reports. The API version may also be gone.
             self._api_version = "" if error.status == 404 else self._api_version
         except (AttributeError, LookupError, TypeError) as error:
             self._log_once(f"the queue positions from {path} cannot be read: {error!r}")

@@ -120,7 +120,7 @@ class Reflector:
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
             if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
                 # The server is back after an outage, and refuses watches for some seconds while it starts.
-                # With the back-off from the outage, we would see no changes for up to 30 s.
+                # Reset the back-off: with the long one of the outage, we would see no changes for up to 30 s.
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:
@@ -155,7 +155,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # otherwise the watch is already ahead of the list
+            self._version = self._newest = at  # not if the watch is ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:
@@ -167,7 +167,9 @@ class Reflector:
         if self._stale_lists < STALE_LISTS_MAX:
             self._stale_lists, self._version = self._stale_lists + 1, ""
             raise ApiError(0, "StaleList", text)
-        self._runtime.log.warning("%s: %s: a restored backup; all is taken from the list", self.what, text)
+        self._runtime.log.warning(
+            "%s: %s, as after a restored backup; all objects are taken from the list", self.what, text
+        )
         self._newest = ""
         self._sink.begin_anew(self.namespace)
 

@@ -31,7 +31,7 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# Limits the memory for deleted UIDs. The number is safe, because far fewer requests are in flight.
+# Limit of remembered UIDs of deleted objects. Only answers that are in flight need them, and those are far fewer.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:
-        """Let `take` ignore the watch event of this status, within a `with` block that writes the status."""
+        """Within this `with` block, which writes the status, let `take` ignore the watch event of the write."""
         self._written[key] = status
         try:
             yield
@@ -386,5 +386,5 @@ def version(metadata: Raw) -> int:
 
 
 def number(text: object) -> int:
-    """Return a resource version as a number, 0 if it is none."""
+    """Return a resource version as a number; 0 if it is no number."""
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) <= 20 else 0

@@ -16,7 +16,7 @@ from ddpjob_operator.pods import naming
 
 MESSAGE_MAX = 500
 PODS_MAX = 8
-# Reasons that are not logged, because the states around them are. The second set is for the state Restarting only.
+# Reasons that are not logged, because the states before and after are. The second set is for the state Restarting only.
 _PASSING = frozenset({reasons.STARTING_TRAINERS.name})
 _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_PODS.name})
 
@@ -67,7 +67,7 @@ def decision(job: api.DDPJob, todo: Plan) -> Line | None:
     done = [*(["the status is written"] if todo.status is not None else []), *_actions(job, todo.actions)]
     pods = _pods(job, todo.actions)
     where, pod = _where(job.metadata), pods[0] if len(pods) == 1 else _failed_pod(old, new)
-    text = f"{where} {_attempt(old, new)}: decided, being {_state(old, new)}: {', '.join(done)}"
+    text = f"{where} {_attempt(old, new)}: decided in state {_state(old, new)}: {', '.join(done)}"
     return Line(shown(text, 2 * MESSAGE_MAX), where, new.attempt, pod)
 
 

@@ -26,7 +26,7 @@ MESSAGE_MAX = 1_024  # the API server refuses longer messages
 # PASSING states that end within these seconds get no Event.
 PASSING_SECONDS = 3.0
 # While creates of pods wait in a namespace, its Events wait too, except warnings: LATER_SECONDS longer at most.
-# Every AGAIN_SECONDS, check whether such creates still wait.
+# Every AGAIN_SECONDS, check whether creates of pods are still waiting.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
 # PASSING states wait this many seconds longer, because they usually end when the pods are created.
 PASSING_LATER_SECONDS = 60.0
@@ -107,7 +107,7 @@ class Events:
         await self.queue.run(self._send_next)
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """True if there is room. A full queue drops an Event of the fullest namespace, but not of the job's."""
+        """Return True if there is room. A full queue first drops one of the fullest namespace, if not the job's."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:

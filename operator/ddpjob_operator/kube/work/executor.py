@@ -61,7 +61,7 @@ GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
 # Pods that the second reconcile of a new job creates; each later reconcile creates twice as many.
-# If many jobs started at once with 2 here, most would have only some of their pods (docs/dev/decisions.md, slow start).
+# If this were 2, most of many jobs started at once would get only some of their pods (docs/dev/decisions.md).
 SECOND_BATCH = 8
 
 
@@ -88,7 +88,7 @@ class Executor:
     deletes: InFlight = field(default_factory=InFlight)
 
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
-        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if that was all.
+        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if nothing is left to do.
 
         Raise ConflictError if the job or a node has changed, ApiError if the server cannot do it now.
         """
@@ -405,7 +405,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Return the objects at `paths`; None if one is missing. Then record that `of`, which needs it, was refused."""
+        """Return the objects at `paths`. None if one cannot be read: `of`, which needs it, is recorded as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:

@@ -137,7 +137,7 @@ class JobState:
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        # Keep the time of our clock even after it has passed, so that the wait for a lost node does not start again.
+        # Keep the time of a binding by our clock even when it has passed, so that the wait for a lost node goes on.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
         # The kubelet is back and learns only now that the pod must stop, so the grace period starts now.

@@ -36,13 +36,13 @@ from ddpjob_operator.metrics.meter import Meter, QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# Limit of concurrent reconciles per namespace. With a higher limit, a new event would wait behind them.
+# Limit of concurrent reconciles per namespace. With a higher limit, a new event would wait for more reconciles.
 # The limit is twice that of pod creates (api/in_flight.py), because some reconciles only write a status.
 OF_NAMESPACE_MAX = 32
 # Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
 # Every TURNS-th turn goes to a lower priority.
-# With fewer turns between, later pods of other jobs would delay the first pod of a new job.
+# With a lower number, later pods of other jobs would delay the first pod of a new job.
 TURNS = 8
 # Outdated requests that may stay in the heap, because their removal rebuilds the heap.
 OUTDATED_MIN = 64

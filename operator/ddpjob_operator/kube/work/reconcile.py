@@ -118,7 +118,7 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # A job that was kept only in part does not show its gang. Only now `ready_in` knows if it waits.
+                # Call `ready_in` again: only the complete job shows if it waits for the API of a gang.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
@@ -251,7 +251,7 @@ class Reconciler:
                 return None
             return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
         if why := next((why for copy in self._copies() if (why := copy.unreadable(key))), ""):
-            # Planning without this object would treat its rank as lost, and create a second pod next to it.
+            # Do not plan without an unreadable pod: the plan would treat its rank as lost, and create a second pod.
             self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return self._put_off(key, state, "", why)
         state.put_off = None

@@ -73,8 +73,7 @@ class Reports:
             is_news = True
         if not is_news:
             return None
-        # Rank 0's first step shows the length of the start and the repeated steps.
-        # Users watch the status after a restart.
+        # Write soon after rank 0's first step, which shows how long the start took and which steps are repeated.
         if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
         turn = 0.0 if state.progress_at is None else state.progress_at - self._runtime.clock()
@@ -109,7 +108,7 @@ class Reports:
                 self.check_silence()
             except Exception:
                 # Do not raise: the end of this task would end the operator.
-                self._runtime.log.exception("whether reports reach this operator was not checked")
+                self._runtime.log.exception("the check that reports reach this operator failed")
 
     def check_silence(self) -> None:
         """Detect that most jobs went silent together: the path to this operator is then broken, not the jobs. Jobs that

@@ -158,7 +158,7 @@ class Kept:
         """Return the object with this name. Raises ReplacedError if the script has dropped it."""
         value = self._objects[name]()
         if value is None and type(self._objects[name]) is not _Held:
-            raise ReplacedError(f"{name}: the script has replaced what save() was given")
+            raise ReplacedError(f"{name}: the script has replaced the object that it passed to save()")
         return value
 
     def samplers(self) -> dict[str, Any]:
@@ -226,8 +226,8 @@ class Kept:
         if isinstance(value, torch.nn.Module):
             if own := ignored(value):
                 raise StateError(
-                    f"{name}: DistributedDataParallel is told to ignore {own[0]}: each rank may train its own, and the "
-                    f"survivors of a failure have only theirs"
+                    f"{name}: DistributedDataParallel ignores {own[0]}: each rank may train its own, and the "
+                    f"surviving ranks do not have that of a lost rank"
                 )
             self._modules[name] = value, list(_buffers(name, value))
             self._keys[name] = list(value.state_dict())
@@ -526,7 +526,7 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise StateError(f"{name}: {key} is not dense, and would be when it comes back")
+            raise StateError(f"{name}: {key} is not dense, but would be dense after a restart")
         if is_lazy(value):
             raise StateError(f"{name}: {key} has no shape before the first forward pass")
         prefix, _, leaf = key.rpartition(".")

@@ -286,7 +286,7 @@ class Keeper:
         if self._makers.boundary():
             self._tell_not_kept(
                 "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
-                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+                "with LBFGS or a second optimizer: a rank that fails there leaves no complete state"
             )
         rng, content = random_states.compact(), kept.buffers_as_they_are()
         values = self._watched_with(kept, content | {RANDOM: random_states.mark(rng)}, settings)
@@ -316,8 +316,8 @@ class Keeper:
             self._is_unnamed = False
             if self._rank == 0:
                 process.log(
-                    f"load() was not given all that is trained: until save() or keep() names it, nothing is kept in "
-                    f"memory, and {self._otherwise}"
+                    f"load() did not get all objects that are trained: until save() or keep() gets them, nothing is "
+                    f"kept in memory, and {self._otherwise}"
                 )
 
     def _tell_of_saves(self, text: str) -> None:
@@ -401,7 +401,7 @@ class Keeper:
         if last is None or not own or last in own.values():
             return
         if not moved({name: self.places.marked.get(name) for name in own}, {name: values[name] for name in own}):
-            raise ReplacedError(f"{', '.join(own)}: another sampler gives the batches than the one that save() has")
+            raise ReplacedError(f"{', '.join(own)}: the batches come from another sampler than the one given to save()")
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
         """Log that the script changes objects after the end of a step. where: between which two calls."""
@@ -440,7 +440,7 @@ class Keeper:
         if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):
             self.shared.node[MISCOUNTED] = 1
             self._forget_assumed()
-            self.turn_off(f"{why}: give both the number of steps made so far")
+            self.turn_off(f"{why}: pass the number of steps made so far to both")
 
     @property
     def _copies_instead(self) -> bool:

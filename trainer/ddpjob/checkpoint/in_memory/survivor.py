@@ -210,7 +210,7 @@ class Survivor:
         if not why and not places.is_settled(kept.idle) and not self._is_in_step():
             if self._has_time(began, 0.5):
                 return None
-            why = "the script is between should_stop() or keep() and the next step, where more may follow"
+            why = "the script is between should_stop() or keep() and the next step, where it may still change values"
         if why:
             process.log(f"the state is not written: {why}")
         return UNABLE if why else SAVED
@@ -257,11 +257,11 @@ class Survivor:
         loaded = self._keeper.shared.loaded
         if loaded is not None and step == loaded.version.step:
             if packed.total(packed.tensors_of(kept.large())) != loaded.total:
-                raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
+                raise StateError(f"the state changed after step {step} was loaded, but not in optimizer.step()")
         elif name := kept.changed():
             self._keeper.shared.node[COPIES] = memory.CHANGED  # tell the next generation to make copies
             what = name if name == "parameters" else f"{name}: its state"
-            raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
+            raise StateError(f"{what} changed after step {step}, but not in optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """True if the rank is in optimizer.step(), and will soon complete its step without the other ranks."""
@@ -284,7 +284,7 @@ class Survivor:
                 state = packed.pack(kept.large())
                 if state.size > shared.reserved():
                     room = shared.reserved()
-                    raise StateError(f"it has grown to {state.size} bytes since room was made for {room}")
+                    raise StateError(f"the state has grown to {state.size} bytes, but {room} are reserved")
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
                 held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)

@@ -252,7 +252,7 @@ def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 def _would_refuse(target: Any, saved: Any) -> str:
     if isinstance(target, torch.optim.Optimizer):
         own, its = ([len(g["params"]) for g in groups] for groups in (target.param_groups, saved["param_groups"]))
-        return "" if own == its else f"{_counted(its)} were trained, now there are {_counted(own)}"
+        return "" if own == its else f"the saved state has {_counted(its)}, this optimizer {_counted(own)}"
     if not isinstance(target, torch.nn.Module) or not isinstance(saved, Mapping):
         return ""
     if _shapes(target.state_dict()) == _shapes(saved):
@@ -284,7 +284,7 @@ def _does_not_fit(target: Any, saved: Any) -> str:
         if (saved.shape, saved.dtype) == (target.shape, target.dtype):
             return ""
         # copy_ would silently broadcast rows, or cut values that do not fit into a smaller type.
-        return f"saved was {described(saved)}, to be restored is {described(target)}."
+        return f"saved: {described(saved)}; to be restored: {described(target)}."
     if isinstance(target, dict):
         return "" if isinstance(saved, dict) else f"a {type(saved).__name__} was saved, and cannot fill a dict."
     return (
