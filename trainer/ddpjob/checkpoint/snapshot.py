@@ -115,7 +115,7 @@ class Snapshot:
         *,
         memory: bool = True,
     ) -> None:
-        if not isinstance(keep, int) or keep < 1:  # keep=2.5 would fail only at the fourth save
+        if not isinstance(keep, int) or keep < 1:  # otherwise keep=2.5 would fail only at the fourth save
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         if folder is None and not memory:
             raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
@@ -637,7 +637,7 @@ class Snapshot:
         return step
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
-        """Log where the loaded state came from. before: UID of the job that saved the state, if it is another job."""
+        """Log the origin of the loaded state. before: UID of the job that saved it, if that is another job."""
         whose = ""
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
@@ -706,7 +706,7 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """Return rank 0's choice, or raise rank 0's SnapshotError, on all ranks. Also set its folder's name there."""
+        """Return rank 0's choice, or raise its SnapshotError, on all ranks. Also set the folder's name to rank 0's."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
@@ -749,7 +749,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
-        """Send this rank's random states and own objects to rank 0, by the store: a collective could hang."""
+        """Send this rank's random states and own objects to rank 0. Uses the store, because a collective could hang."""
         store = self._store()
         if store is None:
             return
@@ -799,7 +799,7 @@ class Snapshot:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """Count optimizer steps of this process, once and for good.
+    """Count optimizer steps of this process, with a hook that is installed once.
 
     The hook is never removed: torch iterates the dict of global hooks in step() (torch/optim/optimizer.py:517, torch
     2.13.0), and a removal during that loop raises RuntimeError.
@@ -926,7 +926,7 @@ def _want_names(call: str, unnamed: Sequence[object]) -> None:
 
 def _checked_step(step: Any) -> int:
     try:
-        whole = operator.index(step)  # converts numpy integers, which torch.load(weights_only=True) cannot read
+        whole = operator.index(step)  # an int, because torch.load(weights_only=True) cannot read numpy's integers
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:

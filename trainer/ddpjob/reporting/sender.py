@@ -31,7 +31,7 @@ class ReportSender:
         return self._request("POST", body)[0]
 
     def ask(self) -> bytes:
-        """Get the body of a 2xx answer; b"" for another answer. Raise OSError, ValueError, HTTPException."""
+        """Send a GET request. Return the body of a 2xx answer, else b"". Raise OSError, ValueError, HTTPException."""
         problem, body = self._request("GET", None)
         return body if problem is None else b""
 
