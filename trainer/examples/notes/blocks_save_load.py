@@ -26,7 +26,7 @@ def main() -> None:
     if rank == 0:  # only one rank writes: several writers would damage the file
         torch.save(model.state_dict(), state)
         torch.save(model, whole)  # ddpjob: ignore[save-whole-module]
-    dist.barrier()  # no rank reads before it is written
+    dist.barrier()  # no rank reads the file before it is written
     # Without map_location every rank would put the tensors on the GPU that rank 0 saved from.
     model.load_state_dict(torch.load(state, map_location=device, weights_only=True))
     loaded = nn.utils.parameters_to_vector(model.parameters()).detach()
