@@ -104,9 +104,7 @@ def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(messa
 
 
 def test_a_launcher_that_may_have_run_since_decides_by_its_exit_code() -> None:
-    """In `ddprun a.py
-
-    torchrun a.py` the exit code must decide, because torchrun leaves no message."""
+    """In `ddprun a.py || torchrun a.py` the exit code must decide, because torchrun leaves no message."""
     assert ended(by_agent(), **FALLBACK).status.state == "Succeeded"
 
 
