@@ -186,8 +186,8 @@ with ddpjob.init() as world:
 def test_another_survivor_writes_the_state_if_the_first_dies_and_a_stopped_one_costs_its_time_limit(
     launcher: Launcher,
 ) -> None:
-    """If a rank dies while it writes the state, another rank must write it. A rank that is stopped by SIGSTOP while it
-    writes blocks the others until its agent ends it; then the ranks restart from the folder."""
+    """If a rank dies while it writes the state, another rank must write it. A rank that is stopped (SIGSTOP) while it
+    writes must cost only its time limit; then the ranks restart from the folder."""
     done = trained(launcher, IN_PIECES, {}, nproc=4)
     assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
     assert began(done)[:2] == [0, 8], done[0].stderr
