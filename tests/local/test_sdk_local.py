@@ -70,7 +70,7 @@ def test_a_missing_script_is_refused_at_once() -> None:
 
 
 def test_a_job_can_be_suspended_resumed_and_deleted(tmp_path: Path) -> None:
-    """wait() ends when the job is suspended, and after resume() the script finds what it has saved."""
+    """A job must be suspended, resumed and deleted: wait() ends with a suspension, and the script finds its save."""
     script = (
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
@@ -111,7 +111,7 @@ def test_a_deleted_run_is_no_success(tmp_path: Path) -> None:
 
 
 def test_a_program_waits_at_its_exit_for_its_running_jobs(tmp_path: Path) -> None:
-    """Like multiprocessing, a program that only starts a training must not end before the training does."""
+    """A program that only starts a training must wait for it at its exit, as with multiprocessing."""
     job = plain(tmp_path, "import pathlib, time\ntime.sleep(0.5)\npathlib.Path('done').touch()\n")
     subprocess.run([sys.executable, "-c", f"import ddpjob; ddpjob.run({str(job)!r})"], check=True, timeout=60)
     assert (tmp_path / "done").exists()
