@@ -75,7 +75,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_causes_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
-    """A silent trainer must not count as a hang, because the trainer or its reports may be lost."""
+    """Silence must never cause a finding, because the trainer or its reports may be lost."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
     assert stall.find(trackers, spec(timeout), later) is None
@@ -141,8 +141,8 @@ def test_a_live_group_without_a_step_is_found_within_its_limit_plus_one_report(
     for rank in range(RANKS):
         trackers = received(trackers, Report(step=step, rank=rank, attempt=3, phase=phase), start)
     allowed = max(stall.limit(tracker, timeout).allowed for tracker in trackers.values())
-    # The stall is found at the latest one report after the limit.
-    # Earlier reports only change the time of receipt, and processing all of them would take minutes.
+    # The stall must be found at the latest one report after the limit. Earlier reports only change the time of receipt,
+    # and processing all of them would take minutes.
     last = start + dt.timedelta(milliseconds=every_ms * (int(allowed * 1000) // every_ms + 1))
     trackers = {rank: replace(tracker, heard_at=last) for rank, tracker in trackers.items()}
     found = stall.find(trackers, spec(timeout), last)
