@@ -91,8 +91,8 @@ def test_a_job_ends_with_its_result_whatever_process_is_killed(launcher: Launche
     story: list[str] = []
     kills, began, next_kill = 4, time.monotonic(), time.monotonic() + chance.uniform(0, 1)
     try:
-        # If one agent ends with 0, all ranks have succeeded. So the other agent, even if it is killed later, is not
-        # replaced.
+        # If one agent ends with 0, all ranks have succeeded.
+        # So the other agent, even if it is killed later, is not replaced.
         while not any(pod.succeeded for pod in pods):
             assert time.monotonic() < began + SECONDS_MAX, f"seed {seed}: it hangs after {story}"
             for k, pod in enumerate(pods):

@@ -126,7 +126,7 @@ def test_a_rank_without_a_group_shows_its_stack_too(launcher: Launcher, handler:
 
 
 def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, tmp_path: Path) -> None:
-    """py-spy, if it is installed, must show ranks that cannot answer: no group, and not forked by ddprun."""
+    """If py-spy is installed, it must show the stacks of ranks that cannot answer (no group, no fork server)."""
     run = Waiting(launcher, WITHOUT_GROUP, ranks=2, PATH=path_with_py_spy(tmp_path / "bin"))
     assert (
         f"  ranks 0-1 (processes {run.pid(0)}, {run.pid(1)}): cannot be asked: no process group and no reported step\n"

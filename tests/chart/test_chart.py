@@ -32,7 +32,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
 # The operator has these rights only in its own namespace, and the rights to get and update only for one Lease.
-# Its check at the start leaves them out, because the task that renews the Lease logs a missing right.
+# The operator's check at its start leaves these rights out: the task that renews the Lease logs a missing one.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")

@@ -28,8 +28,8 @@ from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
 from shared import made_once, one_at_a_time
 
-# Enough for a slow kubelet on a busy machine. After an outage of the API server a kubelet may return 35 s later, and
-# its node is not ready for 15 s more.
+# Enough for a slow kubelet on a busy machine.
+# After an outage of the API server a kubelet may return 35 s later, and its node is not ready for 15 s more.
 LOST_NODE_SECONDS = 25
 _MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
 

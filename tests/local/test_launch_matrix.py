@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def alone() -> str:
-    """Return the hash of a process that trains alone, without a job."""
+    """Return the hash that a process prints which trains alone, without a job."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [sys.executable, str(ROOT / "trainer/examples/notes/plain.py")]
     done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS_MAX)

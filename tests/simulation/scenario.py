@@ -164,7 +164,7 @@ def elastic_scenario(seed: int) -> Scenario:
 
 
 def gang_scenario(seed: int) -> Scenario:
-    """Return a job whose pods are placed together. It is sometimes elastic, and neighbours take nodes."""
+    """Return a job whose pods are placed together. It is sometimes elastic, and other jobs take nodes."""
     rng = random.Random(f"{seed} gang")
     found = elastic_scenario(seed) if rng.random() < 0.25 else scenario(seed)
     deeds = [

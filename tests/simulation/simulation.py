@@ -43,8 +43,8 @@ JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
 ENDS_WITHIN_SECONDS = 3 * 3600.0
 # A job is at rest when nothing has changed for this time.
 REST_SECONDS = 120.0
-# An attempt of eight nodes takes 60 writes: pods are created, bound, started, stopped, deleted. Ten attempts are
-# allowed.
+# An attempt of eight nodes takes 60 writes: pods are created, bound, started, stopped, deleted.
+# Ten attempts are allowed.
 WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
 # An absence of a node has effects after its return: its kubelet ends pods that are not wanted any more.

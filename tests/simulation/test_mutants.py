@@ -12,8 +12,8 @@ from simulation import Outcome, simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 SEEDS_MAX = 2000
-# The first seed that finds each bug: a search takes hundreds of runs. If a code change makes the seed miss its bug, the
-# test searches, passes, and warns with the new seed.
+# The first seed that finds each bug: a search takes hundreds of runs.
+# If a code change makes the seed miss its bug, the test searches, passes, and warns with the new seed.
 SEEDS: dict[mutants.Mutant, int] = {
     mutants.no_fence: 71,
     mutants.random_names: 79,

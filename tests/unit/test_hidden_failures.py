@@ -176,7 +176,7 @@ def test_findings_of_many_nodes_are_one_line() -> None:
     [
         (TABLE, None, True),
         (TABLE + "done\n", None, True),
-        (TABLE, True, False),  # torchrun a.py || torchrun b.py
+        (TABLE, True, False),  # as after `torchrun a.py || torchrun b.py`
         (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), None, True),
         (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
         (TRACE + BOOM + "\nepoch 2 loss 0.1\n", None, False),  # the script handled it and continued

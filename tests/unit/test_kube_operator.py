@@ -297,7 +297,7 @@ def test_a_standby_queues_nothing_and_the_leader_reconciles_every_job() -> None:
 
 
 def test_an_operator_that_loses_its_lease_exits_as_if_it_had_been_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The operator must exit as after SIGTERM. Another exit code would mean a crash, and an alert in every cluster."""
+    """An operator that loses its Lease must exit as after SIGTERM: another exit code looks like a crash."""
 
     class Brief(Election):
         async def gained(self) -> str:

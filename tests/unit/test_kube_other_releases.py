@@ -33,7 +33,7 @@ class Marks:
 
 
 class World:
-    """Operator for all namespaces that reads these marks."""
+    """Operator for all namespaces that reads the marks of other releases."""
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks

@@ -229,8 +229,8 @@ def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
 
 
 def test_pods_left_by_a_job_deleted_with_cascade_orphan_block_the_new_job_until_they_have_ended() -> None:
-    """The message must name these pods and the Service. If users delete the Service alone, two groups train into one
-    checkpoint."""
+    """The message must name the pods and the Service that `--cascade=orphan` has left. If users delete the Service
+    alone, two groups train into one checkpoint."""
     world: World = digits()
     orphan = Pod(
         "digits-3-0", "o", "", 3, 0, job="digits", node="n", phase="Running", trainer=Container("running", ready=True)

@@ -179,7 +179,7 @@ def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> No
     ],
 )
 def test_the_seconds_of_one_job_never_fall(later: MeteredJob) -> None:
-    """The seconds must not fall: increase() would add the whole value again, such as a week without training."""
+    """A job's seconds must never fall: increase() would add the whole value again, such as a week."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     assert scraped(meter, moment(running, seconds=100))[mine] == 100

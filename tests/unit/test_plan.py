@@ -697,7 +697,7 @@ def test_wide_columns_show_the_restarts_by_their_class() -> None:
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
 def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> None:
-    """If all conditions had the message, `kubectl describe` would print the same 200 characters up to five times."""
+    """Only one condition may have the message, or `kubectl describe` prints its 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]

@@ -337,8 +337,7 @@ class Agent:
             group["findings"] = [finding.as_dict() for finding in findings]
         message = group if code != 0 or account or findings else {}
         if known is not None or (code != 0 and not self.termination_signal):
-            # Without this message, a shell around ddprun that ends with 0 hides the failure: `ddprun train.py | tee
-            # log`.
+            # Without this message a shell such as `ddprun train.py | tee log`, which ends with 0, hides the failure.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
         if message:

@@ -222,8 +222,8 @@ class Follower:
         if now >= self._disconnected_since + self._options.join_seconds:
             say(f"{self._leader()} was not reached for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            # ended=True: the other pods give up too, so a replacement of this pod alone would find no peers. In an
-            # elastic job ended is False: the others may be training, and only this node cannot reach node 0.
+            # ended=True: the other pods give up too, so a replacement of this pod alone would find no peers.
+            # In an elastic job ended is False: the others may be training, and only this node cannot reach node 0.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=not self._options.is_elastic)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True

@@ -127,7 +127,7 @@ def execute(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     try:
         os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is meant
     except OSError as error:
-        error.filename = argv[0]  # Python would name the last folder of PATH that it tried
+        error.filename = argv[0]  # otherwise the error names the last folder of PATH that Python tried
         raise
 
 

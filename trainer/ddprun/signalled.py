@@ -33,7 +33,7 @@ class Signalled:
         self.numbers: set[int] = set()
         self.left: set[int] = set()
         """Descendants that are still running after the ranks have ended."""
-        self._trainers: set[int] = set()  # descendants that train and got the same signals
+        self._trainers: set[int] = set()  # descendants that train and got the ranks' signals
         self._held: dict[int, int] = {}  # ranks that get their signal after the training processes below them
         self._trainers_until: float | None = None  # when waiting ranks and helpers get their signal
         self._helpers_since: float | None = None  # when helpers got their signal

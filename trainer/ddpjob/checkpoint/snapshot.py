@@ -147,8 +147,8 @@ class Snapshot:
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Count of optimizer steps at which all ranks have certainly passed the last save, because no rank completes a
-        # step without the others. It is two steps after the save: LBFGS runs its first backward pass inside step().
+        # Number of optimizer steps by which all ranks have passed the last save, because they complete steps together.
+        # It is two steps after the save, because LBFGS runs its first backward pass inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that are logged only once
@@ -194,8 +194,8 @@ class Snapshot:
             self._since_step.refuse_stale_shards(state)
             self._name_half_done(state, step)
         self._name_end_of_epoch(step, state)
-        # The same step may be saved twice (in the loop and at the end). The second save needs keys of its own in the
-        # store: the first has already taken the other ranks' values.
+        # A step may be saved twice (in the loop and at the end).
+        # The second save needs its own keys in the store, because the first save has already taken the values there.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
         if self._folder is None:

@@ -200,7 +200,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
         return place.rank, place.world_size
-    # In an elastic job DDPJOB_WORLD_SIZE is the largest number, and a group of one rank needs no process group.
+    # ddprun sets WORLD_SIZE to the present number of ranks, but DDPJOB_WORLD_SIZE is the largest one of an elastic job.
     name = "WORLD_SIZE" if os.environ.get("WORLD_SIZE") else "DDPJOB_WORLD_SIZE"
     if (size := process.number(name, 1)) > 1:
         # Do not return rank 0 of 1: each rank would train alone on all samples and end with 0, unnoticed.

@@ -40,8 +40,8 @@ class ReportSender:
         try:
             return self._request_once(method, body)
         except OSError as error:
-            # The receiver closed the connection after the last post: it waits a minute, and a new operator starts
-            # without it. With TLS this is an SSLEOFError, which is no ConnectionError.
+            # The receiver has closed the connection: it waits a minute for the next post, or was replaced.
+            # With TLS this is an SSLEOFError, which is no ConnectionError.
             if not is_kept or isinstance(error, TimeoutError):
                 raise
             return self._request_once(method, body)

@@ -61,8 +61,8 @@ def tell(error: BaseException) -> None:
         # After sys.exit(1) in an except block (also torch.multiprocessing.spawn's), the caught exception is the cause.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
-            # Leave the file empty, so that the kubelet uses the end of the log. There torchrun's table names the rank
-            # of this pod that crashed without an exception.
+            # Leave the file empty, so that the kubelet uses the end of the log.
+            # Torchrun's table is there, with the rank of this pod that crashed without an exception.
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""

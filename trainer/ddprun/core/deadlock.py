@@ -199,7 +199,7 @@ def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> boo
 
 
 def sentence(found: CollectiveConflict, ranks: dict[int, Standing]) -> str:
-    """Return `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:12 in step), …`."""
+    """Return for example `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:9), …`."""
     one = f"rank {found.rank} waits in {_named(found.group, found.call, ranks[found.rank].where)}"
     other = ranks[found.other]
     if other.waits is None:

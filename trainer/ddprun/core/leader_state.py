@@ -666,7 +666,7 @@ class LeaderState:
             from ddpjob_core import rules
 
             unsaved = next((f for f in self._current.failures if rules.is_unsaved(f.exception)), None)
-            if unsaved is not None:  # 75 would mean that the state was saved
+            if unsaved is not None:  # exit code 75 would mean that it was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)

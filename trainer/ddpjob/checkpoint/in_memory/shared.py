@@ -138,8 +138,8 @@ class Shared:
             with self._file() as descriptor:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
-            # Write zeros, because a virtual machine may get its memory only at the first write. Otherwise a surviving
-            # rank would need 4 s for 1,500 MB.
+            # Write zeros, because a virtual machine may get its memory only at the first write.
+            # Otherwise a surviving rank would need 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 
