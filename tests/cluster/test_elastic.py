@@ -39,8 +39,8 @@ def elastic(name: str, folder: str, launcher: str) -> dict[str, Any]:
     return made
 
 
-# In `make test`, test_faults.py checks without torch that under torchrun all ranks restart if a pod is deleted, and
-# test_in_place.py that under ddprun only the pod is replaced.
+# `make test` runs other tests instead, without torch. test_faults.py: under torchrun a deleted pod restarts all ranks.
+# test_in_place.py: under ddprun only the deleted pod is replaced.
 @pytest.mark.parametrize(
     ("launcher", "deletes_a_pod"),
     [("torchrun", False), ("ddprun", False), pytest.param("torchrun", True, marks=pytest.mark.long)],

@@ -23,7 +23,7 @@ COUNTED_WITHIN_SECONDS = 120.0
 
 
 class Judge:
-    """Collects violations. Each sentence says what a user would lose."""
+    """Collects violations of the rules. The sentence for each violation says what a user would lose."""
 
     def __init__(self, cluster: Cluster, training: Training, jobs: Callable[[], list[Raw]]) -> None:
         self.wrong: list[str] = training.wrong

@@ -21,7 +21,7 @@ HONEST = ("was loaded before", "are gone")
 
 
 class MemoryJudge:
-    """Knows the true history of all generations. Each sentence says what a user would lose."""
+    """Knows the true history of all generations. Each violation that it reports says what a user would lose."""
 
     def __init__(self, wrong: list[str]) -> None:
         self.repeated: Counter[str] = Counter()

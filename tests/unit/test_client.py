@@ -284,7 +284,7 @@ def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjo
 
 
 def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
-    """kubectl completes names, too. Without a cluster, completion offers nothing and prints no error."""
+    """The shell must complete names of jobs, as for kubectl. Without a cluster it offers nothing, without an error."""
     for name in ("digits", "dinosaurs", "bert"):
         cluster.add("ddpjobs", stored(name))
     cluster.add("ddpjobs", stored("other"), namespace="team-b")
@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If `ddpjob restart` sent suspend and resume at once, the old pods would simply go on."""
+    """`ddpjob restart` must resume only when all pods have ended: at once, the old pods would simply go on."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0

@@ -247,8 +247,8 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
 
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """Return an object that changed between should_stop() or keep() and save(), if some ranks have recorded it at
-    another of these calls than others; "" if there is none.
+    """Return an object that changed between should_stop() or keep() and save(), if ranks have recorded it at different
+    calls; "" if there is none.
     """
     if len({one[NAMED] for one in present}) < 2:
         return ""

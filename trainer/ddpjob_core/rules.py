@@ -105,8 +105,8 @@ _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
-# Error numbers of a folder that a new process would get, too: EPERM, EACCES, EFBIG, ENOSPC, EROFS,
-# ENAMETOOLONG, ELOOP, EDQUOT, and for a file in place of the folder EEXIST or ENOTDIR.
+# Errors of a folder that a new process would get, too: EPERM, EACCES, EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP.
+# Also EDQUOT, and EEXIST or ENOTDIR if a file is in place of the folder.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
@@ -114,8 +114,8 @@ _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
 _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
-# Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it
-# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Not for a spec that no node admits
+# Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it.
+# From pkg/kubelet: lifecycle, cm/topologymanager, volumemanager. Reasons why no node admits a spec are left out
 # (SysctlForbidden, SMTAlignmentError, AppArmor), because such a job would be retried forever.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "

@@ -611,8 +611,8 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # Only in the rank itself, not in its forked children. Not for KeyboardInterrupt: Python ends by SIGINT then,
-        # unless this hook calls exec(), as an import of dataclasses does.
+        # Only in the rank itself, not in its forks. Not for KeyboardInterrupt, after which Python must end by SIGINT.
+        # A call of exec() here, as in an import of dataclasses, would prevent that.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback

@@ -33,9 +33,9 @@ MIB = 1 << 20
 BYTES_MAX = 512 * MIB  # limit for the memory that learned imports add to the fork server
 BYTES_EXPECTED = 128 * MIB  # free memory required before learning begins
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Modules that may be imported before the fork, although they draw random numbers or read variables then. numpy is
-# seeded again in each rank, and joblib's temporary names differ by process. Ranks may share the link IDs of rich, the
-# session ID of transformers and scipy's default generators. fsspec reads only FSSPEC_* variables, equal on all ranks.
+# Modules that may be imported before the fork, although they draw random numbers or read variables at the import.
+# numpy is seeded again in each rank, and joblib's temporary names differ by process. Ranks may share rich's link IDs,
+# transformers' session ID and scipy's default generators. fsspec reads only FSSPEC_* variables, equal on all ranks.
 _HARMLESS = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
     " transformers.utils.hub fsspec.config"

@@ -109,8 +109,7 @@ def fork(work: Callable[[], None]) -> int:
         os.setsid()
         work()
 
-    # Signals stay blocked until the child has removed its handlers: these would write a signal for the child into the
-    # parent's pipe.
+    # Block signals until the child has removed its handlers, which would write its signals into the parent's pipe.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()

@@ -212,7 +212,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
 
 
 def store_of(world: World | None) -> Store | None:
-    """Return the key-value store of that world's group; None after the group was left."""
+    """Return the key-value store of this World's group; None after the group was left."""
     return getattr(_group_of(world), "store", None)
 
 

@@ -37,8 +37,8 @@ POLL_SECONDS_REQUESTED = 0.02
 # If they do not agree in time, a rank is gone. SIGTERM then ends the process, so that the group restarts at once.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
-# Seconds that a stopped rank waits for rank 0's snapshot. If this rank ended earlier, torchrun would kill the other
-# processes of its node 30 s later. The pod's grace period may end the wait earlier.
+# Seconds that a stopped rank waits for rank 0's snapshot; the pod's grace period may end the wait earlier.
+# Without this wait, torchrun would kill the other processes of the rank's node 30 s after the rank's end.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
 COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing for waits of minutes by a thousand ranks

@@ -153,8 +153,7 @@ def _exchange(peer: int, size: int, device: torch.device) -> float:
 
 
 def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
-    # As one batch, nccl uses the communicator of the whole group; otherwise each pair would create one, which takes
-    # about a second.
+    # As one batch, because nccl would otherwise create a communicator for each pair, which takes a second.
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
         work.wait()
     if out.is_cuda:

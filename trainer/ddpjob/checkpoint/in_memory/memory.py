@@ -102,8 +102,8 @@ class Keeper:
         self._repeated: set[str] | None = None  # names of optimizers whose settings had not changed when the step began
         self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
-        # [0] counts optimizer steps between any calls of should_stop(), keep() and save(). [1] counts those between
-        # calls of keep() and save(). Both are only needed if there is no folder.
+        # [0] counts optimizer steps between calls of should_stop(), keep() and save(), [1] those without should_stop().
+        # Both are only needed if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
