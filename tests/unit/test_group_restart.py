@@ -356,7 +356,7 @@ LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
 
 
 def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long() -> None:
-    """The time must count across starts. Otherwise a job with a short startDeadlineSeconds restarts for ever."""
+    """The time without a ConfigMap must count across starts, or a job with a short start deadline restarts for ever."""
     world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
     assert world.status.reason == "StartBackOff"
     assert world.status.attempt_time is not None

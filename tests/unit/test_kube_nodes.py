@@ -110,7 +110,7 @@ def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, 
 
 
 def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: NodeCache, clock: Clock) -> None:
-    """The deletion of the Node must not restart the countdown and delay the job's recovery."""
+    """The deletion of a Node that is not ready must not restart its countdown, and delay the job's recovery."""
     taken(timed, [node("a"), node("b")], 1)
     timed.put(node("b", "Unknown"))
     since = clock.now

@@ -38,7 +38,7 @@ class Posting:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         return (self._call.until if self._call.is_running else self._at) or None
 
     def tick(self, now: float, document: Mapping[str, Any] | None) -> None:

@@ -766,7 +766,7 @@ class Terminations:
         """others_go_on: False if all nodes end when one leaves."""
         self._leader, self._others_go_on = leader, others_go_on
         self._requested: set[int] = set()  # nodes whose termination was requested in this generation
-        self.leaving: set[int] = set()  # such nodes without a new agent
+        self.leaving: set[int] = set()  # nodes that leave and have no new agent yet
         self.came_first = False  # True if a termination was requested before any failure
 
     @property
