@@ -231,7 +231,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None:
-    """If only its reconcile is cancelled, the job must not stay marked as busy: its events would have no effect."""
+    """If only a job's reconcile is cancelled, the job must not stay busy, or its events would have no effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:

@@ -358,7 +358,7 @@ def test_an_nccl_error_keeps_its_detail_in_a_log_and_in_an_exception() -> None:
 
 @pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"])
 def test_a_gpu_out_of_memory_error_keeps_the_memory_of_this_process_in_a_log_and_in_an_exception(kind: str) -> None:
-    """The line must not be cut within the list of other processes on the GPU (torch 2.11 on an H100)."""
+    """The text must not be cut within the list of other processes on the GPU (torch 2.11 on an H100)."""
     said = (
         "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
         "free. Process 610 has 1.15 GiB memory in use. Including non-PyTorch memory, this process has 73.15 GiB memory "

@@ -23,7 +23,7 @@ from ddprun.options import Options, Output
 
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # limit for a console that accepts no data
-LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 gives it up after 30 s
+LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 waits only 30 s for it
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # at most this many chunks of a file are copied at once, because signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
