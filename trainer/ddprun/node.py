@@ -248,8 +248,7 @@ class LocalRanks:
         return self.memory is not None and self.memory.waits_for(self._pids, since)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
-        """Send a requested termination to the ranks. Their exit codes count (not so after `stop`), because they may
-        save."""
+        """Send a requested termination to the ranks. Unlike after `stop`, exit codes count: ranks may save."""
         if self._waiting:  # no rank has started
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)

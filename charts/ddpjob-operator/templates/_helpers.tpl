@@ -4,7 +4,7 @@
 {{- end }}
 
 {{/* Name of all objects: fullnameOverride, else the release's name, followed by the chart's unless it contains that. At
-     most 55 characters, so that the longest suffix fits into a DNS label. Dots are replaced: a Service's name has none. */}}
+     most 55 characters, so that the longest suffix fits into a DNS label. A Service's name has no dots. */}}
 {{- define "ddpjob.name" -}}
 {{- $chart := include "ddpjob.chart" . -}}
 {{- $release := .Release.Name | replace "." "-" -}}
