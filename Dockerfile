@@ -3,21 +3,21 @@
 #   docker build --target operator -t ddpjob-operator:0.1.0 .
 #   docker build --target trainer  -t ddpjob-trainer .
 #
-# PyTorch comes from pip's own index, which has the wheel for one CUDA, unless TORCH_INDEX adds another: that of the much
-# smaller CPU wheels, or of those for your driver's CUDA.   --build-arg TORCH_INDEX=https://…/whl/cpu
+# By default PyTorch comes from PyPI, which has the wheel for one version of CUDA. TORCH_INDEX adds an index with wheels
+# for CPUs (much smaller) or for your driver's CUDA:   --build-arg TORCH_INDEX=https://…/whl/cpu
 #
-# Everything else is installed by the hashes in pins/, which `make pins` writes for x86_64 and aarch64. The hash of torch
-# depends on that choice: --build-arg TORCH_SHA256=… takes no other wheel. For a release, pin the base image too:
+# All other packages are installed by the hashes in pins/, written by `make pins` for x86_64 and aarch64. To accept one
+# wheel of torch only, set its hash: --build-arg TORCH_SHA256=…. For a release, pin the base image, too:
 #   --build-arg PYTHON_IMAGE=$(cat pins/python-image.txt)
-# The tag is the default, because a builder without a registry knows its local image by the tag alone. A newer digest:
+# The default is a tag, because a builder without a registry finds its local image only by tag. To find a newer digest:
 #   docker buildx imagetools inspect python:3.11-slim-bookworm
 #
-# Both run as uid 65532 and write nothing but /tmp (and, the trainer, its working directory): with a read-only root
-# they want an emptyDir there.
+# Both images run as uid 65532 and write only to /tmp; the trainer also writes to its working directory. If the
+# root is read-only, mount an emptyDir there.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 
-# Our wheel. What builds it stays behind in this stage.
+# Build our wheel. The build tools stay in this stage.
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
 COPY pins/build.txt ./
@@ -32,10 +32,10 @@ FROM ${PYTHON_IMAGE} AS operator-environment
 RUN python -m venv --without-pip /opt/ddpjob
 WORKDIR /src
 COPY pins/operator.txt ./
-# The dependencies first: they change less often than our code.
+# Install dependencies first, because they change less often than our code.
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --require-hashes -r operator.txt
 COPY --from=wheel /wheel /wheel
-# The check finds a dependency that pins/ lacks. Of our packages only the operator stays, with what it shares with agents.
+# `pip check` finds a dependency that pins/ lacks. Of our packages only those that the operator imports are kept.
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --no-index /wheel/*.whl \
  && pip --python /opt/ddpjob/bin/python check \
  && cd /opt/ddpjob && rm -r bin/ddpjob bin/ddprun bin/kubectl-ddp \
@@ -47,12 +47,12 @@ FROM ${PYTHON_IMAGE} AS operator
 LABEL org.opencontainers.image.title="ddpjob-operator" \
       org.opencontainers.image.description="Runs PyTorch DDP jobs (DDPJob) on Kubernetes" \
       org.opencontainers.image.licenses="Apache-2.0"
-# The base image brings pip and its bundled copies; nothing is ever installed in a running operator.
+# Remove pip and its bundled packages, because nothing is installed in a running operator.
 RUN rm -rf $(python -c "import importlib.util as u; print(*(folder \
         for name in ('pip', 'setuptools', 'pkg_resources', 'wheel', '_distutils_hack', 'ensurepip') \
         for found in [u.find_spec(name)] if found for folder in found.submodule_search_locations))")
 COPY --from=operator-environment /opt/ddpjob /opt/ddpjob
-# USER: kopf asks getpass for a name, and no uid but root's has one here.
+# USER is set, because kopf calls getpass.getuser(), and only root has a user name in this image.
 ENV PATH=/opt/ddpjob/bin:$PATH HOME=/tmp USER=ddpjob PYTHONUNBUFFERED=1
 WORKDIR /tmp
 USER 65532:65532
@@ -65,15 +65,15 @@ LABEL org.opencontainers.image.title="ddpjob-trainer" \
       org.opencontainers.image.licenses="Apache-2.0"
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX=
-# A name for the uid, for torch asks getpass for one; HOME is /tmp, which stays writable under a read-only root.
+# torch calls getpass.getuser(), so the uid needs a name. HOME is /tmp, which is writable with a read-only root, too.
 RUN useradd --uid 65532 --user-group --no-create-home --home-dir /tmp ddpjob \
- # Group 0 as well: a cluster that gives every namespace a uid of its own keeps this group.
+ # Group 0 owns it, because clusters that assign a uid to each namespace keep this group.
  && install -d -o 65532 -g 0 -m 0775 /workspace
 ARG TORCH_SHA256=
 COPY pins/trainer.txt constraints.txt /tmp/pins/
 RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/pins/trainer.txt
-# A layer of its own: it is large, and stays the same when our code changes. The first pip takes no wheel but that with
-# the hash; the second adds the CUDA libraries that the wheel names by version, where it names some.
+# Its own layer, because it is large and does not change with our code. The first pip installs torch, and only the wheel
+# with the hash if one is set. The second pip adds the CUDA libraries that this wheel requires.
 RUN grep -v '^torch==' /tmp/pins/constraints.txt > /etc/pip-constraints.txt \
  && echo "torch==${TORCH_VERSION}${TORCH_SHA256:+ --hash=sha256:$TORCH_SHA256}" > /tmp/pins/torch.txt \
  && pip install --no-cache-dir --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /tmp/pins/torch.txt \
@@ -81,7 +81,7 @@ RUN grep -v '^torch==' /tmp/pins/constraints.txt > /etc/pip-constraints.txt \
         "torch==${TORCH_VERSION}" \
  && rm -r /tmp/pins
 COPY --from=wheel /wheel /tmp/wheel
-# The check finds a dependency that pins/ lacks.
+# `pip check` finds a dependency that pins/ lacks.
 RUN pip install --no-cache-dir --no-deps --no-index /tmp/wheel/*.whl \
  && pip check \
  && rm -r /tmp/wheel

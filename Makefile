@@ -1,12 +1,12 @@
-# Two commands do everything on a fresh machine: `make demo` trains, `make test` proves.
+# Two commands are enough on a new machine: `make demo` trains a model, `make test` runs all tests.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CRD    := charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml
 DASHBOARDS := charts/ddpjob-operator/files/dashboards
-# Where it is set, each of the thousand processes that the tests start compiles all sources anew: a fifth of the time.
+# If this variable is set, each of the thousand processes of the tests compiles all sources, a fifth of the time.
 unexport PYTHONDONTWRITEBYTECODE
-# Three pytest processes for two cores, because many tests wait; tests/conftest.py says which tests share one.
+# Three pytest processes for two cores, because many tests wait. tests/conftest.py lists the tests that share a process.
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -21,7 +21,7 @@ $(VENV)/installed: $(VENV)/trains
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[trainer,examples,operator,dev]'
 	@touch $@
 
-# What a first job needs, without the operator's packages and the tools of the tests.
+# Install what a first job needs, without the operator's packages and the tools of the tests.
 $(VENV)/trains: pyproject.toml constraints.txt
 	@echo "installing PyTorch and DDPJob into $(VENV); this takes some minutes"
 	$(PYTHON) -m venv $(VENV)

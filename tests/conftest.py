@@ -14,17 +14,16 @@ import this_tree
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-# SIGINT is ignored in a shell's background. Every program that the tests start would inherit this, so Ctrl-C would end
-# none of them.
+# In a shell's background SIGINT is ignored. All programs that tests start would inherit this, and ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 real_gpus.hide()
-# Tests start servers on this machine. A proxy from the environment could not reach them.
+# Tests start servers on this machine, which a proxy from the environment could not reach.
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
-# There is no deadline, because a busy machine or a first run without caches is not a fault of the code.
+# There is no deadline, because a busy machine or a first run without caches is no bug.
 # A property test has 30 examples, or 1,000 with --hypothesis-profile=night.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 settings.register_profile("night", settings.get_profile("unhurried"), max_examples=1000)
@@ -39,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = this_tree.number()
 
 
-# Tests that share an expensive fixture run in one process, because each process would create it again.
+# Tests that share an expensive fixture run in one process, because each process would create the fixture again.
 # xdist_group cannot do this: pytest 9.2 does not see the group that xdist 3.8 appends to a test's identifier.
 TOGETHER = (
     "api/test_crd.py",  # a namespace, and a running job

@@ -50,7 +50,7 @@ def _interpreters(wanted: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is(path: str, version: str) -> bool:
-    """True if this command runs this Python. pyenv has commands even for versions that are not installed."""
+    """True if this command runs this version of Python. pyenv has commands also for versions that are not installed."""
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
     return subprocess.run([path, "-c", ask], text=True, capture_output=True).stdout.strip() == version
 
@@ -65,7 +65,7 @@ def _tried(version: str, python: Path, torch: str, options: argparse.Namespace) 
 
 
 def _made(folder: Path, python: Path, torch: str) -> str:
-    """Create the virtual environment if it does not exist. Return an error in one line, or ""."""
+    """Create the virtual environment if it does not exist. Return an error in one line; "" if there is none."""
     if (folder / "ready").exists():
         return ""
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)

@@ -41,7 +41,7 @@ def forever():
 def test_children_in_their_own_sessions_that_ignore_signals_do_not_survive_a_restart(
     launcher: Launcher, start: str
 ) -> None:
-    """A surviving loader would hold memory, a GPU or a port, or write into files of the next generation."""
+    """Children in their own sessions must not survive a restart: they would hold memory, GPUs or ports."""
     script = launcher.script(
         FAILS_ONCE
         + """
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 
 def test_a_pipe_in_place_of_an_output_file_of_a_rank_does_not_block_its_agent(launcher: Launcher) -> None:
-    """Opening a FIFO blocks until somebody writes to it, so the job would neither restart nor fail."""
+    """A pipe in place of a rank's output file must not block the agent, although open() waits for its other end."""
     script = launcher.script("""
 import glob, os, sys
 path = os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -110,7 +110,7 @@ os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next o
 def test_ranks_get_the_configured_grace_when_another_rank_fails(
     launcher: Launcher, start: str, grace: str, saved: bool
 ) -> None:
-    """A rank that saves in its SIGTERM handler, as under torchrun, needs the whole grace period."""
+    """When another rank fails, ranks must get the configured grace period, in which a SIGTERM handler may save."""
     script = launcher.script(
         """
 import os, pathlib, signal, sys, time
@@ -133,7 +133,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def test_a_preloaded_module_that_starts_cuda_is_refused_and_every_rank_is_a_new_process(launcher: Launcher) -> None:
-    """CUDA does not work in a fork of a process that has used it, so the rank would fail at its first tensor."""
+    """A preloaded module that starts CUDA must be refused: in a fork of such a process CUDA does not work."""
     launcher.script("class cuda:\n    is_initialized = staticmethod(lambda: True)", "torch.py")
     script = launcher.script(
         FAILS_ONCE
@@ -204,7 +204,7 @@ wait_for("enough")
 
 
 def test_a_progress_bar_without_line_ends_is_shown_and_takes_no_memory(launcher: Launcher) -> None:
-    """Some programs write only carriage returns, or no line end at all, for days. Memory must not grow."""
+    """A progress bar that writes no newline for days must be shown, and memory must not grow."""
     script = launcher.script(
         """
         import os, sys, time
@@ -330,7 +330,7 @@ main()
 
 @pytest.mark.parametrize("jumps", [[0], [0, 1]])
 def test_clock_jumps_neither_delay_nor_lose_anything(launcher: Launcher, jumps: list[int]) -> None:
-    """The back-off, the silence of nodes and the order of failures are measured by the monotonic clock of one node."""
+    """Jumps of a node's clock must not matter, because all times are measured by the monotonic clock of one node."""
     launcher.script(JUMPING, "jumping.py")
     words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
     modules = ["jumping" if node in jumps else "ddprun" for node in range(2)]
@@ -345,7 +345,7 @@ def test_clock_jumps_neither_delay_nor_lose_anything(launcher: Launcher, jumps: 
 
 
 def test_suspended_agents_with_a_rank_that_died_meanwhile_restart_all_ranks(launcher: Launcher) -> None:
-    """After a suspend all clocks but the monotonic one have jumped, and the other node seems to have been silent."""
+    """Agents that were suspended while a rank died must restart all ranks, although the other node seems silent."""
     words = list(group(launcher, launcher.script(TRAIN.replace('("0", "1", "2")', '("0",)')), launcher.mark))
     agents = [launcher.ddprun(*its) for its in words]
     eventually((launcher.folder / "up-0").exists)
@@ -366,13 +366,13 @@ def test_suspended_agents_with_a_rank_that_died_meanwhile_restart_all_ranks(laun
 def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, held: str, end: str
 ) -> None:
-    """Python joins threads and processes that are not daemonic; the other ranks waited in a collective for 30 min."""
+    """A failed rank must end although a thread or process holds it at its exit. The others would wait 30 minutes."""
     monkeypatch.setattr(termination, "EXIT_SECONDS", 0.5)
-    # The fork that runs this agent has dropped the function with which multiprocessing joins its processes.
+    # The fork that runs this agent lacks the function with which multiprocessing joins its processes.
     imports = "import atexit, multiprocessing.util, sys, threading, time"
     joins = "atexit.register(multiprocessing.util._exit_function)"
     script = launcher.script(f"{imports}\n{joins}\n{held}.start()\n{end}\n")
     agent = launcher.warm("--max-restarts", 0, script)
-    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # the stack shows the reason
+    assert "Timeout (0:00:00.500000)!" in agent.communicate(timeout=60)[1]  # the printed stack shows the reason
     assert agent.returncode == 1
     assert "RuntimeError: boom" in json.loads((launcher.folder / "termination.json").read_text())["exception"]

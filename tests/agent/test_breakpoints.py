@@ -48,7 +48,7 @@ class Terminal:
         os.write(self.master, f"{line}\n".encode())
 
     def returned(self) -> int:
-        """Wait until it is given back; return lend_terminal's exit code."""
+        """Wait until the rank gives the terminal back; return lend_terminal's exit code."""
         self._thread.join(30)
         return self.code
 
@@ -70,7 +70,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def waits(rank: subprocess.Popen[str]) -> tuple[str, ...]:
-    """Return what the rank names: pid, descriptor and inode."""
+    """Return what the rank's line names: pid, descriptor and inode."""
     assert rank.stderr is not None
     line = rank.stderr.readline()
     found = WAITS.fullmatch(line)
@@ -101,7 +101,7 @@ def test_ctrl_d_and_quit_end_the_script_and_give_the_terminal_back(rank: subproc
 
 
 def test_a_rank_whose_terminal_is_gone_waits_for_the_next_one(rank: subprocess.Popen[str]) -> None:
-    """If the API server ends the connection, a rank that took that for Ctrl-D would lose the user's work in pdb."""
+    """A rank whose terminal is gone must wait for the next one: an ended connection is no Ctrl-D."""
     first = Terminal(waits(rank))
     first.shows("(Pdb) ")
     first.cut_off()
@@ -114,13 +114,13 @@ def test_a_rank_whose_terminal_is_gone_waits_for_the_next_one(rank: subprocess.P
 
 
 def test_a_second_client_ends_the_one_whose_connection_was_lost(rank: subprocess.Popen[str]) -> None:
-    """containerd keeps the process of a `kubectl exec` that has lost its client. Both would read the user's keys."""
+    """A second client must end the process of a first one that lost its connection: both would read the user's keys."""
     words = ["-I", "-S", lend_terminal.__file__, *waits(rank)]
     first = pexpect.spawn(sys.executable, words, encoding="utf-8")
     first.expect_exact("(Pdb)")
     second = pexpect.spawn(sys.executable, words, encoding="utf-8")
     first.expect(pexpect.EOF)
-    first.close()  # as containerd closes the terminal of a process that has ended
+    first.close()  # containerd closes the terminal of a process that has ended
     third = Terminal(waits(rank))
     third.shows("(Pdb) ")
     second.expect(pexpect.EOF)

@@ -43,7 +43,7 @@ def running(least: int, most: int, *here: int, **more: Any) -> LeaderState:
 
 
 def stops(found: LeaderState, at: float, *, patient: bool) -> None:
-    """End all ranks that node 0 has ordered to stop."""
+    """Let all ranks end that node 0 has ordered to stop."""
     (order,) = taken(found)
     assert isinstance(order, Stop)
     assert order.patient is patient
@@ -52,7 +52,7 @@ def stops(found: LeaderState, at: float, *, patient: bool) -> None:
 
 
 def test_a_node_of_a_later_generation_interrupts_a_group_that_began_without_it() -> None:
-    """A new leader that was in no group counts from 0. The node may hold a newer state, so it must not be left out."""
+    """A node of a later generation must interrupt a group that began without it, because it may have a newer state."""
     found = LeaderState(Members(range(3)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, least=1, leader=1, turn=2)
     found.joined(1, T0)
     found.tick(T0)
@@ -76,7 +76,7 @@ def test_a_leader_that_was_in_no_group_begins_above_the_generations_that_the_ope
 
 
 def test_it_starts_at_once_with_all_nodes_and_after_a_last_call_with_enough() -> None:
-    """If a group started at once with the least number of nodes, each later node would stop it again."""
+    """A group must start at once with all nodes, and with enough nodes after a last call: later ones interrupt it."""
     assert taken(all_here := group(2, 3, 0, 1, 2)) == [start(all_here, 0)]
     found = group(2, 4, 0, 1)
     assert taken(found) == []
@@ -280,7 +280,7 @@ def test_whatever_happens_the_rules_hold() -> None:
     assert sum(walk.growths for walk in walks) > WALKS / 2
 
 
-@pytest.mark.long  # slow; the test above, with fewer random walks, also finds each bug below
+@pytest.mark.long  # slow; the fast test above, with fewer random walks, also finds each of these bugs
 def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
     for seed in range(20_000):
         walk(seed)
@@ -343,7 +343,7 @@ def changed(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
 def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
     source = inspect.getsource(module)
     assert old in source
-    sys.modules["mutant"] = made = types.ModuleType("mutant")  # dataclasses look for their module in sys.modules
+    sys.modules["mutant"] = made = types.ModuleType("mutant")  # dataclasses needs the module in sys.modules
     exec(compile(source.replace(old, new) if old else source, "mutant", "exec"), made.__dict__)
     return made
 

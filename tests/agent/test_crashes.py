@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agents import Launcher
 
-# C++ that aborts in a thread of its own, like gloo and NCCL do. Python does not know such a thread.
+# C++ that aborts in its own thread, which Python does not know, as in gloo and NCCL.
 ABORTS_IN_C = """
 import ctypes, time
 libc = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ def message(launcher: Launcher) -> dict[str, object]:
 
 
 def test_a_segmentation_fault_is_reported_with_its_line_and_stack(launcher: Launcher) -> None:
-    """A pod has no core file, and torchrun reports only `Signal 11 (SIGSEGV) received by PID 42`."""
+    """A segmentation fault must be reported with line and stack: torchrun only names the signal."""
     script = launcher.script(SEGFAULTS)
     done = launcher.done("--preload=json", "--nproc=2", "--max-restarts=0", script)
     assert "ddprun: rank 1 was killed by SIGSEGV in train.py:4; no restarts left (--max-restarts 0)\n" in done.stderr
@@ -88,7 +88,7 @@ def test_a_crashing_child_does_not_count_as_the_rank(launcher: Launcher) -> None
 
 
 def test_a_crash_writes_into_no_file_of_a_script_that_closed_all_descriptors(launcher: Launcher) -> None:
-    """Daemons close all descriptors. A checkpoint opened afterwards reuses the number of the closed crash file."""
+    """A crash must not write into a script's file: one opened after all descriptors were closed may have its number."""
     script = launcher.script(
         """
         import os, signal
@@ -102,7 +102,7 @@ def test_a_crash_writes_into_no_file_of_a_script_that_closed_all_descriptors(lau
 
 
 def test_lines_of_ranks_that_print_at_the_same_time_do_not_mix(launcher: Launcher) -> None:
-    """Under `python -u` a print is two writes, so output after a collective would read `rank 0rank 1`."""
+    """Lines of ranks that print at the same time must not mix, although under `python -u` a print is two writes."""
     script = launcher.script(
         """
         import os, sys

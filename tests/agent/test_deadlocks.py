@@ -13,7 +13,7 @@ from shell import eventually
 
 from ddpjob.threads import times_run
 
-# In the first generation the ranks call mismatched collectives, as DEADLOCKS defines; in the second they agree.
+# In the first generation ranks call mismatched collectives (DEADLOCKS); in the second all call the same one.
 SCRIPT = """
 import os, threading, time
 import torch, torch.distributed as dist
@@ -49,7 +49,7 @@ DEADLOCKS = {
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
 def test_a_certain_deadlock_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
-    """The message must come within seconds, not after the half hour that ranks may take to start."""
+    """A certain deadlock must be named within seconds, whatever the limit for a start is."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)

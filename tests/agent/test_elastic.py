@@ -13,7 +13,7 @@ from appointments import LEFT, Appointments
 from free_port import free_port
 from shell import eventually
 
-# Each rank records its generation, world size, rank and node, and waits. After SIGTERM to one rank all ranks save.
+# Each rank records generation, world size, rank and node, and waits. If one rank gets SIGTERM, all ranks save.
 TRAIN = """
 import os, signal, sys, time
 life, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
@@ -177,7 +177,7 @@ def test_a_node_that_does_not_reach_node_0_ends_alone_if_the_others_may_train(
 
 
 def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(launcher: Launcher) -> None:
-    """Ranks get new numbers in each generation: the failed rank may have an earlier number of this node's rank."""
+    """A node that waits must not take another node's failed rank for its own, because ranks get new numbers."""
     job = Job(launcher, "2:3", "--max-restarts", 0, snooze=500)
     job.start(0, 1, 2)
     job.up(0)
@@ -223,7 +223,7 @@ def test_a_leader_that_was_taken_for_lost_follows_the_new_one(launcher: Launcher
 
 
 def test_the_only_node_that_is_left_leads_itself(launcher: Launcher, appointments: Appointments) -> None:
-    """Its ranks have ended before the operator sees that node 0 is lost, and nobody else would start them."""
+    """The only node that is left must lead itself: its ranks end before the operator sees that node 0 is lost."""
     job = Job(launcher, "1:2")
     job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)
     assert job.up(0) == [0, 1]

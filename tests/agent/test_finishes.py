@@ -14,7 +14,7 @@ BENCH = Path(__file__).parents[2] / "bench/finishes.py"
 FORKED = "--from-one-process --at-once=2"
 
 
-@pytest.mark.timeout(900)  # takes up to 90 s on one core, which other tests may be using
+@pytest.mark.timeout(900)  # takes up to 90 s on one core that other tests use, too
 @pytest.mark.parametrize(
     "words",
     [

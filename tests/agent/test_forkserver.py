@@ -36,7 +36,7 @@ def test_everything_visible_to_a_script_is_as_in_a_new_process(launcher: Launche
 
 
 def test_a_broken_connection_raises_an_error_and_does_not_kill_a_forked_rank(launcher: Launcher) -> None:
-    """Ranks ignore SIGPIPE. Its default action would kill a survivor that writes to its dead peer, before it saves."""
+    """A broken connection must raise an error: SIGPIPE's default action would kill a survivor before it saves."""
     script = launcher.script("import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGXFSZ))")
     ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
     assert launcher.done(script).stdout == ignored
@@ -53,8 +53,8 @@ def test_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:
 
 
 def test_the_garbage_collector_ignores_imported_objects(launcher: Launcher) -> None:
-    """Collecting takes a quarter of the import time, which delays a replacement pod. In a rank the collector would
-    also write to every object, so each rank would get its own copy of torch."""
+    """The garbage collector must ignore imported objects: it would take a quarter of the import time, and in each rank
+    copy torch's memory."""
     launcher.script("import gc\nlooked_at = [gc.get_stats()[2]['collections']]\nkept = list(range(9))\n", "many.py")
     names = "import many, gc; print(many.looked_at, gc.get_stats()[2]['collections'], gc.get_freeze_count() > 1000)"
     done = launcher.done("--preload=decimal,many", launcher.script(names))
@@ -162,7 +162,7 @@ def test_a_preloaded_module_that_starts_a_thread_is_refused_and_the_ranks_start_
 
 
 def test_openblas_may_use_threads_in_a_forked_rank(launcher: Launcher) -> None:
-    """OpenBLAS ends its threads before a fork and restarts them: products are correct and use all threads."""
+    """OpenBLAS in a forked rank must use all threads and give correct products."""
     script = launcher.script(
         """
         import os, sys
@@ -216,7 +216,7 @@ def test_a_zip_file_runs_as_in_python(launcher: Launcher) -> None:
 
 
 def test_no_module_of_ddprun_shadows_the_standard_library() -> None:
-    """The fork server is started as a file: modules next to it must not shadow the standard library."""
+    """No module of ddprun may shadow the standard library: the fork server runs as a file next to them."""
     import ddprun
 
     names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddprun.__file__))}
@@ -238,16 +238,15 @@ os.write(1, f"left: {left}\\n".encode())  # a whole line: others write at the sa
 
 
 def test_no_process_between_the_fork_server_and_the_ranks_remains(launcher: Launcher) -> None:
-    """The processes between server and ranks must not stay as zombies, which fill a pod's process limit over many
-    restarts. Waiting for them would take as long as forking a rank."""
+    """No process between server and rank may remain: zombies would fill a pod's process limit."""
     script = launcher.script(LEFT)
     done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
     assert done.stdout.count("left: []") == 3, done.stdout
 
 
 def test_a_rank_that_is_killed_right_after_its_fork_counts_as_ended(launcher: Launcher) -> None:
-    """On a busy machine the rank's parent may still be alive, and it does not reap the rank. The agent must not wait a
-    minute for that rank and then give the node up."""
+    """A rank that is killed right after its fork must count as ended, although its short-lived parent does not reap it.
+    The agent would wait for a minute."""
     launcher.script(
         """
         import os, signal, time

@@ -106,7 +106,7 @@ def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: 
     pair.agents[1].kill()
     pair.agents[1].communicate()
     eventually((launcher.folder / "told").exists)
-    pair.agents[0].terminate()  # within the 0.1 s between SIGTERM and SIGKILL to the ranks
+    pair.agents[0].terminate()  # during the 0.1 s between SIGTERM and SIGKILL to the ranks
     done = finish(pair.agents[0])
     assert "charged to application" not in done.stderr
     assert "agent" not in (pair.message(0) or {}), "it has charged nothing"
@@ -116,7 +116,7 @@ def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: 
 def test_a_group_that_is_stopped_later_does_not_report_a_failure_it_recovered_from(launcher: Launcher) -> None:
     """A group that gets SIGTERM must not be blamed for a failure from which it has already recovered."""
     script = launcher.script(f"import os\n{UP}\nraise SystemExit(3)")
-    often = LEFT.replace("}", ', "inARow": 7}')  # after seven failures in a row the next restart waits a minute
+    often = LEFT.replace("}", ', "inARow": 7}')  # after seven failures in a row, the next restart waits a minute
     agent = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=often)
     eventually(lambda: is_up(launcher, 0) and not psutil.Process(agent.pid).children())
     agent.terminate()
@@ -151,7 +151,7 @@ atexit.register(lambda: termination.tell(OSError("the last snapshot was not writ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: Launcher, nodes: int) -> None:
-    """Node 0 counts the rank as succeeded. An agent that counts it as failed would wait forever and ignore SIGTERM."""
+    """A rank that reports an error and exits with 0 must count as succeeded, or its agent waits for ever."""
     script = launcher.script(TELLS_AT_EXIT)
     agents = launcher.nodes(nodes, "--no-preload", script)
     assert [finish(agent, 20).returncode for agent in agents] == [0] * nodes
@@ -159,7 +159,7 @@ def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: L
 
 # ---- ranks that cannot be ended ----------------------------------------------------------------------------
 
-# The ranks of node 1 cannot be ended, as in uninterruptible sleep.
+# The ranks of node 1 cannot be ended, as if they waited in the kernel.
 HELD = """
 import os
 from ddprun import main, node, processes
@@ -178,7 +178,7 @@ while os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == 
 
 
 def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: Launcher) -> None:
-    """A dead NFS server or a GPU driver may hold the rank. The group must not wait forever, nor wait silently."""
+    """A rank that survives SIGKILL must cost its pod and not the job, and a message must say so."""
     launcher.script(HELD, "held.py")
     pair = Pair(launcher, FAILS_ON_NODE_0, module="held")
     done = finish(pair.agents[1], 20)
@@ -192,8 +192,8 @@ def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: La
 
 
 def test_the_minute_after_sigkill_does_not_count_while_agent_and_rank_are_suspended(tmp_path: Path) -> None:
-    """A laptop that wakes up, or a frozen container, must not lose a node whose rank ends within a millisecond."""
-    options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # arguments after the script belong to the script
+    """The minute after SIGKILL must not count while agent and rank are suspended, as on a laptop."""
+    options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # words after the script are its own arguments
     agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
     try:
@@ -231,7 +231,7 @@ def refuse(*_: object) -> Any:
 def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
-    """Each retry would leak descriptors until every retry fails. With filters each tail has two files."""
+    """A failed start must leak no descriptor, because it is retried. With filters each tail has two files."""
     folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
@@ -261,7 +261,7 @@ def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.
 
 
 def test_a_slow_console_still_gets_the_end_of_the_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last lines of the output must be shown, because they explain why a rank has failed."""
+    """A slow console must get the last lines of the output, because they explain why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
     folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
     seen = bytearray()
@@ -308,7 +308,7 @@ def test_a_rank_that_cannot_be_forked_is_started_later_without_a_charge(launcher
 
 
 def test_a_report_that_cannot_be_forked_does_not_end_the_training(launcher: Launcher) -> None:
-    """Fork 1 starts the rank. Forks 2 to 4, for its restart and for the report, fail."""
+    """A report that cannot be forked must not end the training. Fork 1 starts the rank; forks 2 to 4 fail."""
     launcher.script(NO_FORK, "nofork.py")
     script = launcher.script(
         'import os, sys, time\nif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": sys.exit(3)\ntime.sleep(1)'
@@ -371,7 +371,7 @@ def test_without_a_free_port_node_0_gives_up_without_a_charge(launcher: Launcher
 
 
 def test_an_emptied_folder_is_created_again(launcher: Launcher) -> None:
-    """Cleaners of /tmp may remove the folder during a long training."""
+    """A log folder that a cleaner of /tmp has removed must be created again."""
     script = launcher.script(
         """
         import os, shutil
@@ -417,7 +417,7 @@ def test_many_lines_are_copied_in_parts_between_which_signals_are_handled(tmp_pa
 
 
 def test_waits_of_more_than_a_month_are_split(launcher: Launcher) -> None:
-    """A wait is split, because poll() accepts at most 24 days."""
+    """A wait of more than a month must be split, because poll() accepts at most 24 days."""
     script = launcher.script(IGNORES_SIGTERM.replace("time.sleep(1000)", WAITS))
     agent = launcher.ddprun("--no-preload", "--shutdown-timeout=3000000", script)
     eventually(lambda: is_up(launcher, 0))
@@ -439,14 +439,14 @@ def test_an_empty_tmpdir_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_job_without_standard_streams_exits_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
-    """A daemon may have closed stdin, stdout and stderr. The fork server must then not use a socket as its stdout."""
+    """A job without stdin, stdout and stderr must exit with its own code. No socket may be used as stdout."""
     command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
 
 
 def test_invalid_numbers_in_the_message_of_a_rank_do_not_end_the_leader(launcher: Launcher) -> None:
-    """A rank writes its termination message itself, so the leader must survive any content."""
+    """Invalid numbers in a termination message, which ranks write themselves, must not end the leader."""
     script = """
     import json, os
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -11,7 +11,7 @@ from agents import Launcher, finish
 
 from ddprun import late_environment
 
-# Settings of two ranks. There are only two because under --no-preload each rank takes seconds to import torch.
+# Settings of two ranks; only two, because each rank without preload takes seconds to import torch.
 SETTINGS = [
     {
         "OMP_NUM_THREADS": "2,1",
@@ -52,7 +52,7 @@ def seen(launcher: Launcher, *start: str) -> tuple[list[Any], str]:
 
 
 def test_late_settings_for_threads_logs_and_debugging_are_applied(launcher: Launcher) -> None:
-    """If the settings were ignored, results would depend on the number of threads, and logs would be missing."""
+    """Late settings must be applied: the number of threads changes results, and logs would be missing."""
     forked, err = seen(launcher)
     fresh, _ = seen(launcher, "--no-preload")
     assert forked == fresh
@@ -80,8 +80,8 @@ def test_late_settings_without_effect_are_reported_in_one_line(launcher: Launche
 
 
 def test_a_library_that_only_checks_for_torch_does_not_make_it_load_twice(launcher: Launcher) -> None:
-    """transformers, datasets and lightning check for torch before they import it. If that loaded torch twice, each such
-    script would print `bad call flags`."""
+    """A library that only checks for torch must not make torch load twice, as transformers, datasets and lightning
+    do."""
     script = launcher.script(
         """
         import importlib.util, os, sys
@@ -112,7 +112,7 @@ def test_at_most_five_names_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_only_rank_0_prints_the_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job of a thousand ranks must not log a thousand lines."""
+    """Only rank 0 may print the message: a thousand ranks would log a thousand lines."""
     monkeypatch.setenv("RANK", "3")
     late_environment.apply_late({"KMP_BLOCKTIME"}, set())
     assert capsys.readouterr().err == ""

@@ -47,7 +47,7 @@ def fail(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
 
 
 def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
-    """Let a rank fail, and check the next order after the longest back-off."""
+    """Let a rank fail, and check the order that follows the longest back-off."""
     fail(found, [failure(code=9)], at)
     found.tick(at + 400)  # the longest back-off is 300 s
     (order,) = taken(found)
@@ -95,7 +95,7 @@ def test_a_failure_stops_every_node_once_and_starts_all_again_when_the_last_rank
 
 
 def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
-    """The group has a fixed size, so the other ranks cannot start without the ranks of the finished node."""
+    """A node that has finished must start again with the others, because the group has a fixed size."""
     found = running(2)
     found.finished(0, T0)
     found.failed(1, [failure(rank=1)], T0)
@@ -198,7 +198,7 @@ TYPO = "NameError: name 'modle' is not defined"
     ],
 )
 def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: int, exception: str) -> None:
-    """A mistyped `ddprun trian.py` must not be tried four times, and `--lrr` must not print the usage four times."""
+    """A failure on all nodes before the first step, such as `ddprun trian.py`, must not be tried again."""
     found = running(2, has_operator=True)
     found.failed(0, [failure(code=code, exception=exception)], T0)
     taken(found)
@@ -209,7 +209,7 @@ def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: 
 
 
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
-    """Only one node reports the mistake, because the other is stopped before it reaches the same line."""
+    """A mistake that only one node reports must be tried twice, because the other node may be stopped before it."""
     found = running(2)
     for then in (StartOrder, EndOrder):
         found.failed(0, [failure(exception=TYPO)], T0)
@@ -235,7 +235,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
     local: bool, second: dict[str, Any], then: type[StartOrder | EndOrder]
 ) -> None:
-    """In a cluster an exception may be the fault of a node. On the developer's own machine it is the script's fault."""
+    """On one machine the same exception at the same line must end the job. In a cluster a node may be at fault."""
     first = {"exception": "OSError: shard 1", "where": "train.py:4"}
     found = running(2, local=local)
     fails_with = [failure(**first), failure(**first | {"exception": "OSError: shard 2"} | second)]
@@ -249,8 +249,7 @@ def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
 
 
 def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
-    """If ranks of other nodes were killed before they raise the same error, the failure would count against
-    backoffLimit."""
+    """A mistake that all nodes make must cost no restart: ranks get time to raise the same error."""
     found = running(3)
     for node in range(3):
         assert taken(found) == []
@@ -295,7 +294,7 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """DDP's message about an unused parameter has more than 500 characters, so a node's report cuts it."""
+    """A long mistake must be the same on node 0 and on a node whose report cuts it at 500 characters."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -311,7 +310,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
 
 @pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
 def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """An error that the script raises for a rare batch may not occur again, so the job restarts."""
+    """A mistake must be tried again once the job has trained, for example one for a rare batch."""
     found = running(1)
     found.reached(step)
     fail(found, [failure(exception=TYPO)], at)
@@ -323,7 +322,7 @@ NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 @pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
 def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
-    """A volume that is missing on one node must not fail the job permanently: the operator uses another node."""
+    """A program that one node lacks must be tried on another node, because only its volume may be missing."""
     found = running(2, has_operator=True)
     fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
@@ -373,7 +372,7 @@ def test_a_node_that_is_lost_while_all_stop_is_not_waited_for_until_the_next_sta
 
 
 def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
-    """A job that crashes at each load of its checkpoint makes no new step. A new agent must not restart it forever."""
+    """A new leader must know the highest step, or a job that crashes at each load restarts for ever."""
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))
@@ -419,7 +418,7 @@ def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
 
 
 def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
-    """After one rank gets SIGTERM, all ranks agree on a step and save. Ranks that still write must not be killed."""
+    """Ranks that save together after a SIGTERM must get the time for it."""
     found = running(2)
     found.failed(1, [failure(rank=1, code=75)], T0)
     assert taken(found)[0].patient
@@ -463,7 +462,7 @@ def test_the_guilty_rank_is_the_first_that_has_a_reason_of_its_own(failures: lis
 
 
 def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> None:
-    """If only some ranks call a collective, every rank that ends only lost a peer. backoffLimit must count this."""
+    """Lost peers alone must be charged the second time: if only some ranks call a collective, no other error shows."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
         fail(found, [failure(symptom=True)], at)
@@ -481,7 +480,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
 
 
 def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -> None:
-    """If the machine cannot create another process, the script is not at fault, so backoffLimit must not count it."""
+    """Ranks that could not be started must not be charged, however often: the machine is at fault, not the script."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
         fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
@@ -492,7 +491,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
 
 @pytest.mark.parametrize("whole_node", [True, False], ids=["2x1", "1x2"])
 def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node: bool) -> None:
-    """A rank with less data ends early, which is the most common mistake. backoffLimit must count each such restart."""
+    """A rank that ended with 0 while its peer complains must be charged as the cause: it had less data."""
     found = running(2 if whole_node else 1)
     complaint = failure(1, symptom=True, step=20, exception="RuntimeError: Connection closed by peer")
     if whole_node:
@@ -519,7 +518,7 @@ def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> Non
 
 
 def test_a_new_leader_goes_on_from_the_generation_that_the_others_have_seen() -> None:
-    """If an old and the new generation had the same number, they would write to the same log files."""
+    """A new leader must continue the numbers of generations, or two of them write to the same log files."""
     found = lead(3)
     found.joined(0, T0)
     found.joined(1, T0, 4)
@@ -563,7 +562,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
     [(0, 1, "charged to infrastructure"), (1, 0, "a new pod has replaced it"), (4, 0, "a new pod has replaced it")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
-    """If a new pod replaces the node, the operator has already counted the restart."""
+    """A lost node is charged here if its own pod connects again; for a new pod the operator has charged it."""
     found = with_operator(3)
     lose(found, 2)
     assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
@@ -638,7 +637,7 @@ def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node
 
 @pytest.mark.parametrize("has_operator", [True, False])
 def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_goes(has_operator: bool) -> None:
-    """If node 0 stayed until SIGKILL, the others would notice its end only then, and have no time left to save."""
+    """Node 0 must let the others save and then leave. If it stayed until SIGKILL, the others would get no time."""
     found = running(2, has_operator=has_operator)
     found.finished(0, T0)
     found.termination_requested(0, T0)
@@ -746,7 +745,7 @@ def test_node_0_that_is_told_waits_for_ranks_elsewhere_that_are_still_saving(eve
     if event == "stopped":
         found.stopped(1, [failure(1, 75)], T0)
     elif event == "told":
-        found.termination_requested(1, T0)  # this node now ends its ranks itself, within its own grace period
+        found.termination_requested(1, T0)  # from now on this node ends its ranks itself
     else:
         found.lost(1, T0)
     assert isinstance(taken(found)[0], Leave)
@@ -810,7 +809,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
-    """If a new agent counted restarts in a row from zero, each new pod would restart without back-off."""
+    """Restarts in a row must continue from the operator's count, or each new pod restarts without a back-off."""
     found = LeaderState(
         Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
     )
@@ -826,7 +825,7 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     found, at = running(1, restarts=9), T0
     for code in range(1, 8):
         fail(found, [failure(code=code)], at)
-        at += 700  # seconds; a failure after so long a time does not count as one in a row
+        at += 700  # seconds; a failure after this time is not one in a row
         found.tick(at)
         taken(found)
     assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]
@@ -881,7 +880,7 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
 
 
 def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
-    """Ranks of other nodes exit with 75, but the job must not count as stopped and saved, because one save failed."""
+    """A stop whose save failed must not look saved, although the other nodes' ranks exit with 75."""
     found = running(2)
     found.termination_requested(1, T0)
     stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)

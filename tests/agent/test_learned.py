@@ -41,9 +41,9 @@ rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
 def test_a_restart_imports_again_only_the_users_own_code_and_rank_dependent_modules(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """If all modules were imported again, each kill would cost 1.4 s, mostly for sklearn in every rank. A module that
-    reads a rank's variable during its import must not be shared, for example wsgiref.handlers, which copies all
-    variables. torchmetrics, which Lightning imports, may be shared, because its rank attribute is set again."""
+    """A restart must import only the user's own modules and those that depend on the rank: importing all takes 1.4 s.
+    wsgiref.handlers, for example, copies a rank's variables; torchmetrics may be shared, because its rank attribute is
+    set again."""
     installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
     (installed / "torchmetrics/utilities").mkdir(parents=True)
     (installed / "torchmetrics/utilities/prints.py").write_text(KEEPS_RANK)

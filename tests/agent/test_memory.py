@@ -94,12 +94,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """Without memory every kill loses the training since the last save: for a large model an hour of all its GPUs."""
+    """A rank that is killed anywhere in a step must cost no step, and the result must have the same bits."""
     kill = {
         "0": [["forward", 9, 1]],  # the script has not saved before this step
         "1": [["all-reduce", 12, 0]],
         "2": [["boundary", 17, 1]],
-        # The survivor has finished the optimizer's step, so it is a step ahead of the killed rank's last state.
+        # The survivor has finished the optimizer's step, and is one step ahead of the killed rank's last state.
         # After the restart the killed rank must drop out the same neurons.
         "3": [["optimizer", 20, 1]],
         "4": [["optimizer", 21, 0]],
@@ -116,7 +116,7 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
 def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """With one GPU per pod, the pod of the killed rank has no other rank that could write the state to its memory."""
+    """A node without survivors must get the state from another node's memory, as with one GPU per pod."""
     done = trained(launcher, TRAIN, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
     assert began(done) == [0, 8, 12], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
@@ -125,7 +125,7 @@ def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node
 
 
 def test_a_data_position_passed_by_the_script_is_that_of_the_step(launcher: Launcher) -> None:
-    """DataLoader workers read ahead, so the script passes the position: the sampler's own one would skip samples."""
+    """A data position that the script passes must be restored: DataLoader workers read ahead of training."""
     by_value = TRAIN.replace("snapshot.save(step, **objects)", "snapshot.save(step, **now())").replace(
         "ddpjob.should_stop(step)", "ddpjob.should_stop(step); snapshot.keep(step, **now())"
     )
@@ -186,8 +186,8 @@ with ddpjob.init() as world:
 def test_another_survivor_writes_the_state_if_the_first_dies_and_a_stopped_one_costs_its_time_limit(
     launcher: Launcher,
 ) -> None:
-    """If a rank dies while it writes the state, another rank must write it. A rank that is stopped by SIGSTOP while it
-    writes blocks the others until its agent ends it; then the ranks restart from the folder."""
+    """If a rank dies while it writes the state, another rank must write it. A rank that is stopped (SIGSTOP) while it
+    writes must cost only its time limit; then the ranks restart from the folder."""
     done = trained(launcher, IN_PIECES, {}, nproc=4)
     assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
     assert began(done)[:2] == [0, 8], done[0].stderr

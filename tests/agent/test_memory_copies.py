@@ -76,8 +76,8 @@ def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -
 
 
 def test_weights_changed_by_the_script_itself_are_restored_bitwise_from_a_copy(tmp_path: Path) -> None:
-    """If a script itself changes weights, the state of a surviving rank can be wrong, so copies are used. First
-    the last rank is killed, then the rank that is writing a copy, then all ranks at once."""
+    """If a script itself changes weights, a restart must use a copy, because a survivor's state may be wrong. The last
+    rank is killed, then the rank that writes a copy, then all ranks."""
     how: dict[str, Any] = {"nodes": 2, "CLIPS": "1"}
     undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
     kill = {

@@ -43,8 +43,8 @@ with ddpjob.init() as world:
 
 
 def test_a_job_without_a_folder_continues_where_it_stopped_after_one_pod_was_drained(launcher: Launcher) -> None:
-    """When a node is drained, a job without a folder must not lose its training. A pod that is killed immediately
-    loses no step either."""
+    """After one pod was drained, a job without a folder must continue where it stopped, also if the pod is killed at
+    once."""
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark]
 
     def start(node: int, replacement: int = 0) -> subprocess.Popen[str]:

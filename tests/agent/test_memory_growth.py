@@ -92,8 +92,8 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
 def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_again(
     launcher: Launcher,
 ) -> None:
-    """After a restart the ranks must not use running means of another step, and must keep states in memory again. The
-    grown model needs more memory than the ranks had reserved."""
+    """After a restart ranks must not use running means of another step, and must soon keep states in memory again: the
+    grown model needs more memory than was reserved."""
     ends = sorted(words(trained(launcher, "undisturbed", {}), "END"))
     for step, first, said in [
         (11, 3, "the state is not written: "),
@@ -110,7 +110,7 @@ def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_ag
 def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(
     launcher: Launcher,
 ) -> None:
-    """A model that is never kept in memory loses all steps since the last save at each failure. The log says why."""
+    """A model that load() did not get must be kept from its first save on, and the log must say so."""
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
@@ -122,7 +122,7 @@ def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the
 def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher,
 ) -> None:
-    """Memory has the state of a larger model, with which load_state_dict() would fail on all ranks and end the job."""
+    """A script that starts with a small model must resume from the folder: the larger model's state does not fit it."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
     assert began(done) == [0, 3], done[0].stderr
@@ -132,7 +132,7 @@ def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_t
 
 
 def test_a_save_without_the_new_optimizer_makes_a_restart_use_the_folder(launcher: Launcher) -> None:
-    """Memory has the moments of the old optimizer. A restart must not load them into the new optimizer."""
+    """After a save without the new optimizer a restart must use the folder: memory has the old optimizer's state."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")

@@ -16,7 +16,7 @@ from ddprun import memory as agent_memory
 def test_memory_works_with_memfd_noexec_2_and_on_a_kernel_without_the_flag(
     monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """vm.memfd_noexec=2 refuses executable files; before Linux 6.3 the flag for non-executable files is refused."""
+    """Memory must work with vm.memfd_noexec=2 (refuses executable files) and before Linux 6.3 (refuses the flag)."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
@@ -66,8 +66,8 @@ with ddpjob.init() as world:
 
 
 def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Callable[..., int]) -> tuple[list[str], str]:
-    """Return the steps at which the ranks began, and stderr, with this memfd_create(). The agent is forked from this
-    process, so it has the replacement."""
+    """Return the steps at which the ranks began, and stderr, if memfd_create() is replaced by `create`. The agent is
+    forked from this process."""
     monkeypatch.setattr(os, "memfd_create", create)
     done = finish(launcher.warm("--nproc", 2, launcher.script(TRAIN), OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
 def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With vm.memfd_noexec=2 before Linux 6.6, ranks start only if the heartbeat file has the flag MFD_NOEXEC_SEAL."""
+    """With vm.memfd_noexec=2 before Linux 6.6 ranks must start: the heartbeat file needs the flag MFD_NOEXEC_SEAL."""
     create = os.memfd_create
 
     def strict(name: str, flags: int = os.MFD_CLOEXEC) -> int:
@@ -92,7 +92,7 @@ def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable
 def test_a_job_whose_agent_gets_no_memory_resumes_from_the_folder_and_the_log_gives_the_reason(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """seccomp may refuse memfd_create(). Ranks must start all the same, and the log must name the reason."""
+    """Ranks must start although seccomp refuses memfd_create(), and the log must name the reason."""
 
     def refused(*_: object) -> int:
         raise OSError(errno.EPERM, "refused")

@@ -65,8 +65,8 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
 def test_a_survivor_killed_while_writing_costs_no_step_as_long_as_a_third_rank_lives(
     launcher: Launcher,
 ) -> None:
-    """The cause of a failure (a bad node, too little memory) often kills a second rank while it writes the state. The
-    third rank must write the complete state, and the partial state must not be used."""
+    """If a survivor is killed while it writes the state, a third rank must write the complete state: a bad node or too
+    little memory often kills two ranks."""
     _, undisturbed, _ = trained(launcher, UNDISTURBED="yes")
     began, ended, said = trained(launcher)
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -77,7 +77,7 @@ def test_a_survivor_killed_while_writing_costs_no_step_as_long_as_a_third_rank_l
     assert counts[1] > counts[0], "the third one has written all"
 
 
-# Rank 0 dies after finishing its step, when rank 1 has only the gradients of that step.
+# Rank 0 dies after it has finished its step, when rank 1 has only the gradients of that step.
 LATE = """
 import os, signal, time
 import torch
@@ -108,7 +108,7 @@ with ddpjob.init() as world:
 
 
 def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(launcher: Launcher) -> None:
-    """With one GPU per node, only the slow surviving rank can complete the step that the dead rank has completed."""
+    """With one GPU per node, a slow survivor must complete the step that the dead rank has completed."""
     agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
     done = [finish(agent, 120) for agent in agents]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -118,13 +118,13 @@ def test_a_late_survivor_on_another_node_completes_the_step_of_the_dead_rank(lau
 
 @pytest.mark.parametrize("clock", [-2, 1 << 53, True, 7.5, "9", None, [1]])
 def test_an_invalid_step_number_hides_no_failure(clock: object) -> None:
-    """A script may use negative step numbers. The exception of such a script must not be reported as a lost node."""
+    """An invalid step number, such as a negative one, must not turn a script's exception into a lost node."""
     assert clock_of({"event": "failed", "clock": clock}) == 0
     assert clock_of({"event": "failed"}) == 0
     assert clock_of({"event": "failed", "clock": 16}) == 16
 
 
-# Backward runs inside optimizer.step(), as with LBFGS. Rank 0 dies there, while rank 1 is still waiting for its data.
+# Backward runs inside optimizer.step(), as with LBFGS. Rank 0 dies there, while rank 1 waits for rank 0's data.
 CLOSURE = """
 import mmap, os, signal, time
 import torch

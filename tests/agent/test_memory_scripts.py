@@ -56,7 +56,7 @@ def result(done: Any) -> dict[str, Any]:
 def test_a_killed_example_repeats_no_step_and_ends_with_bitwise_equal_results(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Users begin with the examples, so these must show that a kill costs nothing."""
+    """A killed example must repeat no step and end with the same bits."""
     words = ("--epochs", "1", "--global-batch", "64", "--snapshot", "snapshots", "--snapshot-every", "1000")
     env = {"EXAMPLE": str(EXAMPLES / "digits.py")}
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), EXAMPLE, {}, *words, **env)
@@ -113,11 +113,11 @@ with ddpjob.init() as world:
 def test_no_sample_is_skipped_or_repeated_if_dataloader_workers_read_ahead(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The epoch must not miss batches that workers have read but no rank has trained on. No metric shows this."""
+    """No batch that workers have read ahead may be skipped or repeated after a restart; no metric would show it."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
     # Kills: in the middle of an epoch, between two steps, and right after the last batch.
     kill = {"0": ["forward", 1, 7], "1": ["boundary", 0, 10], "2": ["boundary", 1, 12]}
-    # A short name, because workers send tensors through a socket in this folder, and its path has at most 107 bytes.
+    # A short name: workers send tensors through a socket in this folder, whose path has at most 107 bytes.
     launcher = Launcher(tmp_path_factory.mktemp("killed"))
     killed = trained(launcher, LOADER, kill)
     assert not launcher.marked(), "an agent leaves no process behind"

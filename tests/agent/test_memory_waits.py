@@ -117,8 +117,8 @@ def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
 @pytest.mark.parametrize("is_killed_in_it", [False, True])
 @pytest.mark.parametrize("where", ["this node", "another node"])
 def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str, is_killed_in_it: bool) -> None:
-    """Rank 0 has the gradients for the next step, because another rank was in that step or has passed it. The complete
-    state in memory is of the step before."""
+    """Rank 0 must be waited for if it has the gradients of the next step, because another rank was in that step or has
+    passed it. Memory has the step before."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5)
@@ -134,8 +134,8 @@ def test_a_rank_that_can_still_reach_the_next_step_is_waited_for(where: str, is_
 
 
 def test_progress_reported_by_another_node_counts_only_in_its_generation() -> None:
-    """The next generation must start with FURTHEST 0 (the furthest step of any rank), because otherwise each of its
-    ranks waits for a step that no rank has completed."""
+    """A new generation must start with FURTHEST 0 (furthest step of any rank), or its ranks wait for a step that no
+    rank has completed."""
     node = Node()
     node.agents.order(furthest=12)
     node.agents.begin(4)

@@ -94,7 +94,7 @@ def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
 def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another_node(
     launcher: Launcher, start: str
 ) -> None:
-    """The volume is not mounted on one node. Retries in its pod are useless, so the operator must replace the pod."""
+    """A module that is missing on one node must be left to the operator, which uses another node."""
     launcher.script("import time\ntime.sleep(100)")
     (launcher.folder / "empty").mkdir()
     words = list(group(launcher, 2, start, "-m", "train"))
@@ -127,7 +127,7 @@ if life < "2":
 
 
 def test_only_the_guilty_node_has_the_exit_code_and_message_when_the_budget_is_used_up(launcher: Launcher) -> None:
-    """Agents of the other nodes exit with 75, so that the operator does not blame them."""
+    """Only the failed rank's node may have its exit code; the other nodes, which are not to blame, exit with 75."""
     script = launcher.script(TRAIN + "if rank == 2: sys.exit(9)\ntime.sleep(1000)")
     agents = [
         launcher.ddprun(*words, DDPJOB_TERMINATION_LOG=str(launcher.folder / f"termination-{node}.json"))
@@ -151,7 +151,7 @@ def test_node_0_may_start_last(launcher: Launcher) -> None:
     assert done[1].stderr == "", "a pod that is a little earlier says nothing"
 
 
-# Node 0, whose pod is new, imports slowly; the other node has already imported.
+# Node 0, whose pod is new, imports slowly; the other node has done its imports.
 IMPORTS = """
 import os, time
 if os.environ["NODE"] != "0":
@@ -165,7 +165,7 @@ else:
 
 
 def test_no_rank_connects_to_rank_0_while_node_0_is_still_importing_torch(launcher: Launcher) -> None:
-    """torch retries a refused connection only after up to a second, which would delay the start of node 0's new pod."""
+    """No rank may connect to rank 0 while node 0 imports torch, because torch retries only after up to a second."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "70"), "slow.py")
     script = launcher.script(
         "import time; began = time.monotonic()\n" + TRAIN + "open(f'began-{rank}', 'w').write(str(began))"
@@ -177,7 +177,7 @@ def test_no_rank_connects_to_rank_0_while_node_0_is_still_importing_torch(launch
 
 
 class Met:
-    """Node 1, played by this test: node 0 has accepted its connection and waits for its greeting."""
+    """Node 1, played by this test. Node 0 has accepted its connection and waits for its greeting."""
 
     def __init__(self, launcher: Launcher, port: int, replacement: int) -> None:
         connection = eventually(lambda: connected(port))
@@ -218,7 +218,7 @@ def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generati
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
     lost.greets()
     lost.hears("welcome")
-    leader.send_signal(signal.SIGSTOP)  # node 0 reads both connections at once later
+    leader.send_signal(signal.SIGSTOP)  # so node 0 will read both connections at once
     os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
     if closes == "at the same moment":
         lost.close()
@@ -274,7 +274,7 @@ def test_if_an_agent_is_lost_the_others_stop_and_continue_with_its_replacement(l
 
 
 def test_ranks_of_all_nodes_may_save_when_one_node_is_stopped(launcher: Launcher) -> None:
-    """As with the library, all ranks agree on a step. Ranks whose node got no signal end with 75."""
+    """Ranks of all nodes must be able to save when one node is stopped. Ranks on the other nodes end with 75."""
     script = launcher.script(
         TRAIN
         + """
@@ -320,7 +320,7 @@ def test_foreign_clients_and_agents_of_other_jobs_do_not_disturb_the_job(launche
 def test_nodes_of_different_sizes_get_an_error_about_it(launcher: Launcher) -> None:
     first, second = group(launcher, 2, "--rdzv-conf", "timeout=5", "--no-preload", "--nproc", 1, launcher.script(TRAIN))
     agents = [launcher.ddprun(*first), launcher.ddprun(*second, PET_NPROC_PER_NODE="2")]
-    assert codes(agents) == [0, 0]  # the option takes precedence over the variable: both nodes have 1 rank
+    assert codes(agents) == [0, 0]  # the option has priority over the variable, so both nodes have 1 rank
     wrong = [word if word != 1 or i != len(second) - 2 else 2 for i, word in enumerate(second)]
     leader, follower = launcher.ddprun(*first), launcher.ddprun(*wrong)
     done = finish(leader)

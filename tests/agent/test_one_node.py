@@ -87,7 +87,7 @@ def test_the_exit_code_is_that_of_the_script(launcher: Launcher, start: str, lin
     ],
 )
 def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: str, exception: str, trace: str) -> None:
-    """The message must have a rank's last lines: `ended with exit code 2` alone does not explain the failure."""
+    """A rank's last lines must be in the message, because `ended with exit code 2` explains nothing."""
     script = launcher.script(f"import sys\n{line}")
     done = launcher.done("--preload=json", "--max-restarts", 0, script)
     said = message(launcher)
@@ -100,7 +100,7 @@ def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: s
 
 @pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
 def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
-    """join() raises no error, but the job must fail. If the rank then reports another step, it handled the failure."""
+    """A failed child that its rank ignores must fail the job, unless the rank reports another step afterwards."""
     script = launcher.script(
         "import multiprocessing, ddpjob\n"
         "def train():\n"
@@ -166,7 +166,7 @@ def test_a_successful_exit_is_not_reported_as_an_exception(launcher: Launcher, l
 
 
 def test_the_message_about_stopping_a_job_of_one_node_mentions_no_other_nodes(launcher: Launcher) -> None:
-    """Users must not search for nodes that the job never had."""
+    """The message about stopping a job of one node must not mention other nodes."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
     run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
@@ -242,7 +242,7 @@ def test_a_program_that_cannot_be_started_is_not_retried(launcher: Launcher) -> 
 
 
 def test_a_missing_script_gives_one_line_with_a_similar_name(launcher: Launcher, tmp_path: Path) -> None:
-    """A mistyped script must end the job at once, without three restarts and their back-off."""
+    """A missing script must end the job at once, with a line that has a similar name."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
@@ -292,7 +292,7 @@ def test_modules_of_another_interpreter_are_not_judged_before_it_is_started(laun
 
 
 def test_a_module_found_missing_only_by_python_is_not_retried(launcher: Launcher) -> None:
-    """ddprun looks only for the package `json`: only Python's import shows that the module json.nowhere is missing."""
+    """A missing module must not be retried, even if ddprun's check passes: it finds the package of json.nowhere."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
     assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
@@ -339,7 +339,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launch
 def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    """If the kernel ends the agent by the signal, the agent's folder in /tmp stays."""
+    """A signal without a handler must end the agent as in torchrun, but the agent removes its folder in /tmp first."""
     script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in a single write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
     assert job.stdout is not None
@@ -438,7 +438,7 @@ def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> N
 
 @STARTS
 def test_a_rank_inherits_no_descriptor_except_its_streams(launcher: Launcher, start: str) -> None:
-    """With the fork server a rank has one more descriptor: the file to which a crash is written."""
+    """A rank must inherit only its streams, and with the fork server the file for crashes."""
     script = launcher.script(
         """
         import os
@@ -485,7 +485,7 @@ def test_tee_shows_complete_lines_with_their_rank_and_keeps_them(launcher: Launc
 
 
 def test_tee_shows_a_long_line_as_one_line(launcher: Launcher) -> None:
-    """The prefix with the rank must not appear every 64 KiB within a long line of JSON."""
+    """A long line must be shown as one line, and not with the rank's prefix every 64 KiB."""
     script = launcher.script("import sys; sys.stdout.write('x' * 300_000 + '\\nshort\\n' + 'y' * 100_000)")
     done = launcher.done("--no-preload", "--tee", "1", script)
     assert done.stdout == f"[default0]:{'x' * 300_000}\n[default0]:short\n[default0]:{'y' * 100_000}"
@@ -493,7 +493,7 @@ def test_tee_shows_a_long_line_as_one_line(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
 def test_without_log_dir_hidden_output_is_kept_and_its_folder_is_named(launcher: Launcher, words: list[str]) -> None:
-    """ddprun must keep the output of a whole night, as torchrun does."""
+    """Hidden output must be kept without --log-dir, and its folder be named, as in torchrun."""
     script = launcher.script("print('out')")
     done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
     (run,) = (launcher.folder / "kept").iterdir()
@@ -503,7 +503,7 @@ def test_without_log_dir_hidden_output_is_kept_and_its_folder_is_named(launcher:
 
 @pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
 def test_reports_arrive_from_a_script_that_changes_its_working_directory(launcher: Launcher, words: list[str]) -> None:
-    """Hydra changes the working directory, but the cause of a failure must still be found."""
+    """Reports must arrive from a script that changes its working directory, as Hydra does."""
     (launcher.folder / "tmp" / "its").mkdir()
     script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
     path = launcher.folder / "termination.json"
@@ -532,7 +532,7 @@ PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
 @pytest.mark.parametrize("library", ["", "from ddpjob.reporting import termination; termination.install()\n"])
 @pytest.mark.parametrize("redirected", ["", "2>&1"])
 def test_closed_output_does_not_cause_a_restart(launcher: Launcher, start: str, redirected: str, library: str) -> None:
-    """`ddprun train.py | head` must not restart the ranks three times, each time with a BrokenPipeError."""
+    """Closed output, as in `ddprun train.py | head`, must not restart the ranks with a BrokenPipeError each time."""
     words = shlex.join([sys.executable, "-m", "ddprun", start, str(launcher.script(library + PRINTS))])
     shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)

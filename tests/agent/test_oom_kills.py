@@ -14,7 +14,7 @@ from ddpjob_core.failures import KILLED_BY_KERNEL, Failure
 from ddprun.oom_kills import OomKills, counting_file
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
-# Paths by which PID 1 of a container finds its cgroup. A file of the test replaces the kernel's counter of kills.
+# Paths by which PID 1 of a container finds its cgroup; the test replaces the kernel's counter by a file.
 AGENT = """
 import os, sys
 from ddprun import main, oom_kills
@@ -54,7 +54,7 @@ def test_without_a_kill_counter_no_rank_is_called_out_of_memory(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("own", "there", "found"),
     [
-        ("0::/\n", ["memory.events"], "memory.events"),  # a container of cgroup v2 with its own namespace
+        ("0::/\n", ["memory.events"], "memory.events"),  # cgroup v2, with its own namespace
         ("0::/kubepods/pod1\n", ["kubepods/pod1/memory.events", "memory.events"], "kubepods/pod1/memory.events"),
         ("0::/of/the/host\n", ["memory.events"], "memory.events"),
         ("5:memory:/\n0::/\n", ["memory/memory.oom_control"], "memory/memory.oom_control"),  # cgroup v1

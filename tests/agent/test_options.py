@@ -48,7 +48,7 @@ def test_words_after_the_script_belong_to_the_script() -> None:
     "words", ["--log 5 --mo=2 --no --r", "--tee 3 --log 5 -- --rdzv", "--m -- x", "x --no=1 --dup"]
 )
 def test_a_script_argument_that_resembles_options_belongs_to_the_script(words: str) -> None:
-    """`--log` of a script must not count as an ambiguous option of ddprun, although argparse expands abbreviations."""
+    """`--log` of a script must not count as an abbreviated option of ddprun."""
     for begin in ("", "-m ", "--tee 3 --role r ", "-- "):
         assert options(f"{begin}train {words}").script.args == tuple(words.split())
     assert options(f"train -- {words}").script.args == tuple(words.split()), "as torchrun, which takes it away"
@@ -70,7 +70,7 @@ def test_a_flag_may_be_set_by_a_variable(flag: str) -> None:
 
 @pytest.mark.parametrize("text", ["false", "False", "no", "true"])
 def test_a_flag_that_is_neither_0_nor_1_is_refused_with_its_name(capsys: Any, text: str) -> None:
-    """PET_STANDALONE=false would make each node train alone; torchrun ends with a ValueError."""
+    """A flag such as PET_STANDALONE=false must be refused with its name: as true, each node would train alone."""
     told = refusal(capsys, "--nnodes 2 --node-rank 0 train.py", PET_STANDALONE=text)
     assert f"PET_STANDALONE: {text!r} is neither 0 nor 1" in told
 
@@ -105,7 +105,7 @@ def test_the_budget_is_the_minimum_of_user_and_operator(line: str, environ: Any,
 )
 @pytest.mark.parametrize("nodes", ["", "--nnodes=2 --node-rank=1"])
 def test_an_endpoint_may_be_an_ipv6_address(nodes: str, endpoint: str, host: str, port: int) -> None:
-    """torch does not resolve MASTER_ADDR=[fd00::1], and without brackets the port would be 1."""
+    """An endpoint may be an IPv6 address, which torch resolves only without brackets."""
     found = options(f"{nodes} --rdzv-endpoint={endpoint} train.py")
     assert (found.host, found.port) == (host, port)
 
@@ -186,7 +186,7 @@ def test_an_unsupported_option_is_refused_by_name(capsys: Any, line: str, said: 
 
 
 def test_more_nodes_than_the_job_has_are_refused_at_its_address(capsys: Any) -> None:
-    """A script in the image with --nnodes would wait in vain, and nobody would know why."""
+    """More nodes than the job has must be refused, because a script with such a --nnodes would wait in vain."""
     of_job = {"DDPJOB_UID": "uid", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0.job"}
     assert "--nnodes: 3: the job has 2 nodes" in refusal(capsys, "--nnodes 3 train.py", **of_job)
     assert options("--nnodes 3 --master-addr other train.py", **of_job).nodes == 3, "they may come to another address"
@@ -252,14 +252,14 @@ def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
 
 
 def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
-    """The error has two lines. torchrun prints seventeen lines of usage, which hide the line with the wrong option."""
+    """A wrong option must give two lines, and not seventeen lines of usage as in torchrun."""
     first, second = refusal(capsys, "--nprocs-per-node 2 train.py").splitlines()
     assert "--nprocs-per-node" in first or "training_script" in first
     assert second == "(ddprun --help has all options)"
 
 
 def test_the_help_has_each_option_once_under_a_heading_and_ends_with_an_example(capsys: Any) -> None:
-    """Users of torchrun search for an option by its purpose, and copy the example."""
+    """The help must have each option once under a heading, and end with an example."""
     with pytest.raises(SystemExit) as ended:
         options("--help")
     assert ended.value.code == 0

@@ -19,7 +19,7 @@ STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 
 
 class Beside:
-    """A user's entry point `something & exec ddprun …`. A process whose pid it records is a sibling of ddprun."""
+    """An entry point `something & exec ddprun …`: its background process, whose pid it records, is ddprun's sibling."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -92,7 +92,7 @@ FAILS_ONCE = """
 def test_a_process_running_before_survives_a_restart_and_the_end(
     beside: Beside, launcher: Launcher, start: str
 ) -> None:
-    """Users must not lose the tensorboard of `tensorboard & exec ddprun train.py`."""
+    """A process that was running before, as in `tensorboard & exec ddprun …`, must survive restarts and the end."""
     script = launcher.script(FAILS_ONCE.format(before="pass", after="assert alive('sibling.pid')"))
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", start, "--nproc", 2, script)
     assert run.wait(SECONDS_MAX) == 0, beside.err
@@ -101,7 +101,7 @@ def test_a_process_running_before_survives_a_restart_and_the_end(
 
 @STARTS
 def test_later_children_of_a_process_running_before_survive_too(beside: Beside, launcher: Launcher, start: str) -> None:
-    """Users must not lose the data server that tensorboard starts, or a logger that has become a daemon."""
+    """Later children of such a process, such as tensorboard's data server, must survive, too."""
     sibling = """
         (until test -e go; do sleep 0.02; done
          sleep 1000 & echo $! > child.pid
@@ -145,7 +145,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(
 def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:
-    """A process of the old generation must not go on training and overwrite the checkpoint."""
+    """A daemon of a rank must end before the next generation, however it hides: it could overwrite the checkpoint."""
     daemon = (
         "import subprocess, sys\n        subprocess.run(['sh', '-c', "
         "'(env -i setsid setsid sleep 1000 & echo $! > daemon.txt)'], check=True)"
@@ -156,7 +156,7 @@ def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides
 
 
 def test_the_started_process_forwards_signals_and_exits_with_the_code(beside: Beside, launcher: Launcher) -> None:
-    """A kubelet's SIGTERM must reach the ranks, or they cannot save."""
+    """A signal such as a kubelet's SIGTERM must reach the ranks, and ddprun must exit with their code."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -177,9 +177,9 @@ def test_the_started_process_forwards_signals_and_exits_with_the_code(beside: Be
 def test_ddprun_exits_with_its_ranks_even_if_its_parent_ignores_sigchld(
     beside: Beside, launcher: Launcher, siblings: str
 ) -> None:
-    """An ignored SIGCHLD is inherited, and then the kernel reports no ended children: ddprun would wait forever."""
+    """ddprun must exit with its ranks even if SIGCHLD is ignored: the kernel then reports no ended children."""
     script = launcher.script("open('trained', 'w')")
-    # Python ignores SIGCHLD here, because sh restores it: `trap '' CHLD` has no effect.
+    # Python ignores SIGCHLD here, because `trap '' CHLD` has no effect in sh.
     ignores = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
     python = f"{sys.executable} -c '{ignores}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'"
     started = beside.start(siblings, "--no-preload", script, python=python)
@@ -188,7 +188,7 @@ def test_ddprun_exits_with_its_ranks_even_if_its_parent_ignores_sigchld(
 
 
 def test_ranks_get_one_ctrl_c_at_a_terminal_only_once(beside: Beside, launcher: Launcher) -> None:
-    """Ctrl-C goes to the whole foreground process group. If a rank got SIGINT twice, its save would be interrupted."""
+    """At a terminal, ranks must get one Ctrl-C only once: a second SIGINT would interrupt their save."""
     script = launcher.script(
         """
         import signal, sys, time
@@ -229,8 +229,8 @@ def test_a_killed_agent_is_reported_by_its_signal(beside: Beside, launcher: Laun
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a PID namespace everywhere")
 def test_as_pid_1_of_a_container_ddprun_spares_processes_started_by_exec(beside: Beside, launcher: Launcher) -> None:
-    """The process of `kubectl exec pod -- sh -c 'py-spy record … &'` becomes a child of PID 1. The next restart must
-    not end this process."""
+    """As PID 1, ddprun must spare processes of `kubectl exec`, such as `sh -c 'py-spy record … &'`, which become its
+    children."""
     namespace = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     script = launcher.script(
         FAILS_ONCE.format(
@@ -250,7 +250,7 @@ def test_as_pid_1_of_a_container_ddprun_spares_processes_started_by_exec(beside:
 
 
 def test_ddprun_stays_one_process_if_no_other_process_was_running(launcher: Launcher) -> None:
-    """A second process in every pod would cost memory and change the effect of `kill`."""
+    """ddprun must stay one process if no other process was running: a second one would cost memory in each pod."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     run = launcher.ddprun("--no-preload", script)
     eventually((launcher.folder / "ready").exists)

@@ -92,8 +92,8 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
 
 
 def test_a_rank_killed_by_the_kernel_for_its_memory_costs_no_step(launcher: Launcher) -> None:
-    """A batch that is too long takes a rank over the limit. The other ranks have the state, and reserve memory for it
-    in the first steps. Without it all steps since the last save would be repeated, up to the same batch."""
+    """A rank that the kernel kills for its memory, as after a batch that is too long, must cost no step: the other
+    ranks have reserved memory for the state."""
     with limited(2048 * MIB) as place:
         began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said
@@ -105,8 +105,8 @@ def test_a_rank_killed_by_the_kernel_for_its_memory_costs_no_step(launcher: Laun
 def test_a_single_rank_without_room_resumes_from_the_folder_and_the_log_gave_the_reason(
     launcher: Launcher,
 ) -> None:
-    """The limit leaves 100 MiB, and the state takes 221 MiB. Users who want to lose no step must learn that in time.
-    The layers are small, because a step of AdamW briefly needs twice the size of the largest layer."""
+    """A single rank without room (the limit leaves 100 MiB, the state takes 221 MiB) must resume from the folder, and
+    the log must say so before. Small layers, because AdamW needs twice the largest."""
     with limited(1536 * MIB) as place:
         began, _, said = trained(launcher, place, 1, WIDTH="1024", LAYERS="16", ROOM=str(100 * MIB))
     assert began == ["BEGIN 0", "BEGIN 5"], said

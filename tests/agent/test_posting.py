@@ -17,7 +17,7 @@ from shell import eventually
 from ddpjob.reporting import termination
 from ddprun import posting
 
-# Fails in the first two generations; the third generation waits until the test lets it end.
+# Fails in the first two generations; the third generation runs until the test ends it.
 FAILS = """
 import os, time
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -75,7 +75,7 @@ def application(body: dict[str, Any]) -> int:
 def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
     launcher: Launcher, receiver: Receiver
 ) -> None:
-    """If steps of ended ranks did not count as progress, the fourth failure in a week would end the job."""
+    """Steps of ended ranks must count as progress, also after the final report, or a rare failure ends the job."""
     script = launcher.script(
         """
         import os, ddpjob
@@ -167,7 +167,7 @@ def test_a_receiver_that_never_answers_delays_the_end_by_at_most_two_seconds(lau
 
 
 def test_a_token_that_cannot_be_sent_is_not_quoted(launcher: Launcher, receiver: Receiver) -> None:
-    """The agent's own message must replace http.client's error message, which contains the token."""
+    """An error about a token that cannot be sent must not quote it, as http.client's own message does."""
     token = launcher.folder / "token"
     token.write_text("a-secret\nof-two-lines")
     where = {"DDPJOB_STATUS_URL": receiver.url, "DDPJOB_STATUS_TOKEN_FILE": str(token)}
@@ -195,7 +195,7 @@ def test_a_report_is_never_too_large(character: str) -> None:
 @pytest.mark.parametrize("character", ["x", "é", "\x01", "\U0001f600", "\ud800"])
 @pytest.mark.parametrize("name", ["exception", "traceback", "its own"])
 def test_a_termination_message_is_never_too_large_and_keeps_what_the_operator_needs(character: str, name: str) -> None:
-    """A script's own termination message may have any content and length."""
+    """A termination message must have at most 4096 bytes and keep what the operator needs, whatever a script writes."""
     needed = {"rank": 3, "exitCode": 1, "ended": True, "agent": {"replacement": 0, "restarts": {"application": 3}}}
     body = termination.encode({**needed, name: character * 60_000, "list": ["x"] * 5_000})
     assert len(body) <= termination.BYTES_MAX

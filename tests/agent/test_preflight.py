@@ -99,7 +99,7 @@ def test_a_node_lost_meanwhile_is_waited_for_and_all_nodes_measure_again() -> No
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_preflight_after_a_lost_pod_does_not_hide_the_reason_of_the_restart(works: bool) -> None:
-    """If the pod of node 1 was lost, node 0's log must give this as the reason of the restart."""
+    """After a lost pod and a pre-flight, node 0's log must still give the lost pod as the reason of the restart."""
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, has_operator=True)
     for node in range(2):
         found.joined(node, T0)

@@ -72,7 +72,7 @@ class Pod:
 
     @property
     def succeeded(self) -> bool:
-        """True if the agent ended with 0 because all ranks did. An agent that got SIGTERM may have left before."""
+        """True if the agent ended with 0 and got no SIGTERM, so that all its ranks ended with 0."""
         return self.agent.poll() == 0 and not self.told
 
     def tell(self) -> None:
@@ -91,8 +91,8 @@ def test_a_job_ends_with_its_result_whatever_process_is_killed(launcher: Launche
     story: list[str] = []
     kills, began, next_kill = 4, time.monotonic(), time.monotonic() + chance.uniform(0, 1)
     try:
-        # If one agent ends with 0, all ranks have succeeded. The other agent may be killed after that and needs no
-        # replacement.
+        # If one agent ends with 0, all ranks have succeeded.
+        # So the other agent, even if it is killed later, is not replaced.
         while not any(pod.succeeded for pod in pods):
             assert time.monotonic() < began + SECONDS_MAX, f"seed {seed}: it hangs after {story}"
             for k, pod in enumerate(pods):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-# Each function is one training; the tests check what the report says about its model.
+# Each function is one training; the tests check the findings about its model.
 TRAININGS = """
 import contextlib, copy, os, sys
 import torch, torch.distributed as dist
@@ -228,7 +228,7 @@ def trained(launcher: Launcher, *names: str) -> list[str]:
 
 
 def test_replicas_that_differ_are_named_at_the_end(launcher: Launcher) -> None:
-    """If replicas differ, the report must name them. Otherwise nobody notices, because the exit code is 0."""
+    """Replicas that differ must be named at the end, because the exit code is 0."""
     found = trained(
         launcher,
         "every_backward_in_no_sync",
@@ -254,7 +254,7 @@ def test_replicas_that_differ_are_named_at_the_end(launcher: Launcher) -> None:
 
 
 def test_replicas_that_diverge_late_are_named_too(launcher: Launcher) -> None:
-    """Replicas may diverge only in the last phase of a training, or when it is fine-tuned afterwards."""
+    """Replicas that diverge only in the last phase, or in a later fine-tuning, must be named, too."""
     found = trained(launcher, "no_sync_after_a_thousand_passes", "no_sync_in_the_last_two_passes")
     who = "rank 1 ended with other parameters than rank 0: 0.weight is the first that differs; "
     assert found == [f"{who}the replicas were not kept in step, e.g. every backward ran in no_sync()"] * 2
@@ -284,7 +284,7 @@ with ddpjob.init(backend="gloo") as world:
 
 
 def test_ranks_without_a_fork_server_are_compared_if_they_use_the_library(launcher: Launcher) -> None:
-    """With a shell around Python there is no fork server, but the comparison must not be skipped silently."""
+    """Without a fork server, as with a shell around Python, ranks that use the library must be compared."""
     words = ["--no-python", "sh", "-c", f"{sys.executable} {launcher.script(WITH_LIBRARY)}; exit $?"]
     done = finish(launcher.ddprun("--nproc-per-node", 2, *words))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -315,7 +315,7 @@ elif os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0
 
 @pytest.mark.parametrize("way", ["no group", "groups of one"])
 def test_ranks_that_trained_alone_are_reported_although_they_exited_with_0(launcher: Launcher, way: str) -> None:
-    """Without `--launcher pytorch` each rank trains on all data, which nobody notices."""
+    """Ranks that trained alone must be reported, for example if `--launcher pytorch` is missing."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     done = finish(launcher.warm("--nproc-per-node", 2, script))
     text = "ddprun: 2 ranks ran, but none formed a process group with another: each trained a model"
@@ -327,7 +327,7 @@ def test_ranks_that_trained_alone_are_reported_although_they_exited_with_0(launc
 
 @pytest.mark.parametrize("way", ["a forward pass only", "by another library", "an end that nobody sees"])
 def test_ranks_with_a_possible_reason_to_form_no_group_are_not_reported(launcher: Launcher, way: str) -> None:
-    """No group is needed for data that each rank prepares for itself, for a batch of predictions, or with Horovod."""
+    """Ranks with a possible reason to form no group (own data, predictions, Horovod) must not be reported."""
     script = launcher.script(ALONE.replace("WAY", repr(way)))
     # A forked process might inherit autograd threads that another test has started here.
     start = launcher.ddprun if way == "a forward pass only" else launcher.warm
@@ -365,7 +365,7 @@ def test_a_failure_that_a_script_loses_makes_its_success_suspicious(
     launcher: Launcher, raised: str, around: str, reason: str, text: str
 ) -> None:
     """The script drops the failure: it prints nothing and exits with 0, although no rank has trained."""
-    # A forked copy of pytest has pytest as __main__, so a rank in it would not find the script.
+    # A forked copy of pytest has pytest as __main__, in which a rank would not find the script.
     start = launcher.ddprun if reason == "NoProcessGroup" else launcher.warm
     done = finish(start("--nproc-per-node", 2, launcher.script(LOST.format(raised=raised, around=around))))
     assert done.returncode == 0

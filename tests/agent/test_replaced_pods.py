@@ -95,7 +95,7 @@ def forget_killed(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_new_pod_for_a_lost_one_is_enough(job: Job, lost: int) -> None:
-    """Agents and fork servers of the other pods stay. The agents count no restart, because the operator does."""
+    """A new pod for a lost one must be enough: the other agents and fork servers stay, and the operator counts."""
     running = {node: job.processes(node) for node in range(3)}
     job.agents[lost].kill()
     job.agents[lost].communicate()
@@ -143,7 +143,7 @@ def test_a_replaced_pod_cannot_disturb_the_new_one(launcher: Launcher) -> None:
 
 
 def test_a_newer_pod_takes_the_place_of_one_that_is_still_connected(launcher: Launcher) -> None:
-    """The node of the old pod may be cut off, so the end of that pod is not known yet."""
+    """A newer pod must take the place of one that is still connected, whose node may be cut off."""
     job = Job(launcher, 2, "--no-preload", launcher.script(TRAIN))
     job.up(0)
     old, job.agents[1] = job.agents[1], job.start(1, 1)

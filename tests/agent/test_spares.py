@@ -208,7 +208,7 @@ def test_spares_are_forked_one_after_the_other_and_no_more_than_needed(played: P
 
 
 def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -> None:
-    """A program that kills spares must not cause endless forks, each of which costs the server a descriptor."""
+    """A killed spare must not be replaced in the same generation, or forks would never end."""
     played.agent.fork_spares(2)
     for _ in range(2):
         assert played.asked() == [SPARE]
@@ -219,7 +219,7 @@ def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -
 
 
 def test_a_fork_with_an_error_does_not_become_a_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child that continues as a server would read the agent's orders, and hide the real server's end."""
+    """A fork with an error must not become a second server, which would read the agent's orders."""
     me = os.getpid()
     agent, its = socket.socketpair()
     with agent, its:
@@ -264,7 +264,7 @@ def test_spares_do_not_take_the_last_memory_of_a_container(tmp_path: Path) -> No
 
 
 def test_a_restart_during_a_fork_matches_the_answers_in_order(played: Played) -> None:
-    """If the agent took the spare's pid for the rank's, it would wait for the wrong process."""
+    """During a fork, answers must be matched in order: a spare's pid must not be taken for a rank's."""
     played.agent.fork_spares(2)
     played.says(pid=LIVES)
     played.says(pid=12)

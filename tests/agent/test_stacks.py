@@ -92,7 +92,7 @@ def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(laun
 
 
 def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(launcher: Launcher) -> None:
-    """A stopped rank, or a rank in C code, cannot send its stack. The text must give the reason instead."""
+    """A stopped rank, or a rank in C code, must be named with what it is doing, because it cannot answer."""
     held = TRAIN.replace("load_batch() if", "re.match('(a+)+b', 'a' * 40) if rank == 2 else load_batch() if")
     run = Waiting(launcher, held, ranks=3)
     os.kill(run.pid(0), signal.SIGSTOP)
@@ -118,7 +118,7 @@ while not os.path.exists("go"): load()
 
 @pytest.mark.parametrize("handler", ["", "1"])
 def test_a_rank_without_a_group_shows_its_stack_too(launcher: Launcher, handler: str) -> None:
-    """A script may hang before it forms its group, such as in a download, and then it has no thread that answers."""
+    """A rank that hangs before it forms a group, such as in a download, must show its stack, too."""
     run = Waiting(launcher, WITHOUT_GROUP, "--preload=json", ranks=3, PYTHONFAULTHANDLER=handler)
     for _ in range(2):
         assert "  ranks 0-2:\n    train.py:4 in load\n    train.py:5 in <module>\n" in run.asked()
@@ -126,7 +126,7 @@ def test_a_rank_without_a_group_shows_its_stack_too(launcher: Launcher, handler:
 
 
 def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, tmp_path: Path) -> None:
-    """A rank without a process group that ddprun did not fork cannot send its stack, so ddprun runs py-spy."""
+    """If py-spy is installed, it must show the stacks of ranks that cannot answer (no group, no fork server)."""
     run = Waiting(launcher, WITHOUT_GROUP, ranks=2, PATH=path_with_py_spy(tmp_path / "bin"))
     assert (
         f"  ranks 0-1 (processes {run.pid(0)}, {run.pid(1)}): cannot be asked: no process group and no reported step\n"
@@ -173,7 +173,7 @@ def test_64_ranks_at_two_positions_give_two_stacks() -> None:
 
 @pytest.mark.parametrize("answer", [{}, {"stack": 3}, {"stack": [1], "sequence": "x"}, {"sequence": -1, "op": None}])
 def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object]) -> None:
-    """Scripts can write into the memory of the answers, but must not be able to end the agent."""
+    """An invalid answer, which a script may write, must be shown without an error."""
     assert "rank 0" in folded_stacks.text([RankStack(0, 1, 0, answer)])
 
 
@@ -191,7 +191,7 @@ def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object
 def test_an_agent_mentions_its_idle_ranks_in_one_line(
     capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
 ) -> None:
-    """Without a line about idle ranks, a script that does not use the library hangs silently for hours."""
+    """An agent must mention idle ranks in one line: without it, a script without the library hangs silently."""
     agent: Any = types.SimpleNamespace(
         options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),
         node=types.SimpleNamespace(running_ranks={0}, pid=lambda _: -1),
@@ -228,7 +228,7 @@ def test_a_group_with_one_computing_rank_is_not_idle() -> None:
 
 
 def test_ranks_that_spin_in_one_collective_are_mentioned_although_they_use_the_cpu() -> None:
-    """NCCL waits by polling, so a waiting rank uses a whole CPU."""
+    """Ranks that poll in one collective, as NCCL does, must be mentioned although they use the CPU."""
     assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=1.0, mark=((7, 7), (7, 7))) == [idle.NO_PROGRESS]
     moving = idle.IdleClock(60)
     assert not any(moving.look(float(now), {0: float(now)}, now // 30) for now in range(0, 600, 5))

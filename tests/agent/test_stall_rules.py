@@ -98,7 +98,7 @@ def test_a_rank_that_makes_progress_after_all_ends_the_stall() -> None:
 
 
 def test_all_nodes_learn_that_the_ranks_of_one_have_succeeded() -> None:
-    """Ranks of other nodes have ended, so no rank waits for a hanging rank. Its node must get a message to check it."""
+    """All nodes must learn that the ranks of one node have succeeded: a rank elsewhere that is idle then hangs."""
     found = running(3)
     taken(found)
     found.finished(1, T0)
@@ -241,7 +241,7 @@ def test_ranks_that_all_end_by_themselves_are_not_stopped() -> None:
 
 @pytest.mark.parametrize("event", ["lost", "told", "finished", "crashed"])
 def test_any_other_event_ends_the_query(event: str) -> None:
-    """The wait for answers ends if a better cause or a silent node is found, or if a rank must save."""
+    """Any other event must end the wait for answers: a better cause, a silent node, or a rank that must save."""
     found = times_out()
     found.answered(1, STANDS, [HANGS], AT + 0.1)
     if event == "lost":
@@ -313,7 +313,7 @@ def waits(rank: int, op: str) -> Position:
 
 
 def asked(found: LeaderState) -> None:
-    """Let both nodes report ranks without CPU time for seconds; the leader then requests their positions."""
+    """Let both nodes report that their ranks used no CPU for seconds, so that the leader requests their positions."""
     found.stood(0, STILL, T0 + 7)
     assert taken(found) == []
     found.stood(1, STILL, T0 + 7)
@@ -338,7 +338,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
     [
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, waits(1, "all_reduce"))],
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, Position(1))],
-        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # rank 1 has run in the meantime
+        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # rank 1 has run after the request
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )

@@ -36,7 +36,7 @@ while True: time.sleep(0.05)
 
 @STARTS
 def test_processes_started_by_a_rank_get_sigterm_only_after_it_has_ended(launcher: Launcher, start: str) -> None:
-    """A DataLoader raises in the rank when a worker ends, so the save at the stop would be lost."""
+    """Processes that a rank has started must get SIGTERM only after its end: a DataLoader raises if a worker ends."""
     done = told_to_stop(launcher.ddprun(start, launcher.script(RANK_WITH_A_HELPER)))
     assert (done.stdout, done.returncode) == ("saved\nhelper ends\n", 75)
 
@@ -47,7 +47,7 @@ def test_each_rank_of_a_node_is_signalled_without_its_helpers(launcher: Launcher
 
 
 def test_helpers_end_after_their_rank_if_another_rank_fails(launcher: Launcher) -> None:
-    """A rank may save when its group is broken, if the job's grace period is long enough."""
+    """Helpers must end after their rank if another rank fails, because the rank may be saving."""
     script = launcher.script(
         "import os, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -71,7 +71,7 @@ while True: time.sleep(0.05)
 
 @pytest.mark.parametrize("session", [[], ["daemon"]])
 def test_a_helper_that_outlives_its_rank_is_killed_after_the_grace(launcher: Launcher, session: list[str]) -> None:
-    """A helper that uploads saved files gets the rest of the time; a helper that never ends must not hold the pod."""
+    """A helper that outlives its rank, such as an upload, must be killed when the grace period is over."""
     agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER), *session, PET_SHUTDOWN_TIMEOUT="3")
     wait_for(agent, "ready")
     began = time.monotonic()
@@ -105,8 +105,8 @@ while True: time.sleep(0.05)
 
 @pytest.mark.parametrize("words", ["{0}; true", "({0}; true) | cat", "sh -c '{0}; true' & wait", "exec {0}"])
 def test_a_python_process_below_a_shell_gets_the_signal_at_once_and_its_grace(launcher: Launcher, words: str) -> None:
-    """The shell ends by the signal. Its children must not be killed immediately, and the reader of its output must
-    live on."""
+    """Below a shell, which ends by the signal, a Python process must get it at once and its full grace period, and the
+    reader of its output must go on."""
     launcher.script(TRAINS)
     agent = launcher.ddprun("--no-python", "sh", "-c", words.format(f"{sys.executable} -u train.py"))
     done = told_to_stop(agent)
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(
     launcher: Launcher,
 ) -> None:
-    """With torch.multiprocessing.spawn, a parent that ends by the signal would end its children before they save."""
+    """A rank that waits for its training processes must get the signal after them, as a parent of spawn."""
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 

@@ -23,7 +23,7 @@ def environs(launcher: Launcher, count: int) -> list[dict[str, str]]:
 
 
 def test_a_rank_gets_the_environment_that_torchrun_gives_it(launcher: Launcher) -> None:
-    """Lightning, Accelerate and others choose by torchrun's variables how they start."""
+    """A rank must get torchrun's environment: Lightning, Accelerate and others choose their start by it."""
     del launcher.env["DDPJOB_TERMINATION_LOG"]
     words = ["--nproc-per-node", 2, launcher.script(PRINT_ENVIRON)]
     assert finish(launcher.ddprun("--no-preload", *words)).returncode == 0
@@ -91,7 +91,7 @@ dist.destroy_process_group()
 
 
 def test_the_default_preload_contains_all_imports_of_the_first_ddp_step(launcher: Launcher) -> None:
-    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier import of torch._inductor in this process sets it
+    launcher.env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by an import of torch._inductor in this process
     assert finish(launcher.ddprun("--nproc", 2, "--no-preload", launcher.script(PRINT_ENVIRON))).returncode == 0
     new, _ = environs(launcher, 2)
     script = launcher.script(PRINT_ENVIRON + FIRST_STEP)

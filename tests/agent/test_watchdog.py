@@ -74,7 +74,7 @@ def test_a_rank_whose_interpreter_is_blocked_is_named_because_it_cannot_answer(l
 
 
 def test_a_rank_that_never_reports_is_not_named_if_another_one_stalls(launcher: Launcher) -> None:
-    """A rank that uses neither the library nor a process group is no suspect, because nothing in it can answer."""
+    """A rank that never reports must not be named if another one stalls: nothing in it can answer."""
     script = launcher.script(
         """
         import os, time
@@ -106,7 +106,7 @@ def test_a_declared_pause_has_its_own_limit(launcher: Launcher) -> None:
 
 
 def test_a_rank_that_hangs_during_its_exit_still_reports_its_position(launcher: Launcher) -> None:
-    """During its exit a rank saves and waits until the others leave the group, so it must still be able to answer."""
+    """A rank that hangs during its exit must still report its position."""
     script = launcher.script(
         """
         import atexit, os, time
@@ -130,7 +130,7 @@ def test_a_limit_of_0_is_no_limit(launcher: Launcher) -> None:
 
 
 def test_an_agent_that_was_itself_suspended_finds_no_stall(launcher: Launcher) -> None:
-    """On a suspended machine or in a frozen container, ranks and agent stop together, which is no stall."""
+    """An agent that was suspended with its ranks must find no stall."""
     script = launcher.script(
         """
         import os, time, ddpjob
@@ -146,7 +146,7 @@ def test_an_agent_that_was_itself_suspended_finds_no_stall(launcher: Launcher) -
     processes = psutil.Process(agent.pid).children()
     for pid in [*(p.pid for p in processes), agent.pid]:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(4)  # longer than the limit, which must not apply to a suspended machine
+    time.sleep(4)  # longer than the limit, which must not count here
     (launcher.folder / "go").touch()
     for pid in [agent.pid, *(p.pid for p in processes)]:
         os.kill(pid, signal.SIGCONT)
@@ -166,7 +166,7 @@ def test_a_stall_on_another_node_is_found_and_all_nodes_restart(launcher: Launch
 
 
 def test_a_program_that_trained_and_has_ended_does_not_hang(launcher: Launcher) -> None:
-    """A rank may be a shell script: first a training that reports its steps, then a program that does not."""
+    """A program that trained and has ended must not count as hanging, while its shell runs another program."""
     launcher.script("import ddpjob; ddpjob.progress(1)")
     launcher.script("#!/bin/sh\npython train.py && sleep 4\n", "all.sh").chmod(0o755)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
@@ -175,7 +175,7 @@ def test_a_program_that_trained_and_has_ended_does_not_hang(launcher: Launcher) 
 
 
 class Loses:
-    """A node whose connection to node 0 breaks when it sends a given message."""
+    """A node whose connection to node 0 breaks when the node sends this message."""
 
     def __init__(self) -> None:
         self.options = parse(["train.py"], {"DDPJOB_STALL_TIMEOUT": "2"})
@@ -257,8 +257,8 @@ dist.destroy_process_group()
 
 
 def test_the_rank_that_another_waited_for_until_the_timeout_of_torch_is_named_as_in_a_stall(launcher: Launcher) -> None:
-    """The rank that timed out did nothing wrong. The agents are not forked from this process: torch's flight
-    recorder is off in a fork of a process that has had a group."""
+    """The rank that another waited for until torch's timeout must be named. Agents are not forked from this process,
+    because torch's flight recorder is off in such a fork."""
     started = launcher.nodes(2, "--preload=torch", launcher.script(TIMES_OUT), OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in started]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr
@@ -291,7 +291,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
     launcher: Launcher, nodes: int, leave: str
 ) -> None:
-    """The other ranks have ended and do not wait, so the job would never end without a limit for the last rank."""
+    """A rank that hangs after its last collective must be found, although the other ranks have ended."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
     done = [finish(agent, 150) for agent in started]
@@ -302,16 +302,16 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
-    """Rank 0 may evaluate alone for longer than the limit of a step, and must not be ended."""
+    """A rank that works alone after its last collective, such as in an evaluation, must not be ended."""
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
 
 
 def test_a_process_that_hangs_after_the_end_of_its_script_is_found(launcher: Launcher) -> None:
-    """A process may hang in torch's destructors, which hold the GIL, so that it cannot answer."""
+    """A process that hangs after the end of its script must be found, also in a destructor that holds the GIL."""
     hang = "import atexit; torch.kept = Held()"
-    # PyDLL holds the GIL during the call. The loop is needed because a signal ends a sleep.
+    # PyDLL holds the GIL during the call. The loop is needed, because a signal ends one sleep.
     held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"
     script = launcher.script("import ctypes\n" + held + ENDS.format(hang=hang, leave=""))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)

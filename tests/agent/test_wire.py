@@ -52,7 +52,7 @@ def test_an_agent_with_another_key_is_refused(pair: Any, other: bytes) -> None:
 
 
 def test_a_leader_with_another_key_is_ignored(pair: Any) -> None:
-    """A process at node 0's old address cannot prove that it has the job's key, so it must not start ranks here."""
+    """A leader with another key, for example at node 0's old address, must not be able to start ranks."""
     leader, node = met(pair, job_key("uid-2", {}))
     leader._session = b"guessed"
     leader.send({"start": {"generation": 1, "port": 1}})

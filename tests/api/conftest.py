@@ -39,7 +39,7 @@ def namespace(api: FaultyApi) -> Iterator[Namespace]:
 
 @pytest.fixture
 def operators(api: FaultyApi, request: pytest.FixtureRequest) -> Iterator[Callable[..., Operator]]:
-    """Yield a function that starts operators, and stop them at the end. None of them may have logged a traceback."""
+    """Yield a function that starts operators; stop them at the end. Fail if one of them has logged a traceback."""
     started: list[Operator] = []
 
     def start(*namespaces: str, **options: object) -> Operator:

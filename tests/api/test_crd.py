@@ -28,7 +28,7 @@ STOP_FIRST = "changes only while the job is suspended and stopped. Set spec.susp
 
 
 class Cluster:
-    """Runs kubectl in one namespace."""
+    """A namespace in which the test runs kubectl."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -326,8 +326,8 @@ def test_fields_that_affect_running_pods_cannot_be_changed(
 
 
 def test_fields_that_affect_running_pods_cannot_be_changed_with_the_status(cluster: Cluster) -> None:
-    """The rule for the template is skipped if the status differs, as in the operator's writes. A user who sends a
-    status with a spec must not skip the rule, or the pods of a running job could differ from each other."""
+    """A user who sends a status with a spec must not be able to change the template of a running job: its rule is
+    skipped if the status differs, as in the operator's writes."""
     name = cluster.create(changeable())
     image, states = ("replace", f"{TRAINER}/image", "busybox:2"), ({"message": "m"}, {"progress": {"step": 1}}, {})
     code, output = cluster.patch(name, ("add", "/status", {"message": "m"}), image)
@@ -345,7 +345,7 @@ def test_fields_that_affect_running_pods_cannot_be_changed_with_the_status(clust
 
 
 def test_an_elastic_job_is_scaled_while_running_but_not_below_minNodes(cluster: Cluster) -> None:
-    """A running elastic job must have the scale subresource, because kubectl scale and autoscalers use only this."""
+    """An elastic job must be scaled by the scale subresource, as kubectl does, but not below minNodes."""
     name = cluster.create(changeable(minNodes=1))
     cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z")
     cluster("scale", "ddp", name, "--replicas", "3")
@@ -417,7 +417,7 @@ def test_no_controller_can_take_over_an_existing_job(cluster: Cluster, before: s
 
 @pytest.mark.alone
 def test_a_job_with_a_field_of_an_older_crd_can_be_suspended(cluster: Cluster) -> None:
-    """After an upgrade of the CRD, a job's owner must still be able to stop the job."""
+    """A job with a field of an older CRD must still accept a suspension by its owner."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
@@ -508,7 +508,7 @@ def test_get_shows_a_job_before_its_first_reconcile(cluster: Cluster) -> None:
 
 
 def test_jobs_can_be_listed_by_state_and_reason(cluster: Cluster) -> None:
-    """Without selectable fields the API server answers `field label not supported`, and nobody can list failed jobs."""
+    """Jobs must be listed by state and reason, which needs selectable fields in the CRD."""
     server = json.loads(cluster("version", "-o", "json"))["serverVersion"]
     if int(server["minor"].rstrip("+")) < 31:
         pytest.skip("the API server selects by fields of a CRD from Kubernetes 1.31 on")
@@ -536,7 +536,7 @@ def test_wait_for_complete_works_as_for_a_batch_job(cluster: Cluster) -> None:
 
 
 def test_wait_for_the_completion_time_ends_for_a_failed_job_too(cluster: Cluster) -> None:
-    """If a job fails, a wait for the condition Complete lasts until its timeout. completionTime is always set."""
+    """A wait for completionTime must end for a failed job, too; the condition Complete would never come."""
     name = cluster.create(job())
     until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
     assert "timed out" in cluster.try_(*until_over, "--timeout=1s")[1]

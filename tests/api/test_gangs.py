@@ -132,7 +132,7 @@ def test_restart_suspend_resume_and_the_end_leave_no_group(gangs: Gangs, all_nod
 
 
 def test_a_replaced_pod_joins_its_gang(gangs: Gangs, all_nodes: int) -> None:
-    """Outside its gang, the pod could be placed on a node for which another job is waiting."""
+    """A replaced pod must join its gang: outside it, the pod could take a node for which another job waits."""
     gangs.submit("replaced", all_nodes, command=["ddprun", "train.py"])
     gangs.namespace.reaches("Running", name="replaced", seconds=60)
     gangs.namespace.kubectl("delete", "pod", "replaced-1-1", "--wait=false")
@@ -170,7 +170,7 @@ def racks(all_nodes: int) -> Iterator[str]:
 def test_a_topology_key_keeps_all_pods_in_one_rack_and_a_job_that_fits_in_none_waits(
     gangs: Gangs, all_nodes: int, racks: str
 ) -> None:
-    """Needs the feature gate TopologyAwareWorkloadScheduling; without it Kubernetes 1.36 drops the field."""
+    """A topology key must keep all pods in one rack. Needs the feature gate TopologyAwareWorkloadScheduling."""
     gangs.submit("digits", all_nodes // 2, topologyKey=racks)
     gangs.namespace.reaches("Running", seconds=60)
     constraint = gangs.spec("digits").get("schedulingConstraints")
@@ -199,7 +199,7 @@ def test_a_missing_topology_binds_no_pod_and_is_reported(gangs: Gangs) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))])
 def test_a_mix_of_gang_jobs_never_blocks_itself(gangs: Gangs, all_nodes: int, seed: int) -> None:
-    """Each job takes some of the nodes for a short time, and all jobs end. `make test-long` runs twenty mixes."""
+    """Jobs that each take some nodes for a short time must all end. `make test-long` runs twenty mixes."""
     sizes = random.Random(seed)
     names = [f"job-{number}" for number in range(sizes.randrange(3, 7))]
     for name in names:

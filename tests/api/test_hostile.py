@@ -149,7 +149,7 @@ class Hostile:
 
 
 def nested(depth: int) -> str:
-    """Return nested JSON. json.dumps would fail at this depth with a RecursionError."""
+    """Return nested JSON, which json.dumps could not write at this depth."""
     return '{"a":' * depth + "1" + "}" * depth
 
 
@@ -311,7 +311,7 @@ def mib(count: int) -> str:
 
 
 def peak_bytes(operator: Operator) -> int:
-    """Return the largest resident set so far."""
+    """Return the operator's peak memory (resident set) in bytes."""
     text = Path(f"/proc/{operator.process.pid}/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

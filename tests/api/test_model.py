@@ -19,8 +19,8 @@ from ddpjob_operator.job import api as types
 
 Answer = tuple[int, dict[str, Any]]
 Ask = Callable[..., Answer]
-# No scheduler handles these pods, as in the model. The default scheduler would write that they fit on no node.
-# If the scheduler wrote right before a DELETE, the API server would answer with 409.
+# No scheduler handles these pods, as in the model. The default scheduler would mark them as unschedulable.
+# A write of that scheduler right before a DELETE would make the API server answer with 409.
 POD = {"containers": [{"name": "trainer", "image": "busybox"}], "schedulerName": "nobody"}
 
 
@@ -57,7 +57,7 @@ def modelled() -> Server:
     def request(method: str, path: str, body: Any) -> Answer:
         path, _, query = path.partition("?")
         answer = model.request(method, path, dict([query.split("=", 1)]) if query else {}, body)
-        return copy.deepcopy(answer)  # the answer must be a copy, as if it came through a socket
+        return copy.deepcopy(answer)  # a copy, as if the answer came through a socket
 
     loop.close()
     return Server(request, "default")
@@ -77,7 +77,7 @@ def lease(holder: str, **metadata: Any) -> dict[str, Any]:
 
 
 def said(answer: Answer) -> tuple[int, str]:
-    """Return the code and reason of an answer. No decision depends on the other fields."""
+    """Return code and reason of an answer; no decision depends on its other fields."""
     return answer[0], str(answer[1].get("reason", "")) if answer[0] >= 400 else ""
 
 
@@ -218,7 +218,7 @@ def test_the_model_answers_like_the_real_api_server(
 
 
 def test_an_orphan_of_a_job_is_collected_with_its_own_grace(api: FaultyApi, namespace: Namespace) -> None:
-    """The model deletes dependants after their owner, each with its own grace, as Kubernetes does."""
+    """A dependant must be deleted after its owner, with its own grace period, in the model as in Kubernetes."""
     server = real(api, namespace)
     uid = server.make(JOBS, manifest())["metadata"]["uid"]
     owner = {"apiVersion": types.API_VERSION, "kind": types.KIND, "name": "digits", "uid": uid, "controller": True}

@@ -16,7 +16,7 @@ from ddpjob_operator.kube.api.access import RIGHTS
 from ddpjob_operator.kube.watch.reflector import HEALTHY_SECONDS
 
 PODS = ["digits-1-0", "digits-1-1"]
-# Upper limits for each kind of request in a test. A loop without a wait would send hundreds.
+# Upper limits for the number of each kind of request in a test; a loop without a wait sends hundreds.
 REQUESTS_MAX = 80
 REQUESTS_A_SECOND_MAX = 1.5
 
@@ -102,7 +102,7 @@ def test_a_job_that_others_change_all_the_time_still_reaches_its_end(namespace: 
             kubectl("patch", "ddp", "digits", "-n", namespace.name, "--type=merge", f"-p={label}".replace("'", '"'))
         return False
 
-    # The proxy calls `change` between the operator's read and write, and passes the write on unchanged.
+    # The proxy calls `change` between the operator's read and its write, and then passes the write on.
     namespace.api.break_("update ddpjobs/status", 500, where=change)
     namespace.apply(job())
     runs_to_its_end(namespace)
@@ -162,7 +162,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
-    """If the operator did not list again, it would be running but start and restart no job."""
+    """After a wrong answer to a list or watch the operator must list again within seconds."""
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):
@@ -170,7 +170,7 @@ def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     began = time.monotonic()
     namespace.api.close_watches()
     wanted = ("watch ddpjobs", "watch pods", "watch services")
-    # Break two watches each: the first gets the faulty answer, and after a 410 the operator also needs a second list.
+    # Break two watches each. After a 410 the operator also needs a second list.
     until(lambda: all(namespace.api.requests(since=began)[what] > 1 for what in wanted), "all is watched again", 20)
     print(f"{answer}: watched again after {time.monotonic() - began:.1f} s")
     namespace.api.mend()
@@ -183,7 +183,7 @@ def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
 
 
 def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespace, operator: Operator) -> None:
-    """After a wrong answer the operator must neither exit nor stop acting."""
+    """If a proxy breaks every third request, no job may fail, and the operator must neither exit nor stop."""
     count, answers = 0, itertools.cycle(ANSWERS.values())
 
     def third(_: Seen) -> bool:
@@ -213,7 +213,7 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
 def test_a_pod_that_completed_before_its_peers_were_created_is_not_run_again(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """The operator is killed while it creates the pods of a short job. Pods that have finished must not run again."""
+    """A pod that completed before its peers were created, while the operator was killed, must not run again."""
     first = operators(namespace.name).watches()
     names: list[str] = []
 
@@ -267,7 +267,7 @@ LOST = {
 def test_a_lost_event_is_found_and_the_job_ends(
     namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
 ) -> None:
-    """A proxy may lose one line of a watch. The job must not keep its GPUs until somebody checks."""
+    """A watch event that a proxy has lost must be found, or the job keeps its GPUs for ever."""
     namespace.api.watch_seconds = HEALTHY_SECONDS + 1
     operators(namespace.name, constants={"LIST_AGAIN_SECONDS": 1.0}).watches()
     lost = namespace.api.lose_event(resource, kind, where)
@@ -299,7 +299,7 @@ def test_an_old_list_makes_no_pod_look_deleted(
     old = api.call("GET", f"/api/v1/namespaces/{namespace.name}/pods?labelSelector=training.ddpjob.io/job")
     assert old["items"] == []
     uids = namespace.start()
-    # The server answers with an old list: first to a running operator that must list again, then to a new operator.
+    # The server answers with an old list: first to a running operator, then to a new one.
     fault = api.break_("list pods", body=old, times=1)
     api.close_watches("pods", gone=True)
     until(lambda: fault.happened, "it lists")
@@ -323,7 +323,7 @@ def test_a_rotated_token_is_read_again(namespace: Namespace, operators: Callable
     account(namespace, "operator")
     first, second = (namespace.kubectl("create", "token", "operator", "--duration=1h").strip() for _ in range(2))
     operator = operators(namespace.name, token=first).watches()
-    # As with a kubelet, the new token is in the file before the old one expires.
+    # As with a kubelet, the file gets the new token before the old one expires.
     operator.log_in_as(second)
     every = ("create", "update", "list", "watch", "get")
     for what in [f"{verb} {kind}" for verb in every for kind in ("pods", "services", "ddpjobs", "ddpjobs/status")]:
@@ -466,13 +466,13 @@ def test_fifty_idle_running_jobs_cost_no_write(namespace: Namespace, operator: O
     for name in names:
         namespace.reaches("Running", name=name)
     namespace.api.close_watches()
-    passes(8)  # until the last events of the start are written and the watches are open again
+    passes(8)  # so that the last events of the start are written, and the watches are open
     began, cpu = time.monotonic(), operator.cpu_seconds
     passes(30)
     assert namespace.api.writes(since=began) == []
     assert sum(namespace.api.requests(since=began).values()) <= 10
     assert operator.cpu_seconds - cpu < 0.5
-    namespace.api.seen.clear()  # without this the 50 creates of the start would count as a hot loop
+    namespace.api.seen.clear()  # the 50 creates of the start would count as a hot loop
     path = f"{namespace.jobs_path}/job-0"
     namespace.api.call("PATCH", path, {"metadata": {"labels": {"a": "b"}}}, MERGE)
     passes(2)

@@ -76,7 +76,7 @@ def test_a_job_starts_once_its_spec_is_fixed(namespace: Namespace, operator: Ope
     wrong = {"container": {"stdin": "yes"}}
     namespace.apply(job(**wrong))
     namespace.reaches("Pending", "InvalidSpec")
-    namespace.apply(job(**wrong, suspend=True))  # the CRD allows changes of a template only while the job is suspended
+    namespace.apply(job(**wrong, suspend=True))  # suspended, because the CRD allows changes of a template only then
     namespace.apply(job())
     namespace.has_pods("digits-1-0", "digits-1-1")
     conditions = {c["type"]: c["status"] for c in namespace.status()["conditions"]}
@@ -84,7 +84,7 @@ def test_a_job_starts_once_its_spec_is_fixed(namespace: Namespace, operator: Ope
 
 
 def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namespace, operator: Operator) -> None:
-    """A job that has succeeded must not train again because a user or a newer operator wrote one unknown field."""
+    """An unreadable status must stop everything: a job with one unknown field may have succeeded already."""
     namespace.start()
     namespace.exits("digits-1-0")
     namespace.exits("digits-1-1")
@@ -111,7 +111,7 @@ def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namesp
 def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """Until the last pod has ended, old ranks with another world size are running and hold the volume."""
+    """The nodes of a suspended job must change only when its last pod has ended: old ranks hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")
@@ -127,7 +127,7 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
 def test_a_pod_whose_label_was_removed_gets_it_back_and_the_group_continues(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """A watch with a label selector reports the pod as deleted, but a new group must not start next to it."""
+    """A pod whose label was removed must get it back, although the watch reports the pod as deleted."""
     uids = namespace.start()
     namespace.kubectl("label", "pod", "digits-1-0", "training.ddpjob.io/job-")
 
@@ -142,7 +142,7 @@ def test_a_pod_whose_label_was_removed_gets_it_back_and_the_group_continues(
 
 
 def test_pods_left_by_cascade_orphan_block_the_next_job_of_that_name(namespace: Namespace, operator: Operator) -> None:
-    """The message must name the pods. If users delete only the Service, two groups use one checkpoint."""
+    """The message must name the old pods that block a job: if users delete only the Service, two groups train."""
     namespace.start()
     namespace.kubectl("delete", "ddp", "digits", "--cascade=orphan")
     namespace.kubectl("delete", "service", "digits")
@@ -209,7 +209,7 @@ def test_a_deleted_and_reapplied_job_waits_for_its_old_pods(namespace: Namespace
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
     namespace.apply(job())
     namespace.reaches("Pending", "WaitingForDeletedJob")
-    why = "pod digits-1-0 of the deleted job of this name"  # the message then names other objects
+    why = "pod digits-1-0 of the deleted job of this name"  # later the message names other objects
     until(lambda: why in namespace.status().get("message", ""), "it names the pod that stays")
     namespace.release("digits-1-0")
     namespace.has_pods("digits-1-0", "digits-1-1")

@@ -24,7 +24,7 @@ from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.pods.report_token import AUDIENCE
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
-# Longest time that a check of the Lease may take on a busy machine.
+# Seconds; longest time that a check of the Lease may take on a busy machine.
 SLACK_SECONDS = 5.0
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 PODS = ["digits-1-0", "digits-1-1"]
@@ -157,7 +157,7 @@ def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_ne
     released = leader.renewals()[-1]
     waited = standby.renewals()[0] - released
     print(f"the other leads {waited:.2f} s after the release, which came {released - told:.2f} s after the signal")
-    # Two retries take 1 s here, plus the delay of a busy machine.
+    # Two retries take 1 s here, plus delays of a busy machine.
     # If the leader did not release the Lease, the standby would wait until the Lease expires.
     assert waited < LEASE_SECONDS - 1.2 * RETRY_SECONDS
     ends_well(namespace, uids)
@@ -171,7 +171,7 @@ def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_expired(
     leader, standby = two
     uids = namespace.start()
     leader.operator.kill()
-    # This pod ends while no operator is leading. The next leader must notice its end.
+    # This pod ends while no operator leads, and the next leader must notice this.
     namespace.exits(PODS[0])
     leads(namespace, "b")
     renewed = leader.renewals()[-1]
@@ -190,7 +190,7 @@ def test_a_leader_that_cannot_renew_stops_before_the_other_starts_although_it_co
 
     def the_other_writes() -> bool:
         nonlocal refused
-        if leader.writes() and not refused:  # while the leader is creating objects
+        if leader.writes() and not refused:  # the leader is creating objects
             refused = True
             for verb in ("get", "update", "create"):
                 leader.api.break_(f"{verb} leases", 503, times=float("inf"))
@@ -244,7 +244,7 @@ def labelled(namespace: Namespace) -> list[str]:
 def test_only_the_leader_has_the_label_and_gets_reports_even_after_one_that_hangs(
     namespace: Namespace, replicas: Callable[[str], Replica]
 ) -> None:
-    """If the leader hangs, the new leader must take its label, or half of the reports are lost."""
+    """The new leader must take the label of one that hangs, or half of the reports are lost."""
     for name in "ab":  # pods that represent the two operators in the API server
         spec = {"containers": [{"name": "operator", "image": "none"}]}
         body = {"metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec}

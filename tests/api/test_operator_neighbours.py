@@ -92,7 +92,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """Two releases that act on one namespace silently restart the same jobs and delete each other's pods."""
+    """A release for all namespaces must leave a namespace to its own release, or both act on its jobs."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
     namespace.has_pods("one-1-0")
@@ -130,8 +130,7 @@ def another(api: FaultyApi) -> Iterator[Namespace]:
 def test_two_releases_with_their_own_namespaces_share_the_work_but_not_the_outages(
     namespace: Namespace, another: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """docs/scaling.md calls this sharding: an outage or an upgrade of one team's release does not affect another
-    team."""
+    """With a release per team (sharding, docs/scaling.md), an outage of one release must not affect the other teams."""
     ours, theirs = releases("ours", namespace.name).leads(), releases("theirs", another.name).leads()
     for space in (namespace, another):
         space.apply(job("one", nodes=2))

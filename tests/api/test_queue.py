@@ -21,7 +21,7 @@ from clusters import Operator, job, until
 from queues import GPUS, QUEUE_LABEL, TAINT, Queue
 
 pytestmark = pytest.mark.alone
-WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # the full name, because Kubernetes may serve a kind Workload of its own
+WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # the full name, because Kubernetes may serve its own kind Workload
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_spec_gang_kueue_without_a_label_means_the_queue_default(queue: Queue) -
 
 
 def test_quota_is_kept_during_a_restart_while_another_job_waits_for_it(queue: Queue) -> None:
-    """Quota must be kept between two attempts, or the other job would get the nodes."""
+    """A restart must keep the job's quota, although another job waits for it."""
     queue.submit(gpus=4)
     queue.runs()
     queue.submit("other", gpus=4)
@@ -99,7 +99,7 @@ def test_a_suspended_job_releases_its_quota_when_its_pods_have_ended(queue: Queu
 
 
 def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue: Queue) -> None:
-    """The ranks get their full grace period, because a kill would lose the steps since the last snapshot."""
+    """A preemption must stop the job once, with its full grace period, and the job must resume when there is room."""
     queue.submit(gpus=4, priority="low")
     queue.runs()
     queue.namespace.bind("digits-1-0", "digits-1-1")
@@ -111,7 +111,7 @@ def test_a_preemption_stops_the_job_once_and_it_resumes_when_there_is_room(queue
         lambda: [p for p in queue.namespace.pods() if p["metadata"].get("deletionTimestamp")], "its pods are stopped"
     )
     assert {p["metadata"]["deletionGracePeriodSeconds"] for p in pods} <= {0, 30}, "never less than the pod's own"
-    time.sleep(2)  # Kueue admits within a second or two, so quota that is given back too early would show by then
+    time.sleep(2)  # Kueue admits within two seconds, so a quota that is given back too early would show
     assert not any(name.startswith("urgent-") for name in queue.namespace.pod_names())
     queue.namespace.release("digits-1-0", "digits-1-1")
     queue.runs("urgent")
@@ -131,7 +131,7 @@ def test_a_missing_queue_is_named(queue: Queue) -> None:
 
 
 def test_a_job_in_a_missing_queue_runs_once_its_label_names_an_existing_one(queue: Queue) -> None:
-    """Users must not have to delete a job in order to correct a label."""
+    """A job in a missing queue must run once its label is corrected, without a new job."""
     queue.submit(queue="mian")
     until(lambda: "LocalQueue mian doesn't exist" in queue.namespace.status().get("message", ""), "Kueue's sentence")
     queue.namespace.kubectl("label", "--overwrite", "ddp", "digits", f"{QUEUE_LABEL}=main")
@@ -146,7 +146,7 @@ def test_a_job_larger_than_its_queue_gets_a_message_about_it(queue: Queue) -> No
 
 
 def test_deleting_a_workload_by_hand_is_an_eviction(queue: Queue) -> None:
-    """Kueue gives the quota to other jobs immediately, so the pods must not stay."""
+    """A Workload that is deleted by hand must count as an eviction, because Kueue gives its quota to other jobs."""
     queue.submit()
     queue.runs()
     uid = queue.workload()["metadata"]["uid"]
@@ -167,7 +167,7 @@ def test_a_deactivated_workload_stops_the_job_until_it_is_active_again(queue: Qu
 
 
 def test_an_admission_withdrawn_during_the_start_releases_the_quota_without_a_charge(queue: Queue) -> None:
-    """Pods that are still being created must not use quota that Kueue has given to other jobs."""
+    """An admission that is withdrawn during the start must release the quota, and charge nothing."""
     queue.submit(gpus=4)
     queue.namespace.has_pods("digits-1-0", "digits-1-1")
     queue.namespace.kubectl("patch", WORKLOAD, "--type=merge", "-p", '{"spec": {"active": false}}')
@@ -204,7 +204,7 @@ def test_a_missing_topology_is_reported_and_no_pod_is_created(queue: Queue) -> N
 
 
 def test_if_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_queued_job_alone(queue: Queue) -> None:
-    """Kueue's integration of pods holds back every pod whose owner is in no queue. Our pods must not queue twice."""
+    """If Kueue manages all pods of a namespace, it must leave pods of a queued job alone, or they would queue twice."""
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
     queue.submit()
     queue.runs()
@@ -213,7 +213,7 @@ def test_if_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_queued_jo
 
 
 def test_a_job_without_the_label_gets_a_message_with_the_fix_if_kueue_queues_each_pod(queue: Queue) -> None:
-    """Without the message half of the job's pods hold GPUs forever, and kubectl only reports scheduling gates."""
+    """If Kueue queues each pod of a job without a label, the job's message must name the fix."""
     if os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is set: this Kueue leaves the pods of a DDPJob alone")
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
@@ -227,8 +227,8 @@ def test_a_job_without_the_label_gets_a_message_with_the_fix_if_kueue_queues_eac
 def test_if_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_outside_all_quota(
     queue: Queue,
 ) -> None:
-    """manageJobsWithoutQueueName holds back jobs of Kueue's own kinds until they name a queue. This does not include a
-    DDPJob, and its pods are not queued one by one either."""
+    """manageJobsWithoutQueueName holds back only jobs of Kueue's own kinds, so a DDPJob without the label must run
+    outside all quota."""
     if not os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
         pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is not set: this Kueue has no manageJobsWithoutQueueName")
     queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
@@ -241,7 +241,7 @@ def test_if_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_outs
 def test_while_kueue_is_down_new_jobs_wait_and_running_jobs_are_not_disturbed(
     queue: Queue, kueue: Callable[[str], None]
 ) -> None:
-    """While Kueue is down, its webhook refuses our writes. A restart, a new job and a finished job must recover."""
+    """While Kueue is down, running jobs must go on, and a restart, a new job and a finished job must recover later."""
     queue.submit(gpus=4)
     queue.runs()
     assert queue.has("PodsReady") == "Started"
@@ -264,7 +264,7 @@ def test_while_kueue_is_down_new_jobs_wait_and_running_jobs_are_not_disturbed(
 
 
 def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queue) -> None:
-    """With waitForPodsReady, a job whose pods cannot start must not keep its quota from other jobs."""
+    """With waitForPodsReady, a job whose pods cannot start must be evicted, and queue again."""
     seconds = float(os.environ.get("DDPJOB_TEST_KUEUE_WAITS", "0"))
     if not seconds:
         pytest.skip("DDPJOB_TEST_KUEUE_WAITS is not set: this Kueue does not wait for pods to be ready")
@@ -273,17 +273,17 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
     queue.namespace.runs("digits-1-0")
     message = queue.namespace.reaches("Suspended", seconds=seconds + 60)
     assert "PodsReady" in message or queue.namespace.events().count("Evicted") == 1
-    # Kueue queues it again after a minute (requeuingStrategy.backoffBaseSeconds).
+    # Kueue queues the job again after a minute (requeuingStrategy.backoffBaseSeconds).
     queue.namespace.has_pods("digits-2-0", "digits-2-1", seconds=120)
     queue.runs(attempt=2)
     assert queue.has("PodsReady") in ("Started", "Recovered")
     assert queue.namespace.status()["restarts"]["total"] == 0
-    time.sleep(seconds + 2)  # by then Kueue would evict the job again if it did not accept PodsReady
+    time.sleep(seconds + 2)  # by then Kueue would have evicted the job again if it did not accept PodsReady
     assert queue.namespace.status()["state"] == "Running"
 
 
 def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
-    """The position comes from Kueue's visibility API, which is a separate API server."""
+    """Waiting jobs must show their position, which comes from Kueue's visibility API, a separate API server."""
     if unwatched.namespace.api.find("/apis/visibility.kueue.x-k8s.io") is None:
         pytest.skip("this API server serves no visibility.kueue.x-k8s.io: Kueue tells no places")
     operators(unwatched.namespace.name, DDPJOB_GANGS="kueue", DDPJOB_QUEUE_PLACES="true").watches()
@@ -302,7 +302,7 @@ def test_waiting_jobs_show_their_position_in_the_queue(unwatched: Queue, operato
 def test_one_of_two_operators_requests_an_admission_and_the_other_keeps_it_after_its_death(
     unwatched: Queue, operators: Callable[..., Operator]
 ) -> None:
-    """Two Workloads of one job would hold its quota twice; a new one would move the job to the end of the queue."""
+    """One of two operators must request an admission, and its successor keep it: two would hold quota twice."""
     name, started = unwatched.namespace.name, []
     for number in range(2):
         lease = {"DDPJOB_LEASE_SECONDS": "4", "DDPJOB_LEASE_RENEW_SECONDS": "2.5", "DDPJOB_LEASE_RETRY_SECONDS": "0.4"}

@@ -90,8 +90,8 @@ def test_all_pods_of_a_job_are_on_nodes_of_one_rack_and_a_restart_keeps_them_the
 
 
 def test_a_node_that_failed_the_job_twice_is_used_again_if_the_queue_assigns_it(racks: Racks) -> None:
-    """Kueue does not know which nodes a job avoids. If the pod avoided the node that Kueue has named, it would fit
-    nowhere, and the job would hold its quota for the hour for which a node is avoided."""
+    """A node that failed the job twice must be used again if Kueue assigns it: a pod that avoids its assigned node fits
+    nowhere, and the job holds its quota for an hour."""
     racks.submit(racks.of_one, topologyKey=RACK)
     first = racks.runs_on()
     racks.fails(1, BAD_GPU)
@@ -121,7 +121,7 @@ def test_a_replaced_pod_is_in_the_rack_of_its_peers(racks: Racks) -> None:
 
 
 def test_consecutive_ranks_share_a_rack_if_no_rack_has_room_for_all(racks: Racks) -> None:
-    """If consecutive ranks share a rack, a ring of all ranks crosses between the racks only twice."""
+    """If no rack has room for all, consecutive ranks must share one, so that a ring crosses the racks twice only."""
     racks.submit(2 * racks.of_one, {"kueue.x-k8s.io/podset-preferred-topology": RACK})
     used = racks.used(racks.runs_on())
     assert sorted(used) in (used, used[::-1])

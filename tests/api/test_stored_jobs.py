@@ -12,7 +12,7 @@ from clusters import MERGE, Namespace, Operator, job, until
 from faulty_api import FaultyApi
 
 JOBS = 40
-# A whole job in memory takes 2 MiB or more.
+# A job in memory takes 2 MiB or more.
 GROWTH_MIB_MAX = 40
 MEMORY_MIB = 64
 """An eighth of this is for jobs of one namespace that have begun: 15 of these jobs."""
@@ -47,7 +47,7 @@ def reasons(namespace: Namespace) -> list[str]:
 def test_forty_large_jobs_exhaust_neither_the_operator_nor_the_room_of_others(
     namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """The operator must start although one user has stored 600 large jobs, and must handle the jobs of other users."""
+    """Large jobs of one user must exhaust neither the operator nor the memory for other users' jobs."""
     operator = operators(namespace.name, other.name, DDPJOB_MEMORY_MIB=str(MEMORY_MIB)).watches(2)
     for number in range(JOBS):
         namespace.api.call("POST", namespace.jobs_path, large(number))

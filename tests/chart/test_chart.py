@@ -31,8 +31,8 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
-# The operator has these rights only in its own namespace, and get and update only for one Lease.
-# The operator's start does not check these rights, because the task that renews the Lease logs a missing right.
+# The operator has these rights only in its own namespace, and the rights to get and update only for one Lease.
+# The operator's check at its start leaves these rights out: the task that renews the Lease logs a missing one.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")
@@ -145,7 +145,7 @@ def test_the_operator_has_exactly_the_rights_that_it_checks_at_its_start() -> No
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_an_enabled_gang_scheduler_gets_exactly_its_rights(where: tuple[str, ...]) -> None:
-    """The operator must be able to create the scheduler's objects. If the scheduler is off, no rights may be added."""
+    """An enabled gang scheduler must give the operator exactly the rights on its objects; a disabled one none."""
     for name, rights in GANG_RIGHTS.items():
         on = (*where, f"gang.{name}.enabled=true")
         assert OperatorSettings.read(variables(*on)).gangs == (name,)
@@ -161,7 +161,7 @@ def test_an_enabled_gang_scheduler_gets_exactly_its_rights(where: tuple[str, ...
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_queue_positions_are_requested_only_if_the_chart_enables_them(where: tuple[str, ...]) -> None:
-    """The chart must not grant rights on an API that the cluster may not have."""
+    """Without queue positions, the chart must grant no rights on Kueue's visibility API, which may be missing."""
     kueue = (*where, "gang.kueue.enabled=true")
     on = (*kueue, "gang.kueue.places.enabled=true")
     assert OperatorSettings.read(variables(*on)).queue_places
@@ -172,7 +172,7 @@ def test_queue_positions_are_requested_only_if_the_chart_enables_them(where: tup
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_if_the_chart_allows_it() -> None:
-    """Without this right, Kueue's webhook refuses each pod whose owner is a DDPJob."""
+    """If the values allow it, Kueue must get the right to read DDPJobs: its webhook refuses their pods without it."""
     on = ("gang.kueue.enabled=true", "gang.kueue.readsJobs.enabled=true")
     account = {"kind": "ServiceAccount", "name": "kueue-controller-manager", "namespace": "kueue-system"}
     bindings = [b for b in of_kind("ClusterRoleBinding", *on) if b["subjects"] == [account]]
@@ -239,7 +239,7 @@ def test_the_pod_meets_the_restricted_pod_security_profile() -> None:
 
 
 def test_the_uid_of_the_operator_can_be_left_to_the_cluster() -> None:
-    """OpenShift's restricted-v2 refuses a pod with a uid outside the range of its namespace."""
+    """The uid must be optional, because OpenShift's restricted-v2 refuses a uid outside the namespace's range."""
     left = ("podSecurityContext.runAsUser=null", "podSecurityContext.runAsGroup=null")
     shown = helm("template", "ops", str(CHART), "--kube-version", OLDEST, *(w for s in left for w in ("--set", s)))
     pods = [d for d in yaml.safe_load_all(shown.stdout) if d and d["kind"] in ("Deployment", "Pod")]
@@ -306,8 +306,8 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     [
         ((), f"all.{MARK}", ["kube-system"]),
         (("claimNamespace=ops",), f"all.{MARK}", ["ops"]),
-        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # from --reuse-values after an upgrade
-        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # from `watchNamespaces:` without a value
+        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # as `--reuse-values` leaves it after an upgrade
+        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # `watchNamespaces:` without a value
         ((NAMESPACED,), MARK, ["team-a", "team-b"]),
     ],
     ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
@@ -315,7 +315,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
 def test_each_release_marks_its_namespaces_with_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
-    """Helm refuses an object that another release owns, so no two releases can act on the same jobs."""
+    """Releases must mark a namespace by the same name, so that Helm refuses the second release."""
     marks = of_kind("ConfigMap", *settings)
     assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]
     assert all(mark["data"] == {"release": "ddpjob/ops"} for mark in marks)
@@ -417,7 +417,7 @@ def test_only_named_clients_can_read_metrics_through_a_network_policy() -> None:
 
 
 def test_no_object_for_prometheus_or_grafana_is_created_by_default() -> None:
-    """A cluster without the Prometheus operator has no kind ServiceMonitor, so `helm install` would fail."""
+    """By default no object for Prometheus or Grafana may be created: a cluster may have no kind ServiceMonitor."""
     kinds = {document["kind"] for document in objects()}
     assert not kinds & {"ServiceMonitor", "PrometheusRule"}
     assert [one["metadata"]["name"] for one in of_kind("ConfigMap")] == [f"all.{MARK}"]
@@ -428,7 +428,7 @@ def test_no_object_for_prometheus_or_grafana_is_created_by_default() -> None:
 
 
 def test_a_service_monitor_selects_the_metrics_port_of_every_operator_and_keeps_the_namespace_label() -> None:
-    """Without honorLabels, all jobs would appear in the operator's namespace."""
+    """A ServiceMonitor must have honorLabels, or all jobs would appear in the operator's namespace."""
     settings = ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.labels.release=prometheus")
     (monitor,) = of_kind("ServiceMonitor", *settings)
     status, metrics = sorted(of_kind("Service", *settings), key=lambda s: "-metrics" in s["metadata"]["name"])
@@ -523,7 +523,7 @@ def test_the_notes_name_settings_that_differ_from_the_default(tmp_path: Path) ->
 
 
 def test_the_notes_warn_about_a_scraper_that_the_network_policy_blocks(tmp_path: Path) -> None:
-    """If the policy blocks Prometheus, all targets are down, and the alert for a missing leader fires."""
+    """The notes must warn about a scraper that the network policy blocks: the alert for a missing leader would fire."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
     assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
@@ -557,7 +557,7 @@ def test_names_fit_into_a_dns_label_whatever_the_release_is_called() -> None:
 
 
 def test_the_name_of_the_metrics_service_has_room_for_its_suffix() -> None:
-    """Kubernetes refuses names above 63 characters, so a long release name must be cut before the suffix."""
+    """A long release name must be cut before the suffix, because Kubernetes refuses names above 63 characters."""
     monitored = ("--set", "metrics.serviceMonitor.enabled=true")
     for name in (("r" * 53,), ("ops", "--set", f"fullnameOverride={'n' * 55}")):
         done = helm("template", *name[:1], str(CHART), "--kube-version", OLDEST, *monitored, *name[1:])
@@ -589,7 +589,7 @@ def names_in(value: Any, key: str = "") -> list[object]:
 
 @pytest.mark.parametrize("watched", ["watchNamespaces={2024,0x1f}", "claimNamespace=1e3"])
 def test_names_that_yaml_would_read_as_numbers_stay_names(watched: str) -> None:
-    """A namespace may be called 2024, and a release 1e3, which YAML reads as numbers."""
+    """A name such as 2024 or 1e3 must be quoted, because YAML reads it as a number."""
     sets = [word for one in SWITCHED_ON for word in ("--set", one)]
     sets += [word for one in (*NAMED_LIKE_NUMBERS, watched) for word in ("--set-string", one)]
     done = helm("template", "1e3", str(CHART), "--namespace", "2024", "--kube-version", OLDEST, *sets)
@@ -610,7 +610,7 @@ def test_names_that_yaml_would_read_as_numbers_stay_names(watched: str) -> None:
     ],
 )
 def test_all_objects_have_one_name_that_can_be_set(release: str, settings: tuple[str, ...], name: str) -> None:
-    """If the release name contained a dot, the Service would be refused, and no job would show progress."""
+    """All objects must have one name that can be set. A dot of the release name is invalid for the Service."""
     sets = [word for setting in settings for word in ("--set", setting)]
     done = helm("template", release, str(CHART), "--kube-version", OLDEST, *sets)
     assert done.returncode == 0, done.stderr
@@ -632,7 +632,7 @@ def test_a_name_that_is_invalid_for_a_service_is_refused_with_the_fix() -> None:
 
 
 def test_every_document_installs_the_same_release_name() -> None:
-    """`helm upgrade` on one page must find the release that another page has installed."""
+    """All pages must install the same release name, so that `helm upgrade` finds the release of another page."""
     pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     named = re.findall(r"helm (?:install|upgrade|template|uninstall|test|status|get values) ([\w-]+)", text)
@@ -641,7 +641,7 @@ def test_every_document_installs_the_same_release_name() -> None:
 
 
 def test_values_from_before_a_setting_existed_give_the_same_objects() -> None:
-    """`helm upgrade --reuse-values` lacks all values that a newer chart has added."""
+    """`helm upgrade --reuse-values`, which lacks newer values, must give the same objects."""
     new = (
         "nameOverride",
         "fullnameOverride",
@@ -663,7 +663,7 @@ def test_values_from_before_a_setting_existed_give_the_same_objects() -> None:
 
 
 def test_an_existing_service_account_gets_the_roles_and_is_not_created() -> None:
-    """Helm refuses to adopt an existing account, for example one that has a workload identity."""
+    """An existing service account must get the roles and not be created again, which Helm would refuse."""
     own = ("serviceAccount.create=false", "serviceAccount.name=training")
     assert of_kind("ServiceAccount", *own) == []
     assert pod(*own)["spec"]["serviceAccountName"] == "training"
@@ -672,7 +672,7 @@ def test_an_existing_service_account_gets_the_roles_and_is_not_created() -> None
 
 
 def test_the_roles_can_be_rendered_separately_for_an_administrator() -> None:
-    """Administrators of a namespace cannot grant rights that they do not have, such as ddpjobs/status."""
+    """The roles must be separable, because an administrator of a namespace cannot grant rights that they lack."""
     roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
         with_them = objects(*settings, "userRoles=false")
@@ -689,7 +689,7 @@ def test_the_roles_can_be_rendered_separately_for_an_administrator() -> None:
 
 
 def test_additional_variables_reach_the_operator() -> None:
-    """Values of the chart must reach the operator as variables, because the documentation names some for the Lease."""
+    """Additional variables in the values must reach the operator, because pages name some for the Lease."""
     own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
     assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 
@@ -706,14 +706,14 @@ def test_no_variable_of_the_chart_can_be_set_twice() -> None:
     [("DDPJOB_LEASE_SECONDS", "abc"), ("DDPJOB_LEASE_RENEW_SECONDS", "0.0"), ("DDPJOB_LEASE_RETRY_SECONDS", "86400.0")],
 )
 def test_an_invalid_duration_is_refused_before_a_pod_fails_with_it(name: str, value: str) -> None:
-    """With an invalid duration pods restart repeatedly, and only their logs show the reason."""
+    """An invalid duration must be refused: with it, pods would restart repeatedly, and only their logs show why."""
     done = template(f"extraEnv[0].name={name}", f"extraEnv[0].value={value}")
     assert done.returncode != 0
     assert f'extraEnv: {name} must be seconds above 0 and below a day, is "{value}"' in done.stderr
 
 
 def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_forbid_it() -> None:
-    """By default the cluster autoscaler removes no node with a pod that has a local volume, such as our /tmp."""
+    """The values must let an autoscaler remove an operator's node, which it would keep because of the local /tmp."""
     key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
     assert pod()["metadata"]["annotations"] == {key: "true"}
     escaped = key.replace(".", r"\.")
@@ -730,7 +730,7 @@ def hooks(*settings: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_pod_of_helm_test_is_its_only_hook_and_has_the_rights_of_the_operator() -> None:
-    """With several hooks `helm test --logs` prints the log of the pod once for each hook."""
+    """`helm test` must create one hook, its pod, because `--logs` prints the log once per hook."""
     made = hooks()
     assert made.keys() == {"Pod"}
     assert made["Pod"]["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -751,7 +751,7 @@ def test_the_pod_of_helm_test_does_not_count_as_an_operator() -> None:
 
 
 def test_the_pod_of_helm_test_has_the_resources_of_the_operator() -> None:
-    """If a quota requires a CPU limit, it must admit the pod of `helm test` like the operator's pods."""
+    """The pod of `helm test` must have the operator's resources, or a quota may refuse it."""
     (test,) = hooks("resources.limits.cpu=1")["Pod"]["spec"]["containers"]
     assert test["resources"] == container("resources.limits.cpu=1")["resources"]
     assert test["resources"]["limits"]["cpu"] == 1
@@ -764,12 +764,12 @@ def test_helm_test_checks_no_reports_if_reports_are_switched_off(closed: str) ->
 
 
 def test_the_objects_of_a_release_match_the_golden_file(golden: Golden) -> None:
-    """A golden file: its diff shows what an upgrade changes in a cluster."""
+    """This golden file's diff shows what an upgrade changes in a cluster."""
     golden("as-it-comes.yaml", yaml.safe_dump_all([*objects(), *hooks().values()], sort_keys=False))
 
 
 def test_settings_that_a_cluster_requires_of_every_pod_can_be_made() -> None:
-    """Clusters with their own registry, tainted nodes or billing labels accept only pods with such settings."""
+    """Settings that a cluster requires of every pod must be possible, such as a registry, tolerations and labels."""
     found = pod(
         *("priorityClassName=system-cluster-critical", "podLabels.team=infra", "podAnnotations.note=x"),
         *("nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"),
@@ -787,7 +787,7 @@ def test_settings_that_a_cluster_requires_of_every_pod_can_be_made() -> None:
 
 @pytest.mark.parametrize("version", [f"1.{minor}.0" for minor in range(29, 38)])
 def test_every_object_of_a_release_fits_the_schemas_of_kubernetes(version: str) -> None:
-    """If a Kubernetes version does not know a field of one object, the whole installation fails on that version."""
+    """Every object must fit the schemas of each Kubernetes version: one unknown field fails the installation."""
     sets = ("gang.native.enabled=true", "gang.kueue.enabled=true", "networkPolicy.enabled=true")
     done = template("metrics.dashboards.enabled=true", *sets, kube_version=version)
     assert done.returncode == 0, done.stderr

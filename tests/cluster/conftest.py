@@ -28,8 +28,8 @@ from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
 from shared import made_once, one_at_a_time
 
-# This time is enough for a slow kubelet on a busy machine, or after an outage of the API server.
-# After an outage a kubelet may return 35 s later, and its node is then not ready for 15 s.
+# Enough for a slow kubelet on a busy machine.
+# After an outage of the API server a kubelet may return 35 s later, and its node is not ready for 15 s more.
 LOST_NODE_SECONDS = 25
 _MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
 
@@ -106,8 +106,8 @@ def jobs(operator: str) -> Iterator[Space]:
 
 @pytest.fixture
 def with_torch() -> Iterator[None]:
-    """Let only one test at a time import torch in pods. Two at a time take longer than one after the other, because
-    each uses all CPUs of a small machine."""
+    """Let only one test at a time import torch in pods: two at once take longer, because each uses all CPUs of a small
+    machine."""
     with one_at_a_time("torch"):
         yield
 
@@ -129,7 +129,7 @@ def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
 
     def away(seconds: float) -> None:
         subprocess.run(shlex.split(stop), check=True, capture_output=True)
-        time.sleep(seconds)  # the tested length of the outage
+        time.sleep(seconds)  # the length of the outage is what is tested
         subprocess.run(shlex.split(start), check=True, capture_output=True)
         until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 120)
 
@@ -138,7 +138,7 @@ def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
 
 
 def all_take_pods(nodes: list[str]) -> None:
-    """Wait until all nodes accept pods. A node that is ready again keeps its taints for a moment, so all pods of the
+    """Wait until all nodes accept pods: a node that is ready again keeps its taints for a moment, and all pods of the
     next test would go to the other node."""
 
     def they_do() -> bool:

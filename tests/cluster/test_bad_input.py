@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pods import Space, job, trainer
 
-# The library writes the exception to the termination message, so other output cannot hide it.
-# Without the message only the end of the log is known, and a container runtime may put stdout after the traceback.
+# The library writes the exception to the termination message, where other output cannot hide it.
+# Without the message only the log's end is known, in which stdout may follow the traceback.
 NOISE = rb"""
 import os, sys
 import ddpjob
@@ -38,7 +38,7 @@ def test_a_missing_command_fails_the_job_and_is_named(space: Space) -> None:
 
 
 def test_a_rank_that_fails_after_much_output_is_still_reported_with_its_exception(space: Space) -> None:
-    """20,000 lines at once, a line of 10 MB and bytes that are not UTF-8 must not hide the exception."""
+    """A rank that fails after much output, such as a line of 10 MB, must be reported with its exception."""
     space.kubectl("apply", "-f", "-", stdin=job("noisy", NOISE, backoffLimit=0))
     status = space.reaches("noisy", "Failed")
     assert "rank 1 (pod noisy-1-1" in status["message"]

@@ -50,7 +50,7 @@ class Client:
 
     @contextlib.contextmanager
     def followed(self, *words: object, **options: Any) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-        """Yield a command that runs until its job is deleted, and the file with its output; kill it at the end."""
+        """Yield a command that runs until its job is deleted, and its output file; kill the command at the end."""
         printed = self.folder / "printed"
         with printed.open("w") as file, self.start(*words, stdout=file, **options) as process:
             try:
@@ -59,7 +59,7 @@ class Client:
                 process.kill()
 
     def has_begun(self, name: str, *, attempt: int, nodes: int) -> None:
-        """Wait until pods print a line. The state Running comes earlier, when their containers start."""
+        """Wait until the pods print a line; the state Running comes before, when their containers start."""
         self.space.waits(
             name, lambda s: s.get("state") == "Running" and s["attempt"] == attempt, f"attempt {attempt} runs", 90
         )
@@ -83,7 +83,7 @@ def client(space: Space, tmp_path: Path) -> Client:
 
 @pytest.mark.timeout(400)
 def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client) -> None:
-    """All commands that a new user needs: no image, no YAML, and nothing is left behind."""
+    """A script must be submitted, followed and deleted with its code, without an image and a YAML file."""
     done = client.submit("first", "--follow")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0:0] rank 0 grüße a b", "[1:1] rank 1 grüße a b"]
@@ -106,7 +106,7 @@ def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("with_torch")
 def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> None:
-    """The stock image runs a user's script with its arguments, as `ddpjob run` does."""
+    """A training with torchrun must run in the stock image, with its arguments."""
     (client.folder / "train.py").write_text((ROOT / "trainer/examples/digits.py").read_text())
     done = client.run("submit", "train.py", "--nodes", 2, "--image", TRAINER_IMAGE, "--follow", "--", "--epochs", 2)
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> N
 
 @pytest.mark.timeout(600)
 def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None:
-    """Each command gives the ranks time to save; `logs -f` goes on through all attempts."""
+    """A job must be suspended, resumed, restarted and scaled with time to save; `logs -f` shows all attempts."""
     assert client.submit("long", "--env", "SECONDS=1000").returncode == 0
     assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
     client.has_begun("long", attempt=1, nodes=2)
@@ -132,7 +132,7 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
         scaled = client.run("scale", "long", "--nodes", 3)
         assert scaled.returncode == 0, scaled.stderr
         client.has_begun("long", attempt=4, nodes=3)
-        # The output of the pods is deleted with the job.
+        # The pods' output is deleted with the job.
         until(lambda: printed.read_text().count("rank 0 grüße") == 4, "the line of each attempt was followed", 60)
         assert client.run("delete", "long").returncode == 0
         _, err = following.communicate(timeout=60)
@@ -155,7 +155,7 @@ def test_describe_shows_the_same_sentence_about_a_failed_job_as_its_last_line(cl
 
 
 def test_the_commands_have_only_the_rights_of_the_user(client: Client, tmp_path: Path) -> None:
-    """A user who may only view is told which right is missing, and nothing is created."""
+    """The commands must have only the user's rights: a user who may only view is told which right is missing."""
     space = client.space
     space.kubectl("create", "serviceaccount", "looker")
     space.kubectl("create", "rolebinding", "look", "--clusterrole=view", f"--serviceaccount={space.name}:looker")
@@ -187,7 +187,7 @@ def test_the_commands_have_only_the_rights_of_the_user(client: Client, tmp_path:
 
 @pytest.mark.timeout(400)
 def test_a_saved_file_runs_on_all_pods_and_the_end_of_the_session_releases_the_nodes(client: Client) -> None:
-    """`ddpjob dev --cluster`: a pod that is deleted comes back with the code that was saved last."""
+    """In `ddpjob dev --cluster` a pod that is deleted must come back with the code of the last save."""
     script = client.folder / "code" / "train.py"
     script.parent.mkdir()
     text = "import os, time\nprint('v1 of rank', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"

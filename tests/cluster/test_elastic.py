@@ -39,8 +39,8 @@ def elastic(name: str, folder: str, launcher: str) -> dict[str, Any]:
     return made
 
 
-# By day test_faults.py checks without torch that under torchrun all ranks restart if a pod is deleted, and
-# test_in_place.py that under ddprun only the pod is replaced.
+# `make test` runs other tests instead, without torch. test_faults.py: under torchrun a deleted pod restarts all ranks.
+# test_in_place.py: under ddprun only the deleted pod is replaced.
 @pytest.mark.parametrize(
     ("launcher", "deletes_a_pod"),
     [("torchrun", False), ("ddprun", False), pytest.param("torchrun", True, marks=pytest.mark.long)],
@@ -56,7 +56,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
     kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
     name, late = "elastic", schedulable[1]
 
-    # One node has room for a pod, which is enough to train. The second node joins later, in the same attempt.
+    # One node has room for one pod, which is enough to train. The second node joins later in the same attempt.
     kubectl("cordon", late)
     space.apply(elastic(name, f"/var/tmp/ddpjob-{space.name}", launcher))
     status = trains(space, name, "1/2")
@@ -71,7 +71,7 @@ def test_an_elastic_job_trains_on_with_the_available_nodes_and_ends_as_if_undist
         attempt = 2
         assert trains(space, name, "2/2", attempt)["attempt"] == 2
 
-    # A node is cut off: the job goes on without it, and accepts it again later.
+    # A node is cut off: the job continues without it, and accepts it again later.
     cut = space.node_of(f"{name}-{attempt}-1")
     break_node("cut", cut)
     attempt += launcher == "torchrun"

@@ -30,7 +30,7 @@ GOES_ON_IN_ATTEMPT_2 = f"{TRAINS}\nif attempt > 1: print('goes on', flush=True)\
 
 
 def breaks(how: str, others: str = "time.sleep(1000)", *, once: bool = True) -> str:
-    """Return a script in which rank 1 fails after the group has met: in attempt 1 if once, otherwise in all."""
+    """Return a script in which rank 1 fails after the group has met. once: only in attempt 1, otherwise in all."""
     condition = "if attempt > 1: sys.exit(0)" if once else ""
     return f"{TRAINS}\n{condition}\nif rank == 1:\n    {how}\n{others}"
 
@@ -208,7 +208,7 @@ def test_only_the_pod_of_a_rank_that_ended_by_itself_is_kept_for_its_log(broken:
 
 
 def test_the_pod_of_a_stalled_rank_is_kept_and_its_log_is_in_the_status(broken: Space) -> None:
-    """The log is the only explanation of the hang, so the rank's pod must not be deleted."""
+    """A stalled rank's pod must be kept, and its log be in the status, because only the log explains the hang."""
     status = broken.ends("a-hang")
     broken.keeps("a-hang", "a-hang-1-1", "a-hang-2-0", "a-hang-2-1")
     assert broken.get("pod", "a-hang-1-1")["status"]["reason"] == "DeadlineExceeded"
@@ -288,7 +288,7 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other_node
 
 
 def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
-    """Wait until only the pods of attempt 2 are left while the node is cut off; return the uids of these pods."""
+    """Wait until only pods of attempt 2 are left, while the node is cut off; return their uids."""
     jobs.keeps(name, f"{name}-2-0", f"{name}-2-1")
     return uids(jobs, name)
 
@@ -297,7 +297,7 @@ def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
 def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """The leading operator is on the node that is cut off, so the other operator takes over."""
+    """A node that returns with its pods still running must change nothing, although it had the leading operator."""
     away = leader(operator)[1]
     jobs.apply(spread(job("returning", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "returning")[away]
@@ -319,7 +319,7 @@ def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(
 def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """Without a kubelet, old processes continue to run, and resolve the same DNS names as the new attempt."""
+    """If a kubelet stops, its old processes must never rejoin the job, although they resolve its DNS names."""
     halted = other(nodes[:2], leader(operator)[1])
     jobs.apply(spread(job("halting", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "halting")[halted]
@@ -336,7 +336,7 @@ def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """The job must avoid the node although it prefers this node, for example because its data is there."""
+    """A node that failed a job twice must be avoided for an hour, even if the job prefers this node."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
@@ -356,7 +356,7 @@ def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space
 def test_a_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], operator: str) -> None:
     jobs.apply(spread(job("drained", ENDS_IN_ATTEMPT_2)))
     ranks = starts_on_both(jobs, "drained")
-    # Drain the other node, because a successor of the leading operator would find the pod gone without the reason.
+    # Drain the other node: a new leading operator would find the pod gone without a reason.
     node = other(nodes[:2], leader(operator)[1])
     try:
         # No --force: without it, drain evicts only pods that a controller recreates.
@@ -426,7 +426,7 @@ def test_an_api_server_outage_of_20_seconds_delays_a_restart_and_disturbs_no_run
     jobs.reaches("lonely", "Running")
     before = uids(jobs, "lonely")
     jobs.reaches("cut-off", "Restarting")
-    take_api_server_away(20)  # the restart grace period ends during the outage
+    take_api_server_away(20)  # the grace period of the restart ends during the outage
     is_restarted_once(jobs.ends("cut-off"))
     assert jobs.ends("lonely")["state"] == "Succeeded"
     assert uids(jobs, "lonely") == before
@@ -457,7 +457,7 @@ def trainings(jobs: Space, all_with_torch: None) -> Space:
 
     def all_are_broken() -> bool:
         for name in [name for name in to_break if jobs.status(name).get("progress", {}).get("step", 0) > 0]:
-            to_break.pop(name)()  # do not wait for the other job first, because this job could end meanwhile
+            to_break.pop(name)()  # at once, because the other job could end meanwhile
         return not to_break
 
     until(all_are_broken, "both make a step", 300)

@@ -15,13 +15,13 @@ from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer,
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
 Status = dict[str, Any]
 
-# Ranks without torch, which know their generation. They connect as torch's ranks do, and then fail or end.
+# Ranks without torch that know their generation. They connect as torch's ranks do, and then fail or end.
 TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 {MEET}print("generation", life, "trains", flush=True)
 """
-# seconds to post the reason for the restart; a pod that is ending has only two seconds for this
+# seconds to post the reason for the restart; a pod that is ending has two seconds for it
 TOLD = "time.sleep(5)"
 ENDS_AFTER_A_RESTART = f"{TRAINS}\nif life == 0: time.sleep(1000)"
 
@@ -119,7 +119,7 @@ def test_the_leading_pod_is_replaced_like_any_other(broken: Space) -> None:
 
 
 def test_a_pod_beyond_its_memory_limit_is_replaced_and_charged_to_the_application(broken: Space) -> None:
-    """The kubelet lets the kernel kill all processes of the container: the agent dies with its ranks."""
+    """A pod beyond its memory limit must be replaced and charged: the kernel kills the agent with its ranks."""
     status = broken.ends("starved")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     assert status["lastFailure"]["class"] == "outOfMemory"
@@ -191,7 +191,7 @@ def test_an_elastic_job_trains_without_a_deleted_pod_until_the_new_pod_joins(job
 
 
 def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_changes_in_place(jobs: Space) -> None:
-    """The pods that stay must not restart, whichever pod is lost and whatever number `kubectl scale` asks for."""
+    """Another node must lead after node 0 is lost, and `kubectl scale` must work in place; no other pod may restart."""
     body = ddprun("moves", CHANGES, minNodes=1)
     trainer(body)["command"][1:1] = ["--rdzv-conf", "last_call_timeout=60,snooze=1"]
     jobs.apply(body)
@@ -212,7 +212,7 @@ def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_cha
 
 
 def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
-    """The pod may have to wait for minutes, and a training that is complete must not wait for it."""
+    """An elastic job must succeed while a pod waits to join, which may take minutes."""
     loses_a_pod(jobs, "short", 500)
     says(jobs, "short-1-1-r1", "this one joins them in")
     status = ends_with(jobs, "short", "short-1-0")
@@ -298,8 +298,8 @@ with ddpjob.init() as world:
 @pytest.mark.timeout(900)  # importing torch takes long
 @pytest.mark.usefixtures("with_torch")
 def test_a_pod_beyond_its_memory_limit_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
-    """With cgroups v2 the kernel kills the agent too, and the pod's memory is lost: the new pod gets the state from its
-    peer. The folder of snapshots is inside the pod and empty: without the peer all 30 steps would be repeated."""
+    """A pod beyond its memory limit must cost no step: with cgroups v2 the agent is killed, too, so the new pod gets
+    the state from its peer. The folder of snapshots is empty."""
     body = ddprun("hungry", TAKES_TOO_MUCH)
     resources = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     trainer(body)["resources"] = resources
@@ -309,7 +309,7 @@ def test_a_pod_beyond_its_memory_limit_costs_no_step_because_the_other_pod_has_t
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     failure = status["lastFailure"]
     assert (failure["exitCode"], failure["class"]) == (137, "outOfMemory"), failure
-    # If the kernel kills only the rank, the agent survives with the rank's random state.
+    # If the kernel kills only the rank, the agent still has the rank's random state.
     is_replaced = failure["reason"] == "OOMKilled"
     lost = " (random states of rank 1 were lost, and are seeded the same way at each resume)" if is_replaced else ""
     assert (status["resumedStep"], status["resumedFrom"]) == (30, f"the memory on the node of rank 0{lost}"), status

@@ -11,7 +11,7 @@ from pods import ROOT, TRAINER_IMAGE, Space
 
 SECONDS_MAX = 150  # six processes import torch
 ONE_PROCESS_PER_NODE = "plain"
-# `make test` runs only recipes that differ in pods: who starts the ranks, where they meet. test_in_place.py has ddprun.
+# `make test` runs only recipes that are different in pods: who starts the ranks, and where they meet.
 BY_DAY = "torchrun", "spawn-nodes", "init-tcp"
 AT_NIGHT = (
     "torchrun-c10d",

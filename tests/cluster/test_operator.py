@@ -41,7 +41,7 @@ def done_line(log: str) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("with_torch")
 def test_digits_trains_on_two_nodes_and_ends_exactly_as_locally(space: Space, tmp_path: Path, nodes: list[str]) -> None:
-    """One job serves many assertions, because importing torch takes long."""
+    """digits must train on two nodes and end exactly as locally. One job serves many assertions."""
     body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
     body["spec"]["onePodPerNode"] = True
     space.kubectl("apply", "-f", "-", stdin=body)
@@ -55,7 +55,7 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_locally(space: Space, tm
     # The row may have changed between the last read and the end.
     rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
     assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
-    # This check fails if a machine makes all steps between two writes of the status, or between two reads of the test.
+    # Fails if a machine makes all steps between two writes of the status, or two reads of the test.
     assert any(re.search(r"\d+/1125", row) for row in rows), f"kubectl get shows no steps: {rows}"
     assert not all(re.search(r"\d+/1125", row) for row in rows), f"the columns of kubectl get do not move: {rows}"
     pods = space.pods("digits")
@@ -180,7 +180,7 @@ def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space:
 
 @pytest.mark.alone
 def test_a_job_in_an_unwatched_namespace_stays_untouched(space: Space, operator: str) -> None:
-    """The test restricts the release to one namespace, and then lets it watch all namespaces again."""
+    """A job in an unwatched namespace must stay untouched. The release is limited to one namespace for this test."""
     chart = str(ROOT / "charts/ddpjob-operator")
     upgrade = ["helm", "upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
     other = Space("ddpjob-other")

@@ -120,7 +120,7 @@ class Soak:
             self.space.kubectl("delete", self.rng.choice(pods), "--wait=false", check=False)
 
     def goes_on(self, seconds: float) -> None:
-        """Run for this many seconds."""
+        """Let the soak test run for this many seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.turn()
@@ -177,7 +177,7 @@ def test_half_an_hour_of_random_faults_loses_no_job_and_leaves_nothing(
     print(f"{SECONDS:g} s, {soak.made} jobs, faults {[(f.__name__, soak.done.count(f.__name__)) for f in faults]}")
     print(f"operators' memory at the peak, MiB: {[peak >> 20 for peak in peaks.values()]}")
     assert max(peaks.values()) < MEMORY_MAX
-    # Check for a leak in the pod with most samples: it uses no more memory in its second half than in its first.
+    # Check for a leak in the pod with the most samples: its second half must not use more memory than the first.
     longest = max(soak.memory.values(), key=len)
     half = len(longest) // 2
     assert max(longest[half:]) < max(longest[:half]) * 1.1 + (4 << 20), [seen >> 20 for seen in longest]

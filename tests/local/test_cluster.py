@@ -39,7 +39,7 @@ def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> Local
 
 
 def test_an_empty_dir_is_removed_with_its_pod(world: LocalCluster) -> None:
-    """If an emptyDir stayed, its cache of 20 GB would exist once per attempt, until the disk is full."""
+    """An emptyDir must be removed with its pod: a cache of 20 GB per attempt would fill the disk."""
     trainer = {
         "name": "trainer",
         "image": "i",
@@ -53,9 +53,9 @@ def test_an_empty_dir_is_removed_with_its_pod(world: LocalCluster) -> None:
 
 
 def test_a_removed_pod_holds_no_descriptor_and_no_process(world: LocalCluster) -> None:
-    """A run with many restarts, or with 64 nodes and a few restarts, would fail with `Too many open files`."""
+    """A removed pod must hold no descriptor and no process, or a long run fails with `Too many open files`."""
     what = job(nodes=1, container={"command": ["true"]})
-    kept = []  # like the screen, which keeps a pod until the pod's output was shown
+    kept = []  # the screen also keeps a pod until its output was shown
 
     def attempt(number: int) -> int:
         kept.append(run_and_delete(world, what, number))

@@ -50,7 +50,7 @@ class Session:
         assert self.text.count(what) >= times, self.text
 
     def save(self, text: str, path: Path | None = None) -> None:
-        """Save like vim: write a new file and rename it to the old name."""
+        """Save like vim: write a new file, and rename it to the old name."""
         path = path or self.path
         (path.parent / "4913").touch()
         (path.parent / "4913").unlink()
@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """If backoffLimit counted saves, each save would wait for a back-off, and the fourth save would end the job."""
+    """All ranks must run the saved code, and backoffLimit must not count saves: each would wait for a back-off."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")
@@ -85,7 +85,7 @@ def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: 
 
 
 def test_nodes_stay_up_after_an_error_or_the_end_of_the_script_until_the_next_save(session: Session) -> None:
-    """If the nodes ended, each restart would import torch again, and a failed import would need a new session."""
+    """Nodes must stay after an error or the end of the script, because a new start would import torch again."""
     session.prints("hello v1", 2)
     session.save("def f(:\n")
     session.prints("SyntaxError: invalid syntax (train.py, line 1)); save a file to start them again")
@@ -184,7 +184,7 @@ print("rank", os.environ["RANK"], "went on with", answer)
 
 
 def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
-    """If a debugger is killed while it reads, the terminal stays without echo."""
+    """A debugger in one rank must start again after a save. If it is killed, the terminal must keep its echo."""
     script = cli.folder / "train.py"
     script.write_text(DEBUGGED.format(answer=41))
     child = at_a_terminal(cli, "--nodes", "2", "--pdb", "1")
@@ -204,7 +204,7 @@ def test_a_debugger_in_one_rank_starts_again_after_a_save(cli: Cli) -> None:
 
 
 def test_ranks_at_a_breakpoint_get_the_terminal_one_after_the_other(cli: Cli) -> None:
-    """If two debuggers read from one terminal, each of them gets some of the user's keys."""
+    """Ranks at a breakpoint must get the terminal one after the other: two debuggers would share the user's keys."""
     (cli.folder / "train.py").write_text(DEBUGGED.format(answer=41) + "breakpoint()\nprint('through')\n")
     child = at_a_terminal(cli, "--nodes", "2")
     got = []
@@ -230,7 +230,7 @@ def test_a_debugger_is_refused_on_a_pipe_or_for_a_missing_rank(cli: Cli) -> None
 
 
 def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
-    """Preloaded modules must be loaded again after a change. Otherwise the ranks would never run the saved code."""
+    """A module that was preloaded must be loaded again after a change, or the ranks run old code."""
     (cli.folder / "train.py").write_text("import part; print('has', part.NAME); import time; time.sleep(600)")
     (cli.folder / "part.py").write_text("NAME = 'part 1'")
     session = Session(cli, "train.py", command=("--preload=part", "train.py"))

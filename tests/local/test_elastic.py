@@ -11,7 +11,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Records the variables that a script of PyTorch's elastic examples prints, without importing torch.
+# Records the variables that a script of PyTorch's elastic examples prints; torch is not imported.
 PRINTS = """
 import json, os, time
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -31,7 +31,7 @@ def job(cli: Cli) -> Path:
 
 
 def test_a_lost_node_restarts_the_group_with_all_variables_of_torchrun(cli: Cli, job: Path) -> None:
-    """Scripts of PyTorch's tutorials read these variables. The second attempt needs a rendezvous of its own."""
+    """After a lost node all variables of torchrun must be set, and the second attempt have its own rendezvous."""
     cli.run("run", job, "--nodes", "1:2", "--fail", "node=1,at=4s", "--status", "status.json", "--no-check", code=0)
     status = status_of(cli.folder / "status.json")
     assert (status["state"], status["attempt"], status["attemptNodes"]) == ("Succeeded", 2, 2)
@@ -63,7 +63,7 @@ while time.time() < float(sys.argv[1]):
 
 
 def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli) -> None:
-    """When there is room for one node less, the other nodes must not wait for the missing one."""
+    """Nodes under ddprun must leave and come back in one attempt, without a wait of the other nodes."""
     (cli.folder / "train.py").write_text(CHANGES)
     words = ["--nodes", "1:2", "--fail", "node=1,at=3s", "--resize", "1,at=15s", "--resize", "2,at=20s"]
     words += ["--status", "status.json", "--no-check", "train.py", str(time.time() + 21)]
@@ -74,7 +74,7 @@ def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli
 
 
 def test_the_others_go_on_without_node_0(cli: Cli) -> None:
-    """The machine of node 0 is lost as often as any other; the others must not wait until it is there again."""
+    """The other nodes must go on without node 0, and not wait until it is back."""
     (cli.folder / "train.py").write_text(WAITS)
     words = ["--nodes", "1:2", "--fail", "node=0,at=8s", "--status", "status.json", "--no-check", "train.py"]
     cli.run("run", *words, str(time.time() + 20), code=0)

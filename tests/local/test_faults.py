@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# Like COUNTS, but each rank waits if it is a step ahead of the other, as under DDP. A waiting rank continues to report.
+# Like COUNTS, but as under DDP a rank waits for the other one if it is a step ahead. It still reports.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))
@@ -44,7 +44,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        # The message names the group's last reported step. It may be any step, because rank 0 does not wait for rank 1.
+        # The message names the last step that the group reported, which may be any: rank 0 does not wait for rank 1.
         ("signal=KILL", r"was killed by SIGKILL at step \d+", 137),
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
@@ -131,7 +131,7 @@ def test_every_fault_happens_once_in_any_attempt_or_generation(cli: Cli, command
 
 
 def test_only_a_fault_that_did_not_happen_is_named(cli: Cli) -> None:
-    """Users must not believe that they have tested a fault which never happened."""
+    """Only a fault that did not happen must be named, so that no user believes that it was tested."""
     late, early = "rank=1,step=5000", "rank=0,step=12,exit=7"
     done, _, told = run(cli, "--fail", early, "--fail", late, "--fail", "node=1,at=10m")
     assert done.returncode == 1
@@ -188,7 +188,7 @@ time.sleep(1000)
 
 
 def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job_as_well(cli: Cli) -> None:
-    """ddprun restarts the ranks in place, so the job's attempts do not show the repetition."""
+    """Under ddprun, which restarts ranks in place, an exception that is repeated at its line must end the job, too."""
     script = ONE_RANK.replace("DDPJOB_ATTEMPT", "DDPJOB_GENERATION")
     script = script.format(exception="OSError(f'no such shard in attempt {attempt}')")
     done, status, told = run(cli, script=script, container={"command": ["ddprun", "--preload=json", "train.py"]})
@@ -198,7 +198,7 @@ def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_th
 
 
 def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli) -> None:
-    """The job must not take 59 seconds and print four tracebacks for a bug in one rank."""
+    """The same exception at the same line twice in a row must end the job, and not be tried four times."""
     script = ONE_RANK.format(exception="OSError(f'no such shard in attempt {attempt}')")
     done, status, told = run(cli, script=script)
     assert done.returncode == 1

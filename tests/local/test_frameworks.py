@@ -41,7 +41,7 @@ def output(process: subprocess.Popen[str]) -> str:
 def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(
     package: str, script: str, tmp_path: Path
 ) -> None:
-    """A drained node must not lose all steps since the last periodic checkpoint."""
+    """If a rank gets SIGTERM, all must save and stop after one step, and the next start must resume there."""
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)
@@ -54,7 +54,7 @@ def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_re
 
 
 def test_the_hugging_face_trainer_saves_at_the_same_step_on_all_ranks_and_resumes_there(tmp_path: Path) -> None:
-    """If only one rank stopped, the others would wait in a collective until its time-out."""
+    """Hugging Face's Trainer must save at the same step on all ranks: the others would wait in a collective."""
     pytest.importorskip("transformers", reason=WHY)
     first = start("hf_trainer.py", tmp_path)
     deadline = time.monotonic() + 120
@@ -108,7 +108,7 @@ trainer.train()
 
 
 def test_the_hugging_face_trainer_exits_right_after_the_checkpoint_and_keeps_it(tmp_path: Path) -> None:
-    """If the Trainer continued, it would evaluate for too long, save into the same folder, and remove checkpoints."""
+    """Hugging Face's Trainer must exit right after the checkpoint: it would evaluate, and remove checkpoints."""
     pytest.importorskip("transformers", reason=WHY)
     (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
     told = subprocess.run(
@@ -153,8 +153,8 @@ for steps in (10, 400):  # as where a part of a model is trained first
 
 
 def test_the_second_fit_of_lightning_saves_at_sigterm_and_validations_are_declared_pauses(tmp_path: Path) -> None:
-    """Lightning restores the handler of SIGTERM at the end of each fit, so in the second fit SIGTERM would kill the
-    rank before it saves. A validation longer than a step's limit must not count as a stall."""
+    """The second fit of Lightning must save at SIGTERM, although each fit restores the handler at its end. A long
+    validation must not count as a stall."""
     pytest.importorskip("lightning", reason=WHY)
     (tmp_path / "train.py").write_text(FITS_TWICE)
     told = subprocess.run(
@@ -208,7 +208,7 @@ with ddpjob.init() as world:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
 def test_a_curve_has_each_step_once_even_if_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
-    """Repeated steps must not be drawn over each other, and lost steps must not leave a gap."""
+    """A curve must have each step once after a kill: no repeated steps, and no gaps."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
     (tmp_path / "train.py").write_text(DRAWS_A_CURVE)
     words = ["run", "--nproc-per-node=2", "--launcher", launcher, "--fail", f"rank={rank},step=35,signal=KILL"]

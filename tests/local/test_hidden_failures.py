@@ -26,7 +26,7 @@ def test_a_failure_reported_by_ddprun_fails_the_job_even_if_the_shell_exits_with
 
 
 def test_a_traceback_at_the_end_of_a_success_is_shown_with_a_warning(cli: Cli) -> None:
-    """The run ends as Succeeded, so without a warning users would miss the traceback."""
+    """A traceback at the end of a success must be shown with a warning, because the run is Succeeded."""
     script = "import traceback\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    traceback.print_exc()"
     code, text, status = ran(cli, script, "python train.py")
     assert (code, status["state"], status["findings"][0]["reason"]) == (0, "Succeeded", "FailureInLog")
@@ -39,7 +39,7 @@ def test_a_traceback_at_the_end_of_a_success_is_shown_with_a_warning(cli: Cli) -
     [(f"{DDPRUN} train.py & until [ -e begun ]; do sleep 0.05; done", True), (f"sleep 99 & {DDPRUN} done.py", False)],
 )
 def test_a_launcher_that_nobody_waited_for_gives_a_success_with_a_warning(cli: Cli, shell: str, left: bool) -> None:
-    """The launcher is killed with its container, and the run would end as Succeeded without a warning."""
+    """A launcher that nobody waited for must give a warning: it is killed with its container, and the run succeeds."""
     (cli.folder / "done.py").write_text("")
     code, text, status = ran(cli, "import time\nopen('begun', 'w').close()\ntime.sleep(99)", shell)
     found = [one["reason"] for one in status.get("findings", ())]
@@ -50,7 +50,7 @@ def test_a_launcher_that_nobody_waited_for_gives_a_success_with_a_warning(cli: C
 @pytest.mark.long  # slow: ranks are observed every 5 s; tests/unit/test_hidden_failures.py has a fast test
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_see_only_those_of_their_node_give_a_success_with_a_warning(cli: Cli, size: int) -> None:
-    """A wrapper around torchrun may change the environment, so that each node forms a group of its own."""
+    """Ranks that see only those of their node must give a warning: a wrapper around torchrun may cause it."""
     rank = "{'PATH': os.environ['PATH'], 'RANK': '0', 'WORLD_SIZE': '%s'}" % size  # noqa: UP031
     script = f"import os, subprocess\nsubprocess.run(['sleep', '11'], env={rank})"
     done = cli.run("run", cli.file(script, container={"command": ["python", "train.py"]}, nodes=2))
@@ -66,7 +66,7 @@ def test_a_launcher_of_a_script_that_waits_in_vain_is_named_while_it_waits(cli: 
 
 @pytest.mark.parametrize(("shell", "is_kept"), [("{0}; true", True), ("exec {0}", False)])
 def test_a_stop_signal_that_a_shell_does_not_forward_is_explained(cli: Cli, shell: str, is_kept: bool) -> None:
-    """The shell ends at once and the ranks are killed before they save; "stopped" alone would not tell users why."""
+    """A stop signal that a shell does not forward must be explained, because the ranks are killed before they save."""
     script = "import time\nprint('trains', flush=True)\ntime.sleep(99)"
     command = ["bash", "-c", shell.format(f"{DDPRUN} train.py")]
     process = cli.start("run", cli.file(script, container={"command": command}, nodes=1))

@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def alone() -> str:
-    """Return the hash of a process that trains alone, without a job."""
+    """Return the hash that a process prints which trains alone, without a job."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [sys.executable, str(ROOT / "trainer/examples/notes/plain.py")]
     done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS_MAX)
@@ -75,7 +75,7 @@ def alone() -> str:
 
 @pytest.mark.parametrize("name", LAUNCHED_OTHERWISE)
 def test_each_way_to_start_torchrun_gives_each_rank_its_rank_numbers(cli: Cli, name: str) -> None:
-    """If a variable of the job contradicts an option, the launcher ends, or two ranks get the same number."""
+    """Each way to start torchrun must give each rank its numbers, without a contradiction to the job's variables."""
     text = (ROOT / f"examples/notes/{name}.yaml").read_text()
     script = cli.folder / "place.py"
     script.write_text(PLACE)
@@ -93,7 +93,7 @@ def test_each_recipe_trains_in_one_world_to_the_same_parameters(cli: Cli, alone:
     spec = yaml.safe_load(text)["spec"]
     (cli.folder / "job.yaml").write_text(text)
     world_size = spec["nodes"] * spec.get("nprocPerNode", 1)
-    # Check the world size too, because a world of another size gives the same hash, even a world of one rank.
+    # Check the world size, too, because a world of another size, even of one rank, gives the same hash.
     assert trained(cli, "job.yaml", "--cpu") == {f"PARAMS {alone} world {world_size}"}
 
 

@@ -41,7 +41,7 @@ def test_a_progress_bar_that_rewrites_its_line_shows_its_last_state(log: Log) ->
 
 
 def test_places_are_rewritten_in_the_file_too_even_if_they_arrive_in_pieces(tmp_path: Path) -> None:
-    """Users read the file with `ddpjob logs`; a notebook's temporary script no longer exists then."""
+    """Places in a notebook's temporary script must be rewritten in the log file, too: the script is gone later."""
     log = Log(tmp_path / "log", lambda text: text.replace("nb.py:6", "nb.ipynb:cell 3:3"))
     assert fed(log, b"\xff in n", b"b.py:6\n 1%|\r 2%|\rnb.p") == ["\ufffd in nb.ipynb:cell 3:3"]
     assert log.bar == " 2%|"
@@ -65,14 +65,14 @@ def test_a_full_disk_stops_the_log_file_and_not_the_training(tmp_path: Path, mon
 
 
 def test_the_last_state_of_a_progress_bar_of_many_kb_is_shown_too(log: Log) -> None:
-    """tqdm writes 100 bytes ten times a second: after a minute the current state must be shown, not an old one."""
+    """The last state of a progress bar of many kB must be shown, and not one from a minute ago."""
     bar = b"".join(b"\r%3d%%|%s| %d/100" % (i, b"#" * i + b" " * (100 - i), i) for i in range(101))
     assert fed(log, *(bar[i : i + 700] for i in range(0, len(bar), 700)), b"\n") == [f"100%|{'#' * 100}| 100/100"]
     assert fed(log, b"x" * 5000, b"\rshort\n") == ["short"]
 
 
 def test_the_state_of_a_progress_bar_is_known_before_its_line_ends(log: Log) -> None:
-    """The line of a progress bar ends only when the bar is complete, so a CI log would show nothing for hours."""
+    """The state of a progress bar must be known before its line ends, or a CI log shows nothing for hours."""
     assert fed(log, b"epoch 1") == []
     assert log.bar == "", "an unfinished line of text is not a bar"
     assert fed(log, b"\n\r0/600", b"\r12/600") == ["epoch 1"]

@@ -19,7 +19,7 @@ if os.environ["RANK"] == "1" and not mark.exists():
 
 
 def test_a_restart_is_in_the_metrics_file_under_the_names_of_the_operator(cli: Cli) -> None:
-    """Metrics have the operator's names, so a dashboard for the cluster also works for a workstation."""
+    """Metrics of a local run must have the operator's names, so that a cluster's dashboard shows them."""
     cli.run("run", cli.file(FAILS_ONCE), "--metrics-file", "run.prom", code=0)
     families = list(text_string_to_metric_families((cli.folder / "run.prom").read_text()))
     values = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}

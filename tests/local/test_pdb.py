@@ -45,7 +45,7 @@ GO_ON = "answer = 42\nc\n"
 def test_a_debugger_in_one_rank_reads_from_the_terminal_and_the_others_print_into_their_logs(
     cli: Cli, launcher: str | None
 ) -> None:
-    """If `breakpoint()` in a rank reads from /dev/null, BdbQuit ends the training."""
+    """A debugger in one rank must read from the terminal: from /dev/null, BdbQuit ends the training."""
     container = {"command": [launcher, "train.py"]} if launcher else None
     code, shown = on_a_terminal(cli, cli.file(DEBUGGED.format(end=""), container=container), "--pdb", 1, typed=GO_ON)
     assert code == 0, shown
@@ -80,7 +80,7 @@ def test_a_debugger_for_a_missing_rank_or_on_a_pipe_is_refused_at_once(cli: Cli,
 
 
 def test_a_command_that_starts_its_ranks_in_another_way_is_refused(cli: Cli) -> None:
-    """If a command starts its ranks without $PYTHON_EXEC, no rank gets the terminal, so the debugger has no input."""
+    """A command that starts its ranks without $PYTHON_EXEC must be refused, because no rank gets the terminal."""
     job = cli.file("pass", nprocPerNode=2)
     code, shown = on_a_terminal(cli, job, "--pdb", 1)
     assert code == 2

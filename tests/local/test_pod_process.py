@@ -165,7 +165,7 @@ def test_a_command_that_cannot_start_is_named_before_anything_starts(
 
 
 def test_a_script_in_the_parent_folder_is_suggested(slot: pod_process.Slot, tmp_path: Path) -> None:
-    """If the job file is in a folder of jobs, the message names the folder from which to start the job."""
+    """A script in the parent folder must be suggested: the message names the folder from which to start the job."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "train.py").touch()
     (problem,) = pod_process.start_problems(
@@ -183,7 +183,7 @@ def test_a_volume_without_a_kind_is_an_empty_folder_as_in_the_cluster(slot: pod_
 
 
 def test_an_empty_volume_kind_does_not_hide_a_volume_that_is_not_available_here() -> None:
-    """The run must not train on an empty folder instead of the claim's data."""
+    """An empty volume kind must not hide a volume that is not available: the run would train on an empty folder."""
     volume = {"name": "v", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}
     assert (
         "a persistentVolumeClaim volume does not exist locally" in refused(pod({"command": ["x"]}, volumes=[volume]))[0]
@@ -191,7 +191,7 @@ def test_an_empty_volume_kind_does_not_hide_a_volume_that_is_not_available_here(
 
 
 def test_each_node_has_its_own_folder_if_the_path_contains_a_variable(slot: pod_process.Slot, tmp_path: Path) -> None:
-    """Nodes that write into the same folder overwrite each other's files."""
+    """Each node must have its own folder if the path contains a variable, or nodes overwrite each other's files."""
     container = {
         "command": ["x", "/out/log", "file:///out/init", "s3:///out"],
         "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],

@@ -39,7 +39,7 @@ def open_umask() -> object:
 
 
 def test_files_of_a_run_have_mode_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
-    """In a copy of the folder everybody could read status, history and logs."""
+    """Files of a run must have mode 0600 and folders 0700, because everybody could read a copy's status and logs."""
     done = cli.run("run", cli.file(PRINTS), "--logs", "logs", code=0)
     (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
     copy = shutil.copytree(run, cli.folder / "copy")
@@ -51,7 +51,7 @@ def test_files_of_a_run_have_mode_0600_and_its_folders_0700(cli: Cli, open_umask
 
 
 def test_no_other_user_can_create_names_in_the_folder_of_a_job(tmp_path: Path, open_umask: object) -> None:
-    """If others could write into this folder, they could replace a run by a link while it is active."""
+    """No other user may create names in a job's folder: they could replace a running run by a link."""
     RunFolder("job", tmp_path / "base").close()
     assert stat.S_IMODE((tmp_path / "base/job").stat().st_mode) == 0o700
 
@@ -97,7 +97,7 @@ def marked(folder: Path, job: str) -> Path:
 
 
 def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user who can write into --logs could cause the removal of the folders of all agents."""
+    """A folder whose name is a glob pattern must not count as a run: all agents' folders could be removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
     others.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monk
 def test_a_run_folder_replaced_by_a_link_during_cleanup_removes_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the check of a run's folder and its removal, somebody may replace it by a link to a user's folder."""
+    """A run's folder that a link replaces during the cleanup must not cause a removal behind the link."""
     outside = tmp_path / "outside"
     (outside / "volumes").mkdir(parents=True)
     (outside / "volumes/precious").write_text("precious")

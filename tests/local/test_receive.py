@@ -92,7 +92,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a shorter limit. A report that is sent at once does not reach this limit, however busy the machine is."""
+    """Use a shorter limit, which a report that is sent at once does not reach, however busy the machine is."""
     monkeypatch.setattr(receive.Handler, "timeout", 0.5)
 
 
@@ -225,14 +225,14 @@ def test_a_hundred_foreign_connections_do_not_take_a_hundred_threads(world: Worl
         for stranger in strangers:
             assert until_closed(stranger) in (b"", b"(reset)")
     deadline = time.monotonic() + BOUND_SECONDS
-    while threading.active_count() > before:  # each thread notices later that its connection was closed
+    while threading.active_count() > before:  # each thread notices the closed connection a moment later
         assert time.monotonic() < deadline, "a thread stays with a stranger that is gone"
         time.sleep(0.01)
     assert world.post(b"room again")[0] == 204
 
 
 def test_foreign_clients_that_hold_all_connections_do_not_block_a_report(world: World) -> None:
-    """Another user of the machine could block a job's reports for as long as they like."""
+    """Foreign clients that hold all connections must not block a job's reports."""
     with ExitStack() as stack:
         for _ in range(3 * CONNECTIONS_MAX):
             stack.enter_context(closing(world.socket()))

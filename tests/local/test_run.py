@@ -149,7 +149,7 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     launcher = next(p for p in everyone if p.ppid() == supervisor.pid)
     worker = next(p for p in everyone if p.ppid() == launcher.pid)
     {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
-    if victim == "supervisor":  # counts as a lost node: the job continues, and backoffLimit does not count it
+    if victim == "supervisor":  # as a lost node: the job continues, and backoffLimit does not count it
         assert process.stderr is not None
         eventually(lambda: "2 of 2 nodes are running, attempt 2" in process.stderr.readline())
     if victim in ("supervisor", "worker"):  # the job continues, because this launcher does not watch its workers
@@ -238,7 +238,7 @@ def test_wrong_input_ends_with_2_before_anything_starts(
 
 
 def test_a_script_that_is_in_neither_folder_is_named_with_both(cli: Cli) -> None:
-    """The script is searched next to the YAML, then in the working folder."""
+    """A script that is neither next to the YAML nor in the working folder must be named with both folders."""
     cli.file("pass", container={"command": ["python3", "nowhere.py"]})
     other = cli.folder / "other"
     other.mkdir()
@@ -270,7 +270,7 @@ print("started", os.environ["RANK"], flush=True)
 
 
 def test_an_error_that_check_knows_stops_a_run_before_anything_starts(cli: Cli) -> None:
-    """Without the check the job would start four times, and fail each time with an error that is found in 0.2 s."""
+    """An error that the check knows must stop a run before anything starts, and not after four attempts."""
     job = cli.file(NCCL)
     done = cli.run("run", job)
     assert (done.returncode, done.stdout) == (2, "")
@@ -294,7 +294,7 @@ def test_a_warning_is_shown_and_the_job_runs(cli: Cli) -> None:
 
 
 def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_a_step(cli: Cli) -> None:
-    """Without a message the limit would have no effect and the fault would never happen."""
+    """A script that reports no steps must get a message: limits for hangs and faults at a step have no effect."""
     job = cli.file("print('started')")
     done = cli.run("run", job, "--set", "spec.stall.timeoutSeconds=8")
     assert done.returncode == 0
@@ -305,7 +305,7 @@ def test_a_script_that_reports_no_steps_gets_no_limit_for_hangs_and_no_fault_at_
 
 
 def test_output_of_a_script_that_starts_its_ranks_is_not_ascribed_to_rank_0(cli: Cli) -> None:
-    """As with mp.spawn: all workers of a node share a stream, and `1 process` would be wrong."""
+    """Output of a script that starts its ranks must not be ascribed to rank 0, because all workers share a stream."""
     workers = "mp.get_context('fork').Process(target=os.write, args=(1, b'worker\\n'))"
     job = cli.file(f"import multiprocessing as mp, os\nfor _ in (0, 1): {workers}.start()", nodes=1)
     done = cli.run("run", job, code=0)
@@ -427,10 +427,10 @@ def test_only_the_logs_and_the_record_of_a_run_remain(cli: Cli) -> None:
 
 
 def test_a_process_that_was_running_before_survives_the_run(cli: Cli) -> None:
-    """Users must not lose the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
+    """A process that was running before must survive, as in `tensorboard & exec ddpjob run job.yaml`."""
     job = cli.file("pass")
     entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_cli run {job}"
-    with (cli.folder / "err").open("w") as err:  # a file, because the sibling would hold a pipe open after the end
+    with (cli.folder / "err").open("w") as err:  # a file, because the sibling would hold a pipe open
         done = subprocess.run(
             ["sh", "-c", entry], cwd=cli.folder, env=cli.env, stdout=err, stderr=err, timeout=SECONDS_MAX
         )
@@ -472,7 +472,7 @@ def saved(cli: Cli) -> list[str]:
 
 
 def test_a_closed_terminal_leaves_the_nodes_their_grace_to_save(cli: Cli) -> None:
-    """If the terminal is closed or its connection is lost, the ranks must still get their time to save."""
+    """If the terminal is closed, the nodes must get their grace period to save."""
     ours, theirs = os.openpty()
     cli.env |= {"TERM": "xterm-256color"}
     process = cli.start(
@@ -511,7 +511,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
 
 
 def test_the_error_about_a_full_log_disk_names_the_disk(cli: Cli) -> None:
-    """`None: No space left on device` would not say which disk is full."""
+    """The error about a full disk must name it: `None: No space left on device` does not."""
     full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
     done = cli.run("run", cli.file("pass"), "--logs", "logs", **full)
     assert (done.returncode, done.stderr) == (
@@ -520,7 +520,7 @@ def test_the_error_about_a_full_log_disk_names_the_disk(cli: Cli) -> None:
 
 
 def test_a_folder_that_cannot_be_created_gives_an_error_of_one_line(cli: Cli) -> None:
-    """The folder may be `/mnt/snapshots` of the cluster, which only root may create on this machine."""
+    """A folder that only root may create, such as `/mnt/snapshots`, must give an error of one line."""
     (cli.folder / "file").touch()
     volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
     job = cli.file("pass", container={"volumeMounts": [{"name": "v", "mountPath": "/snapshots"}]})
@@ -533,7 +533,7 @@ def test_a_folder_that_cannot_be_created_gives_an_error_of_one_line(cli: Cli) ->
 
 
 def test_a_character_missing_in_the_locale_is_replaced(cli: Cli) -> None:
-    """University clusters use ISO-8859-1: the first € that a rank prints must not end the run."""
+    """A character that the locale lacks, such as € in ISO-8859-1, must be replaced and not end the run."""
     cli.env["PYTHONIOENCODING"] = "latin-1"
     done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs", code=0)
     assert r"[0:0] costs 5 \u20ac" in done.stdout

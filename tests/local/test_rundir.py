@@ -44,7 +44,7 @@ def run_often(base: Path, times: int = RUNS) -> None:
 
 
 def test_no_file_outside_is_removed_through_a_link(tmp_path: Path) -> None:
-    """Users must not lose the files to which a link in a run's folder points."""
+    """No file outside may be removed through a link in a run's folder."""
     outside = tmp_path / "outside"
     fill(outside)
     before = files_below(outside)
@@ -61,7 +61,7 @@ def test_no_file_outside_is_removed_through_a_link(tmp_path: Path) -> None:
 
 
 def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -> None:
-    """A user may have moved a run to another place and left a link."""
+    """A marked folder that is only linked to must not be removed, because a user may have moved the run."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
@@ -73,7 +73,7 @@ def test_a_marked_folder_that_is_only_linked_to_is_not_removed(tmp_path: Path) -
 
 
 def test_a_copy_of_a_run_belongs_to_the_user_and_is_kept(tmp_path: Path) -> None:
-    """A user may keep a copy of a run next to it, which must survive ten more runs."""
+    """A user's copy of a run must be kept, however many runs follow."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("the one that mattered")
@@ -89,7 +89,7 @@ def test_a_copy_of_a_run_belongs_to_the_user_and_is_kept(tmp_path: Path) -> None
 
 
 def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None:
-    """Users must not lose notes and checkpoints that they put next to the logs."""
+    """Files that a user adds to a run's folder must be kept, such as notes and checkpoints."""
     run_often(tmp_path, 1)
     (run,) = runs_of(tmp_path / "job")
     (run / "job-1-0.log").write_text("log")
@@ -102,7 +102,7 @@ def test_files_that_a_user_adds_to_a_run_folder_are_kept(tmp_path: Path) -> None
 
 
 def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) -> None:
-    """Logs and volumes of all runs must not fill the disk."""
+    """Old runs must be removed, and a killed run must leave no volume, because both fill the disk."""
     first = RunFolder("job", tmp_path)
     (first.path / "volumes" / "job-1-0").mkdir(parents=True)
     (first.path / "job-1-0.log").write_text("log")
@@ -118,7 +118,7 @@ def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) 
 def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`kill -9` of `ddpjob run` leaves a folder in /tmp for each ddprun."""
+    """After `kill -9` of `ddpjob run` the next run must remove the agents' folders in /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     killed, running = RunFolder("job", tmp_path), RunFolder("job", tmp_path)
     of_killed, of_running, others = (
@@ -136,7 +136,7 @@ def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
 
 @pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
 def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    """`docker run --user 12345` with an entry point that clears the environment gives a user without a home."""
+    """A user without a home, as in `docker run --user 12345`, must get an error that says what to set."""
     cli.file("pass")
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.Monkey
 
 
 def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
-    """A second run of a job must not remove the volumes of the first run."""
+    """A run that is running must not be cleaned up by a second run of the job."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
     run_often(tmp_path)
@@ -161,7 +161,7 @@ def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
 
 
 def test_two_commands_that_check_a_killed_run_at_once_both_see_that_it_has_ended(tmp_path: Path) -> None:
-    """`ddpjob list` must not show Running because `ddpjob logs -f` checks the same run at the same moment."""
+    """Two commands that check a killed run at once must both see that it has ended."""
     killed = RunFolder("job", tmp_path)
     os.close(killed.lock)  # SIGKILL also releases the lock
     answers: list[bool] = []
@@ -176,7 +176,7 @@ def test_two_commands_that_check_a_killed_run_at_once_both_see_that_it_has_ended
 
 
 def test_the_link_latest_points_to_the_newest_run_and_a_users_file_of_that_name_is_kept(tmp_path: Path) -> None:
-    """Users must not have to search among random names for the newest log, nor lose a file named like the link."""
+    """The link `latest` must lead to the newest run, and a user's file of this name must be kept."""
     for _ in range(2):
         newest = RunFolder("job", tmp_path)
         newest.close()
@@ -235,7 +235,7 @@ NAMES = st.one_of(
 def test_all_files_of_a_user_are_kept_after_any_number_of_runs(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
 ) -> None:
-    """A run may remove only files that a run has created."""
+    """No file of a user may be removed by any number of runs."""
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

@@ -26,7 +26,7 @@ def listed(cli: Cli, *words: str) -> list[dict[str, object]]:
 
 
 def test_list_shows_the_result_of_each_run_with_the_newest_first(cli: Cli) -> None:
-    """A user who comes back after lunch must see which run is which, and how each has ended."""
+    """`ddpjob list` must show the result of each run, the newest first."""
     cli.run("run", cli.file("print(1)", "first"))
     cli.run("run", cli.file(FAILS_ONCE, "second", backoffLimit=2))
     text = cli.run("list").stdout.splitlines()
@@ -42,7 +42,7 @@ def test_list_shows_the_result_of_each_run_with_the_newest_first(cli: Cli) -> No
 
 
 def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> None:
-    """Users must not wait for a training whose processes have ended."""
+    """A run whose process was killed must not be listed as running."""
     ready = cli.folder / "ready"
     with cli.start("run", cli.file(f"open({str(ready)!r}, 'w'); import time; time.sleep(1000)")) as process:
         eventually(lambda: ready.exists() and listed(cli)[0]["state"] == "Running")
@@ -61,7 +61,7 @@ def test_without_runs_list_and_logs_report_that_there_are_none(cli: Cli) -> None
 
 
 def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
-    """Users must not have to search for the failed rank's log in a folder with a random name."""
+    """`ddpjob logs` must show the last run by attempt and rank, without a search in a folder."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2))
     assert cli.run("logs").stdout == "[0:0] attempt 2 rank 0\n[1:1] attempt 2 rank 1\n"
     assert cli.run("logs", "job", "--rank", 1).stdout == "attempt 2 rank 1\n"
@@ -70,7 +70,7 @@ def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
 
 
 def test_a_request_that_matches_no_log_is_refused_with_the_existing_ones(cli: Cli) -> None:
-    """Users must not mistake a wrong option for an empty log."""
+    """A request that matches no log must be refused, and the message must name the existing logs."""
     cli.run("run", cli.file("print(1)"))
     for words, why in (
         (["other"], "there are runs of: job"),
@@ -115,7 +115,7 @@ def test_logs_ends_quietly_if_its_reader_closes(cli: Cli) -> None:
 
 
 def test_a_report_is_written_at_the_end_and_can_be_printed_again_later(cli: Cli) -> None:
-    """Users show a colleague what a run did after it has scrolled off their terminal."""
+    """The report must be written at the end, and be printed again later."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html", code=0)
     written = (cli.folder / "run.html").read_text()
     for said in ("<title>job: Succeeded</title>", "attempt 2", "exit code 3", "job-1-1.log", "job-2-0.log"):

@@ -122,7 +122,7 @@ def test_a_terminal_of_40_columns_shows_the_same_lines_cut_and_never_wrapped(job
 
 
 def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(job: Path) -> None:
-    """A terminal that changes its width must not show parts of old tables."""
+    """A terminal that shrinks to 20 columns and grows again must show one table, without parts of old ones."""
     terminal = Terminal(job, columns=100)
     terminal.until(lambda t: "Running  step 312" in t and "node 1" in t)
     for columns in (20, 100):
@@ -136,7 +136,7 @@ def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(j
 
 
 def test_in_the_background_there_are_plain_lines_and_the_table_returns_with_fg(job: Path) -> None:
-    """The table of `ddpjob run … &`, or after Ctrl-Z and bg, must not overwrite the shell's prompt."""
+    """In the background there must be plain lines, and with fg the table again: it would overwrite the prompt."""
     shell = Terminal(job, columns=100, shell=True)
     shell.type(f"{sys.executable} -m ddpjob_cli run {job.name}")
     shell.until(lambda t: "Running  step 312" in t and "━" in t and "node 1" in t)

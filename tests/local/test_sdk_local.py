@@ -70,7 +70,7 @@ def test_a_missing_script_is_refused_at_once() -> None:
 
 
 def test_a_job_can_be_suspended_resumed_and_deleted(tmp_path: Path) -> None:
-    """wait() ends when the job is suspended, and after resume() the script finds what it has saved."""
+    """A job must be suspended, resumed and deleted: wait() ends with a suspension, and the script finds its save."""
     script = (
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"

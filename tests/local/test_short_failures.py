@@ -22,7 +22,7 @@ LINES_MAX = 15
 
 
 def test_a_killed_rank_under_torchrun_adds_at_most_15_lines_to_the_output_of_the_script(cli: Cli) -> None:
-    """Only 15 lines are shown, because torchrun's full report about one kill has 75 lines: three screens of 80x24."""
+    """A killed rank under torchrun must add at most 15 lines: torchrun's own report has 75."""
     job = cli.file(COMPLAINS, container={"command": ["torchrun", "train.py"]})
     done = cli.run("run", job, "--max-restarts", "0")
     lines = (done.stdout + done.stderr).splitlines()
@@ -50,7 +50,7 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
 
 
 def test_messages_of_torch_at_the_end_of_a_success_are_not_mentioned(cli: Cli) -> None:
-    """A line like `… 23 lines of torchrun in …` above ✔ would make users search for a fault."""
+    """Messages of torch at the end of a success must not be mentioned, as `… 23 lines of torchrun in …`."""
     noise = "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\\nframe #0: c10::Error\\n"
     done = cli.run("run", cli.file(f'print("{noise}<omitting python frames>\\nlast")'), code=0)
     assert done.stdout == "[0:0] last\n[1:1] last\n" or done.stdout == "[1:1] last\n[0:0] last\n"

@@ -61,7 +61,7 @@ def run(cli: Cli) -> Iterator[Run]:
 
 
 def test_stacks_shows_each_distinct_position_once_with_its_ranks(run: Run) -> None:
-    """Users must see where a hang is without a second terminal and py-spy."""
+    """`ddpjob stacks` must show each distinct position once, with its ranks."""
     done = run.cli.run("stacks", "job")
     assert done.returncode == 0, done.stderr
     assert "stacks of ranks 0-1, innermost call first:\n  rank 0: step 1\n    train.py:6 in until_go\n" in done.stdout
@@ -94,7 +94,7 @@ def test_stacks_of_an_ended_or_unknown_run_give_one_sentence(cli: Cli) -> None:
 
 @pytest.mark.parametrize("handles", [False, True])
 def test_a_request_for_stacks_never_ends_ranks_of_another_launcher(cli: Cli, tmp_path: Path, handles: bool) -> None:
-    """SIGQUIT ends a Python process that has no handler for it, and torchrun would then end the whole job."""
+    """A request for stacks must never end ranks of another launcher: SIGQUIT ends a Python without a handler."""
     handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
     script = HANGS.replace("rank = int", f"{handler}rank = int")
     starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # sets the same variable as torchrun

@@ -24,7 +24,7 @@ OPERATOR = str(Path(node_module.__file__).parents[2])
 TAG = "DDPJOB_TEST_TREE"
 BOUND_SECONDS = 15.0  # on an idle machine each test takes less than a second
 
-# A launcher worse than torchrun: two workers in sessions of their own, orphaned by a second fork, ignore SIGTERM.
+# A launcher worse than torchrun: two workers in their own sessions, orphaned by a second fork, ignore SIGTERM.
 # This launcher exits with 1 when one of its workers has ended.
 LAUNCHER = """
 import os, select, signal
@@ -60,7 +60,7 @@ def alive(tag: str) -> set[int]:
 
 
 def until(condition: Callable[[], bool], loss: str) -> None:
-    """Poll for an event that sends no notification; `loss` says what a user would lose without the event."""
+    """Poll for an event that sends no notification. `loss`: what a user would lose without the event."""
     deadline = time.monotonic() + BOUND_SECONDS
     while not condition():
         assert time.monotonic() < deadline, loss
@@ -322,7 +322,7 @@ def test_the_trainer_starts_with_default_signals_even_if_the_runner_blocks_or_ig
         signal.signal(signal.SIGHUP, hup)
     watch.until_end()
     signals = [line.split()[1] for line in watch.printed.decode().splitlines() if line[:6] in ("SigBlk", "SigIgn")]
-    # Signals 32 and 33 belong to the C library and cannot be set: they keep the value that the test process inherited.
+    # Signals 32 and 33 belong to the C library and keep the value that the test process has inherited.
     others = [int(value, 16) & ~(1 << 31 | 1 << 32) for value in signals]
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
@@ -361,7 +361,7 @@ def test_the_supervisor_sleeps_while_the_trainer_is_working(started: Start) -> N
 
 
 def switches(pid: int) -> int:
-    """Return how often a process has gone to sleep (voluntary context switches)."""
+    """Return how often a process has gone to sleep (its voluntary context switches)."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("voluntary_ctxt"))
     return int(line.split()[1])
 

@@ -19,7 +19,7 @@ def of_pod(what: Any) -> str:
 @pytest.mark.parametrize(
     ("nodes", "nproc", "cpu", "caller", "made"),
     [
-        (1, 1, None, "", "unset"),  # all cores, like `python train.py` and torchrun
+        (1, 1, None, "", "unset"),  # unset: all cores, as for `python train.py` and torchrun
         (2, 1, None, "", "1"),  # two ranks on this machine
         (1, 2, None, "", "1"),
         (1, 1, 4, "", "4"),
@@ -33,7 +33,7 @@ def of_pod(what: Any) -> str:
 def test_the_number_of_threads_is_that_of_the_caller_or_else_of_torchrun(
     nodes: int, nproc: int, cpu: int | None, caller: str, made: str
 ) -> None:
-    """OMP_NUM_THREADS=3 must not silently become 1. A local run keeps all other variables of the user, too."""
+    """The number of threads must be the caller's, or torchrun's default: OMP_NUM_THREADS=3 must not become 1."""
     limits = {"resources": {"limits": {"cpu": cpu}}} if cpu else None
     given = job(nodes=nodes, nprocPerNode=nproc, container=limits)
     environ = {"OMP_NUM_THREADS": caller} if caller else {}

@@ -25,7 +25,7 @@ def test_the_example_trains_on_two_nodes_under_torchrun_and_reports(cli: Cli) ->
 
 
 def test_under_torchrun_the_guilty_rank_and_its_exit_code_are_named_and_not_the_launcher(cli: Cli) -> None:
-    """The rank's exit code must be reported, because torchrun itself always exits with 1."""
+    """The failed rank and its exit code must be named, because torchrun itself always exits with 1."""
     job = cli.file(
         "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(1000)",
         container={"command": ["torchrun", "train.py"]},

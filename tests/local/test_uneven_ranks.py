@@ -9,7 +9,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Rank 0 ends before the others continue. If rank 0 were stopped meanwhile, only its peer's message would show its end.
+# Rank 0 ends before the others continue. If it were stopped meanwhile, only its peer's message would show its end.
 MEETS_RANK_0 = """
 import os, pathlib, time
 pid_file = pathlib.Path("rank-0", os.environ["DDPJOB_ATTEMPT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -55,7 +55,7 @@ SECONDS_MAX = 240  # two attempts of four processes that import torch, possibly 
     ids=["python, torch", "ddprun"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(cli: Cli, command: list[str], script: str) -> None:
-    """A rank ends early because of uneven data or a `break`. With backoffLimit 0 the job must not restart."""
+    """A rank that ends early, because of uneven data or a `break`, must be named and charged."""
     job = cli.file(script, container={"command": command}, nodes=2, nprocPerNode=1, backoffLimit=0)
     with cli.start("run", job, "--no-check", "--status", "status.json") as process:
         out, said = process.communicate(timeout=SECONDS_MAX)

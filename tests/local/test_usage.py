@@ -49,7 +49,7 @@ def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> Seen
 
 
 def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node) -> None:
-    """Users must see the values of the training, not those of the sleeping launcher above it."""
+    """CPU and memory of a node must be those of all its processes, and not of the launcher above them."""
     busy = node("held = bytearray(300_000_000)\nwhile True: pass")
     idle = node(SLEEP)
     usages = Usages(seconds=0.3)
@@ -65,7 +65,7 @@ def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node)
 
 
 def test_the_pids_are_those_of_the_ranks_and_not_of_launchers_or_workers(node: Node, tmp_path: Path) -> None:
-    """Users run py-spy on the pid in the table, which must not be torchrun's."""
+    """The pids must be those of ranks, on which users run py-spy, and not of launchers or workers."""
     launcher = f"""
         import os, subprocess, sys, time
         worker = "import time; time.sleep(1000)"
@@ -85,7 +85,7 @@ def test_the_pids_are_those_of_the_ranks_and_not_of_launchers_or_workers(node: N
 
 @pytest.mark.parametrize("has_first_server", [True, False])
 def test_only_the_ranks_of_a_fork_server_count(node: Node, tmp_path: Path, has_first_server: bool) -> None:
-    """`--fail every=10s` must kill ranks, but not the fork server that has replaced the first fork server."""
+    """Only ranks below a fork server must count: `--fail every=10s` must not kill the second server."""
     launcher = f"""
         import pathlib, subprocess, sys, time
         words = [sys.executable, "-c", "import time; time.sleep(1000)", "/ddprun/forkserver.py"]
@@ -108,7 +108,7 @@ def test_only_the_ranks_of_a_fork_server_count(node: Node, tmp_path: Path, has_f
 
 
 def test_a_measurement_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
-    """`ddpjob run` draws its table twice a second, which must not take CPU time from the training."""
+    """A measurement must cost little and not be repeated at once, because the table is drawn twice a second."""
     usages, pid = Usages(seconds=1000), node(SLEEP)
     usages.look({pid: ()})
     first = usages.seen[pid]
@@ -120,6 +120,6 @@ def test_a_measurement_costs_little_and_is_not_repeated_at_once(node: Node) -> N
 
 
 def test_nvidia_smi_is_read_by_index_and_uuid_and_a_gpu_without_values_is_omitted() -> None:
-    """An unreadable answer, for a MIG slice or by a failing driver, must not end the run with a traceback."""
+    """A GPU without values, such as a MIG slice, must be left out without a traceback."""
     listing = "0, GPU-aa, 87, 12000\n1, GPU-bb, [N/A], [N/A]\nan error\n\n"
     assert parse(listing) == {"0": (87.0, 12000 << 20), "GPU-aa": (87.0, 12000 << 20)}

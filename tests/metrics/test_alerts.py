@@ -49,7 +49,7 @@ class History:
         for line in text.decode().splitlines():
             series, _, value = line.rpartition(" ")
             if not line.startswith("#") and (name := series.partition("{")[0]) in USED:
-                # promtool's clock starts at 0, so timestamps are shifted.
+                # Timestamps are shifted, because promtool's clock starts at 0.
                 shift = START.timestamp() if name.endswith("_timestamp_seconds") else 0.0
                 self._values.setdefault(series, {})[self.scrapes] = float(value) - shift
         self.scrapes += 1
@@ -64,7 +64,7 @@ class History:
         return set(re.findall(r'alertname="(\w+)"', self.result(folder, asked)))
 
     def _written(self, values: dict[int, float]) -> list[str]:
-        """Return a series in promtool's notation, stale from the first scrape that lacks it, as in Prometheus."""
+        """Return a series in promtool's notation, stale as in Prometheus from the first scrape without it."""
         texts, before = [], False
         for number in range(self.scrapes):
             texts.append(repr(values[number]) if number in values else "stale" if before else "_")
@@ -87,7 +87,7 @@ class History:
         file = folder / "test.yaml"
         file.write_text(yaml.safe_dump(test))
         done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=120)
-        # The expectation is wrong on purpose, because only then promtool prints the real result.
+        # The expectation is wrong on purpose: promtool prints the real result only for a failed test.
         got = re.search(r"got:(.*)", done.stdout + done.stderr, re.S)
         assert got, done.stdout + done.stderr
         return got[1].strip()
@@ -246,7 +246,7 @@ def test_every_dashboard_query_on_training_reports_gives_data(tmp_path: Path) ->
 
 
 class Counting(SlowServer):
-    """A slow server that reports its answers to the operator's metrics. `refuses(verb, path)` asks for a 500."""
+    """A slow server that reports its answers to the operator's metrics. `refuses(verb, path)`: answer with 500."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         super().__init__(delay)
@@ -392,7 +392,7 @@ def test_an_alert_on_the_operator_fires_only_on_its_fault(life: Any, tmp_path: P
 
 
 def test_a_release_without_a_leader_fires_an_alert_even_next_to_one_with_a_leader(tmp_path: Path) -> None:
-    """One Prometheus may scrape several releases; each has the name of its Service as the label job."""
+    """Each release without a leader must fire an alert, even if another release has one: the label job differs."""
     history = History()
     for _ in range(20):
         history.take(b'ddpjob_operator_leads{job="a-metrics"} 1.0\nddpjob_operator_leads{job="b-metrics"} 0.0\n')

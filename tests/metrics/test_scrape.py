@@ -74,7 +74,7 @@ def test_every_query_of_a_dashboard_gives_data(scraped: Prometheus, dashboard: P
         empty = {name: query for name, query in empty.items() if not scraped.query(query)}
         if not empty:
             break
-        time.sleep(1)  # a rate needs two scrapes of a series
+        time.sleep(1)  # a rate needs at least two scrapes
     assert empty == {}
     for name, query in queries(dashboard).items():
         assert isinstance(scraped.query(query), list), name

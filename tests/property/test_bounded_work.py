@@ -29,7 +29,7 @@ CALLS_MAX = 150_000
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
 def test_no_job_accepted_by_an_api_server_blocks_the_operator_for_others(seed: int) -> None:
-    """Without limits, one job of 205 kB in one namespace stops both operators of a cluster until the job is deleted."""
+    """No job may block the operator for others: without limits, one job of 205 kB stops both operators of a cluster."""
     what, raw = job(random.Random(seed))
     with warm():
         for name, work in steps(raw):
@@ -39,7 +39,7 @@ def test_no_job_accepted_by_an_api_server_blocks_the_operator_for_others(seed: i
 @pytest.mark.parametrize("name", sorted(PUTS))
 @pytest.mark.parametrize("count", [500, pytest.param(2_400, marks=LONG), pytest.param(9_000, marks=LONG)])
 def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -> None:
-    """Comparing every item of one list with every item of another list would take quadratic time."""
+    """A long list must be read in linear time: comparing each item with each other one is quadratic."""
     raw = manifest()
     PUTS[name](raw, count, random.Random(count))
     with warm():
@@ -49,7 +49,7 @@ def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -
 
 @pytest.mark.parametrize("piece", SHELL)
 def test_a_script_without_line_breaks_is_read_in_bounded_work(piece: str) -> None:
-    """20 kB of backquotes must not be read as 10,000 commands, nor an unreadable script be read five times: 130 ms."""
+    """A script without line breaks must be read once: 20 kB of backquotes are not 10,000 commands."""
     script = (piece * 20_000)[:SCRIPT_READ_MAX]
     with warm():
         for step, work in steps(manifest(container={"command": ["bash", "-c", script]})):
@@ -72,7 +72,7 @@ def test_ranges_hold_no_more_numbers_than_a_job_has_nodes() -> None:
 
 
 def test_a_plan_takes_linear_time_in_the_nodes_of_the_job() -> None:
-    """Counting all nodes for each node would take 5 s for `nodes: 10000`, and minutes for 99,999."""
+    """A plan must take linear time in the nodes: counting all nodes for each would take 5 s for 10,000 nodes."""
     taken = []
     for nodes in (500, 5_000):
         raw = manifest(nodes=nodes) | {"status": {"state": "Running", "attempt": 1, "startedNodes": f"0-{nodes - 1}"}}
@@ -82,7 +82,7 @@ def test_a_plan_takes_linear_time_in_the_nodes_of_the_job() -> None:
 
 
 def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a command of 9,000 words several times would block the event loop for 250 ms."""
+    """A job's command must be searched once: reading 9,000 words several times blocks the event loop for 250 ms."""
     read = 0
     search = command.of_container
 
@@ -98,13 +98,13 @@ def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_launchers_that_start_each_other_are_followed_only_up_to_a_limit() -> None:
-    """300 launchers before 2,500 words would be searched in 300 copies of the words, which takes 50 ms."""
+    """Launchers that start each other must be followed up to a limit: 300 of them copy 2,500 words 300 times."""
     assert command.read(["srun", "mpirun", "python", "train.py"]).script == "train.py"
     assert command.read([*["mpirun"] * 300, "python", "train.py"]) == command.Command()
 
 
 def test_long_json_is_parsed_outside_the_event_loop() -> None:
-    """Removing the levels that are nested too deep from 1.5 MB takes 0.3 s, so it runs in a thread."""
+    """Long JSON must be parsed in a thread: to cut the nesting of 1.5 MB takes 0.3 s."""
     threads: list[int] = []
 
     def read(content: bytes) -> int:
@@ -120,7 +120,7 @@ def test_long_json_is_parsed_outside_the_event_loop() -> None:
 
 
 def test_other_tasks_run_while_the_objects_of_a_page_are_stored() -> None:
-    """A page has up to 200 objects, each of which may take 10 ms to store. Other tasks must run meanwhile."""
+    """Other tasks must run while the up to 200 objects of a page are stored, each of which may take 10 ms."""
     turns, jobs = 0, Jobs(lambda _key: None)
 
     async def pages() -> AsyncIterator[Page]:
@@ -146,7 +146,7 @@ def test_other_tasks_run_while_the_objects_of_a_page_are_stored() -> None:
 
 
 def test_a_list_takes_no_more_memory_however_many_jobs_do_not_fit() -> None:
-    """One user may create 200,000 small jobs. If each cost a kilobyte, every leader would exceed its memory limit."""
+    """A list must take no more memory, however many jobs do not fit: a user may create 200,000 small jobs."""
     limits = storage.StoredLimits(0, 0, 0, 0, 0, cut=100 * storage.OF_A_JOB, cut_in_namespace=100 * storage.OF_A_JOB)
 
     def peak_bytes(count: int) -> int:
@@ -167,5 +167,5 @@ def test_a_list_takes_no_more_memory_however_many_jobs_do_not_fit() -> None:
         finally:
             tracemalloc.stop()
 
-    peak_bytes(200)  # imports and caches
+    peak_bytes(200)  # fills caches, and imports modules
     assert peak_bytes(10_000) < 1.2 * peak_bytes(1_000)

@@ -1,5 +1,5 @@
-"""The counts of restarts, seen from operator and agents: reports are lost, repeated, late and out of order, pods are
-replaced, the operator crashes before it writes. If a count is wrong, a job fails too early or restarts forever."""
+"""The counts of restarts in operator and agents, while reports are lost, repeated, late and out of order, pods are
+replaced and the operator crashes. With a wrong count a job fails too early, or restarts for ever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpjob_core import budget, rules
 from ddpjob_core.budget import STALLS_MAX, Attempt, Budget, Grant, Known, Limits, RestartHistory, Spent
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
-# No step is reported, so that a restart is refused only because of budgets, and never because of missing progress.
+# No step is reported, so a restart can only be refused because of a budget.
 SILENT = Attempt(made_a_new_step=False, reports_steps=False, ran_seconds=30)
 Turn = tuple[int, int]
 """Number of the attempt, and replacement number of node 0's pod in it."""
@@ -34,8 +34,8 @@ class Report(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """A pod's grant (the restarts that its agent may spend), and what the operator really knew when it created the pod:
-    its own restarts, and those that each agent had reported."""
+    """A pod's grant (the restarts that its agent may use), and what the operator knew when it created the pod: its own
+    restarts, and those that each agent had reported."""
 
     grant: Grant
     own: Spent
@@ -72,8 +72,8 @@ def added(*parts: Spent) -> Spent:
 
 
 class Ledger(RuleBasedStateMachine):
-    """`history`, `known`, `attempt` and `replacements` are in the status. `own`, `heard` and the agents have the real
-    counts."""
+    """The operator's status (`history`, `known`, `attempt`, `replacements`), and the real counts (`own`, `heard`, the
+    agents)."""
 
     @initialize(limit=st.integers(0, 4), max_restarts=st.none() | st.integers(0, 6))
     def submitted(self, limit: int, max_restarts: int | None) -> None:
@@ -92,7 +92,7 @@ class Ledger(RuleBasedStateMachine):
         is_heard=st.booleans(),
     )
     def restart_in_place(self, which: int, to: Any, is_heard: bool) -> None:
-        """Restart in place. An agent whose pod was replaced may restart too: it may not know that its node is lost."""
+        """Restart in place. The agent of a replaced pod may do so too: it may not know that its node is lost."""
         agent = self._one_of(list(self.agents.values())[::-1], which)
         if agent is None:
             return
@@ -129,8 +129,8 @@ class Ledger(RuleBasedStateMachine):
         joins=st.booleans(),
     )
     def a_pod_is_replaced(self, to: Any, node: int, leaves_a_message: bool, joins: bool) -> None:
-        """Replace a pod, and charge it. A pod of node 0 that ends in order reports all restarts of its agent; a pod
-        that is lost does not."""
+        """Replace a pod, and charge it. A pod of node 0 that ends normally reports all restarts of its agent; a lost
+        pod does not."""
         if node == 0 and leaves_a_message:
             self.the_last_report_arrives()
         if self._charge(to):
@@ -221,7 +221,7 @@ def test_each_restart_is_counted_once_and_operator_and_agents_together_stay_with
 
 
 def story() -> None:
-    """Play one order of events that reveals each of the bugs below."""
+    """Play one order of events in which each of the bugs below shows."""
     ledger = Ledger()
     ledger.submitted(limit=4, max_restarts=None)
     ledger.restart_in_place(which=0, to="application", is_heard=True)
@@ -279,7 +279,7 @@ def _goes_by_any_grant() -> Any:
 def test_a_deliberate_bug_in_the_counts_is_found(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
 ) -> None:
-    """Without this test, the tests above could miss wrong counts."""
+    """A deliberate bug in the counts must be found, or the tests above could miss a wrong count."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError):
         story()

@@ -16,7 +16,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 @given(SECONDS, SECONDS)
 def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: float, step: float) -> None:
-    """Copies that are too frequent slow the training down; copies that are too rare lose more steps at each failure."""
+    """Copies must be as frequent as their share of time allows: fewer lose more steps, more slow the training down."""
     every = copies.every(copy, step)
     assert every & (every - 1) == 0
     assert copy <= copies.COST_MAX * every * step or every == copies.EVERY_MAX
@@ -25,7 +25,7 @@ def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(0, 1))
 def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: int, present: int, share: float) -> None:
-    """On a busy machine a single measurement may be too low. Training must not be slower than announced."""
+    """Copies that took too much time must become rarer, even if a single measurement on a busy machine is low."""
     every = copies.corrected(1 << wanted, 1 << present, share)
     assert every >= 1 << wanted
     assert every > 1 << present or share <= copies.COST_MAX or every == copies.EVERY_MAX
@@ -34,7 +34,7 @@ def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: i
 
 @given(st.data(), st.integers(1, 7))
 def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.DataObject, gap: int) -> None:
-    """A rank that does not copy together with the others has no random states for that step."""
+    """All ranks must copy at the same steps: a rank that does not has no random states for that step."""
     present, told, own_next, due = None, [], None, []
     steps = range(gap, 60 * gap, gap)
     for step in steps:
@@ -62,7 +62,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
 
 @given(st.tuples(*[st.none() | st.builds(Held, VERSIONS, st.just(0), st.just(1), st.just(1))] * memory.AREAS))
 def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...]) -> None:
-    """A copy must not overwrite the newest state. If the new copy is cut off, no complete state would be left."""
+    """A copy must never overwrite the newest state, because a copy that is cut off would leave none."""
     area = copies.area_for(held)
     whole = [one.version for one in held if one is not None]
     assert held[area] is None or whole.count(held[area].version) > 1 or held[area].version != max(whole)  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...])
 def test_random_states_of_the_newest_state_are_never_overwritten(
     versions: list[Version | None], held: Version | None, loaded: Version | None
 ) -> None:
-    """A rank that has lost its random states draws other random numbers after a restart."""
+    """Random states of the newest state must never be overwritten, or a rank draws other numbers after a restart."""
     slot = copies.slot_for(versions, held, loaded)
     newest = max((version for version in (held, loaded) if version is not None), default=None)
     assert versions[slot] is None or versions[slot] != newest or set(versions) == {newest}
@@ -81,12 +81,12 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """Each rank must read rank 0's plan unchanged. With another plan it would copy at other steps."""
+    """The other ranks must read the plan that rank 0 wrote, or they would copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 
 @given(st.integers(0, 5), st.integers(0, 400), st.integers(1, 9))
 def test_ranks_may_be_far_beyond_a_copy_but_not_beyond_the_next_two(power: int, ahead: int, gap: int) -> None:
-    """Ranks may be lost at any step up to the second next copy. A rank further ahead counts micro-batches as steps."""
+    """Ranks may be ahead of a copy up to the second next one. A rank further ahead counts micro-batches as steps."""
     held, mark = Held(Version(1, 0, 500), 0, 1, 1, every=1 << power), Mark(0, 500 + ahead, 500 + ahead - gap)
     assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), FoundState) is (ahead <= gap + 2 * (1 << power))

@@ -21,7 +21,7 @@ GROUPS = {
 
 
 class Op(NamedTuple):
-    """A line of a rank's program. how: sync, async (a pause waits for it), backward (two collectives) or pause."""
+    """A line of a rank's program. how: sync, async (a pause waits for it), backward (two collectives), or pause."""
 
     how: str
     group: str = "0"
@@ -80,7 +80,7 @@ class World:
         brought = [self._brings(other, call) for other in others]
         if call.op.op == "reduce" or (call.op.op in ROOTED and rank == call.op.root):
             return any(brought) or not others
-        if call.op.op in ROOTED:  # a broadcast or scatter needs only the root's call
+        if call.op.op in ROOTED:  # a broadcast or scatter completes with the root's call
             return self._brings(call.op.root, call)
         return all(brought)
 
@@ -176,7 +176,7 @@ def worlds(
 
 
 def completes(world: World) -> bool:
-    """True if the program can complete. The order of events is irrelevant: a call that can end now can end later."""
+    """True if the program can complete, in whatever order: a call that can end now can also end later."""
     copy, chance = World([rank.program for rank in world.ranks]), random.Random(0)
     while copy.step(chance):
         pass
@@ -189,7 +189,7 @@ ALL = ("all_reduce", "barrier", "all_gather")
 @settings(max_examples=EXAMPLES)
 @given(worlds(hows=("sync", "sync", "async", "backward", "pause"), kinds=(*ALL, *ROOTED)), st.integers(0, 2**32))
 def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, seed: int) -> None:
-    """A job in which nothing is wrong must not be restarted."""
+    """A program that can complete must never be called deadlocked: its job would be restarted."""
     if not completes(world):
         return
     chance = random.Random(seed)
@@ -221,7 +221,7 @@ def sure(*, default_only: bool) -> st.SearchStrategy[World]:
 @settings(max_examples=EXAMPLES)
 @given(st.booleans().flatmap(lambda alone: sure(default_only=alone)), st.integers(0, 2**32))
 def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(world: World, seed: int) -> None:
-    """A deadlock that is not found holds the job's GPUs until a limit of half an hour."""
+    """A program that cannot complete must be called deadlocked when nothing moves, and not after half an hour."""
     chance = random.Random(seed)
     while world.step(chance):
         pass

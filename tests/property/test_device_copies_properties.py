@@ -23,7 +23,7 @@ from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Held, Version, new
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
-BUFFER = 0.5  # the buffer's value is the step plus this
+BUFFER = 0.5  # The value of the buffer is the step plus this.
 Mistake = Literal[
     "",
     "the optimizer's step does not wait",
@@ -116,7 +116,7 @@ class Rank:
 
 
 class Walk:
-    """Some generations of one job on devices, with their actions in random order."""
+    """Some generations of a job on devices, whose actions come in random order."""
 
     def __init__(self, seed: int, nodes: list[Node], mistake: Mistake = "") -> None:
         self.chance, self.mistake = random.Random(seed), mistake
@@ -125,7 +125,7 @@ class Walk:
         self.best: list[Version | None] = [None] * len(self.nodes)
         self.stories = {"copies": 0, "begin": 0, "counted": 0}
         self.gap = self.chance.choice([1, 1, 2])
-        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # speed of devices compared with hosts
+        self.speed = self.chance.choice([0.3, 0.6, 0.9])  # speed of devices relative to hosts
         for node in self.nodes:
             node.empty()
 
@@ -201,7 +201,7 @@ class Walk:
                         thread.join()
 
     def sums(self, rank: Rank, step: int) -> bool:
-        """Sum gradients: no device continues before all have arrived."""
+        """Sum gradients: no device continues before the gradients of all ranks have arrived."""
         rank.summed = step
         return all(other.summed >= step for other in self.ranks)
 
@@ -220,7 +220,7 @@ class Walk:
     # ---- what must be true ---------------------------------------------------------------------------------
 
     def judge(self, node: Node) -> None:
-        """Check that the state that counts on a node is complete, of one step, and that all ranks have reached it."""
+        """Check that the valid state of a node is complete, of one step, and that all ranks have reached this step."""
         number, held = self.nodes.index(node), node.shared[0].held()
         if held is None or held.version == self.best[number]:
             assert held is not None or self.best[number] is None, "nothing is left of what counted"
@@ -334,7 +334,7 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
-    """A restart must never load a mixture of two steps, so an incomplete copy must not count."""
+    """An incomplete copy from a device must never be valid, and a kill must leave the copy before it."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen
@@ -342,7 +342,7 @@ def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_o
 
 @pytest.mark.long
 def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: list[Node]) -> None:
-    """Some orders of events are rare, and only thousands of walks reach them."""
+    """An incomplete copy must not be valid in thousands of walks either, because some orders of events are rare."""
     walks(1_000, nodes, first=1_000_000)
 
 
@@ -350,7 +350,7 @@ def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: lis
 def test_a_deliberate_bug_in_device_copies_is_found(
     nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without this test, the tests above could miss bugs in device copies."""
+    """A deliberate bug in device copies must be found, or the tests above could miss one."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)
     with pytest.raises(AssertionError, match="seed"):

@@ -60,8 +60,8 @@ class Story:
         self._begin()
 
     def _begin(self) -> None:
-        """Start a new operator. It has only a list of the pods: what its predecessor remembered or received without
-        recording it is lost."""
+        """Start a new operator. It has only a list of the pods, and nothing that its predecessor remembered or received
+        without a record."""
         self.deleted_pods = []
         self.missed |= {
             contract_rank(raw["metadata"]["name"]) for kind, raw in self.log[self.looked :] if kind == "DELETED"
@@ -122,7 +122,7 @@ class Story:
         self.state(rank, {"running": {"startedAt": stamp(self.now)}}, "Running")
 
     def ends(self, rank: int, how: Raw, then: Callable[[], None] = lambda: None, **more: Any) -> None:
-        """End a container that has not ended yet; the phase follows immediately or later."""
+        """End a container that is running; the phase follows at once or later."""
         if rank not in self.pods or not self.is_running(rank):
             return then()
         at = stamp(self.now + dt.timedelta(seconds=self.skews[rank]))
@@ -131,12 +131,12 @@ class Story:
 
         def verdict() -> None:
             if more and "deletionTimestamp" in self.pods.get(rank, {}).get("metadata", {}):
-                self.missed.add(rank)  # deleted by us before its kubelet reported the end
+                self.missed.add(rank)  # we deleted it before its kubelet reported the end
             self.state(rank, {"terminated": how}, phase, **more)
             self.kubelets.append(then)
 
-        # A kubelet that ends a pod itself reports everything at once, unless the kubelet was restarted in between.
-        # After a restart only exit code 0 matters: the operator must not believe it before the phase is written.
+        # A kubelet that ends a pod itself reports all at once, unless it was restarted in between.
+        # Then only exit code 0 matters: it must not count before the phase is written.
         at_once = bool(more) and (how["exitCode"] != 0 or "deletionTimestamp" in self.pods[rank]["metadata"])
         if at_once or self.chance.random() < 0.5:
             return verdict()
@@ -203,7 +203,7 @@ class Story:
         return self
 
     def calms_down(self) -> None:
-        """Receive every event and execute every action, until nothing happens any more."""
+        """Receive all events and execute all actions, until nothing more happens."""
         for _ in range(1000):
             if not self.step("hear kubelet look".split()) and self._is_idle():
                 return
@@ -263,7 +263,7 @@ def fails(how: Raw) -> Callable[[Story, int], None]:
 
 
 def is_deleted(code: int) -> Callable[[Story, int], None]:
-    """Delete the pod by hand or by a drain. The pod ends slowly, and its peers lose their connection to it."""
+    """Delete the pod by hand or as in a drain. It ends slowly, and its peers lose their connection to it."""
 
     def begin(story: Story, rank: int) -> None:
         told = story.on_told
@@ -312,8 +312,8 @@ seeds = st.integers(0, 2**32)
 def test_blame_and_charge_depend_on_no_clock_no_order_and_no_restart(
     name: str, seed: int, nodes: int, data: st.DataObject
 ) -> None:
-    """A script that always fails must not restart forever uncounted because a peer that we stopped is blamed. A
-    drained node must not cost the user a restart."""
+    """A script that always fails must be charged, although a peer that we stopped may seem the cause. A drained node
+    must not be charged."""
     skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))
     rank = data.draw(st.integers(0, nodes - 1))
     code = data.draw(st.sampled_from([143, 0, 137, 75, 1]))
@@ -362,7 +362,7 @@ def told(story: list[Pod]) -> Pod:
 
 @given(st.lists(pods, min_size=1, max_size=6), st.lists(pods, max_size=4))
 def test_observed_facts_of_a_pod_are_never_forgotten(before: list[Pod], after: list[Pod]) -> None:
-    """A later report of the kubelet with less information would hide why a pod ended, and blame the wrong party."""
+    """Facts that were observed about a pod must never be forgotten: a later report of the kubelet may contain less."""
     known, more = told(before), told([*before, *after])
     assert known.deletion_requested_at is None or (more.deletion_requested_at or START) <= known.deletion_requested_at
     assert more.ended or not known.ended

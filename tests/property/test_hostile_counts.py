@@ -1,5 +1,5 @@
-"""Restarts that a pod reports are limited to those granted to it, because a message of 89 bytes could otherwise fill a
-gigabyte. The message stays in the pod's status, so each new leader reads it again."""
+"""The operator counts at most the restarts that it granted to a pod: a message of 89 bytes could otherwise fill a
+gigabyte, at each new leader, because the pod's status keeps it."""
 
 from __future__ import annotations
 

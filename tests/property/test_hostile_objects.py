@@ -1,5 +1,5 @@
 """The operator reads any object that the API server stores, or reports which object it cannot read. It must never exit:
-anybody who may create a pod or a DDPJob in one watched namespace could end each operator that starts."""
+anybody who may create a pod in a watched namespace could end each new operator."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def nested(depth: int, around: str = '{"a":', end: str = "}") -> bytes:
 def test_a_job_nested_too_deep_is_refused_alone_and_the_rest_of_its_list_is_read(
     depth: int, around: str, end: str
 ) -> None:
-    """kopf and Python's json fail at about 1,000 levels, but the API server stores 9,900."""
+    """A job nested too deep must be refused alone. kopf and Python's json fail at 1,000 levels, the server at 9,900."""
     other = b'{"metadata": {"name": "other", "namespace": "team", "uid": "v", "resourceVersion": "6"}}'
     content = b'{"metadata": {"resourceVersion": "9"}, "items": [' + nested(depth, around, end) + b", " + other + b"]}"
     deep, fine = map(reading.job, reading.page(content).items)
@@ -219,7 +219,7 @@ BORDERS = [
 
 @pytest.mark.parametrize("number", range(len(BORDERS)))
 def test_a_job_near_the_size_limit_is_judged_as_by_a_full_check(number: int) -> None:
-    """Most jobs are accepted by the length of their JSON alone, which must not accept what a full check refuses."""
+    """A job near the size limit must be judged as by a full check, although most are accepted by their length alone."""
     value = BORDERS[number]
     why = bounds.refused(value)
     read = reading.job({"spec": value, "status": value})
@@ -242,7 +242,7 @@ def test_a_date_is_checked_wherever_it_is_in_a_status(date: str) -> None:
 
 @pytest.mark.parametrize("sign", ["x", r"\"", "[", r"\\"])
 def test_cutting_deep_nesting_costs_no_more_than_a_copy(sign: str) -> None:
-    """A list with one deep job and some long texts must not need 20 times its size."""
+    """Cutting deep nesting must cost no more memory than a copy of the list."""
     long = ",".join(f'"{sign * 200_000}"' for _ in range(4))
     content = ('{"items": [' + '{"a":' * 2000 + "1" + "}" * 2000 + f", [{long}]]}}").encode()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -316,7 +316,7 @@ def test_an_unreadable_pod_ends_no_watch_and_is_reported_once(caplog: pytest.Log
 
 
 def test_a_job_with_an_unreadable_pod_reports_it_and_its_other_pods_are_left_alone() -> None:
-    """If the unreadable pod were ignored, its rank would seem lost, and a second pod would be created next to it."""
+    """A job with an unreadable pod must report it and leave its other pods: the pod's rank is not lost."""
     operator = Operator(OperatorSettings(), Client(log_in=lambda: None))  # type: ignore[arg-type,return-value]
     body = manifest() | {"status": {"state": "Running", "attempt": 1, "startedNodes": "0-1"}}
     body["metadata"]["resourceVersion"] = "5"
@@ -335,7 +335,7 @@ def test_a_job_with_an_unreadable_pod_reports_it_and_its_other_pods_are_left_alo
 
 
 def test_a_list_of_ten_thousand_pods_is_never_held_as_raw_objects(caplog: pytest.LogCaptureFixture) -> None:
-    """10,000 pods of 5 kB would take 317 MB as raw objects: more than the chart gives the operator."""
+    """A list of ten thousand pods must never be in memory as raw objects, which take 317 MB."""
 
     class Raw(dict[str, Any]):
         live = most = 0

@@ -25,7 +25,7 @@ GROWING = {
 
 
 def calls(script: str) -> int:
-    """Return the number of function calls to follow a script. Unlike seconds, it does not depend on the machine."""
+    """Return the number of function calls to follow a script: unlike seconds, it does not depend on the machine."""
     shell.read.cache_clear()
     profile = cProfile.Profile()
     profile.runcall(exit_codes.launcher_exits, ["sh", "-c", script])
@@ -34,13 +34,13 @@ def calls(script: str) -> int:
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_script_of_many_commands_is_followed_up_to_a_limit(piece: str) -> None:
-    """3 kB of `torchrun x.py;` must not keep the operator from all other jobs for 12 s."""
+    """A script of many commands must be followed up to a limit: 3 kB of `torchrun x.py;` would take 12 s."""
     assert calls(piece * (FILL // len(piece))) < CALLS_MAX
 
 
 @pytest.mark.parametrize("script", GROWING.values(), ids=GROWING)
 def test_a_script_that_doubles_its_text_with_each_step_is_not_followed(script: str) -> None:
-    """`f(){ f $@ $@; }; f a` has 20 characters and must not exhaust the operator's memory."""
+    """A script that doubles its text with each step, such as `f(){ f $@ $@; }; f a`, must not be followed."""
     assert calls(script) < CALLS_MAX
     assert exit_codes.launcher_exits(["sh", "-c", script]) == ()
 

@@ -73,8 +73,8 @@ PLACES = list(places(whole()["spec"]["template"], ("spec", "template")))
 
 @pytest.mark.parametrize("path", PLACES, ids=validation.dotted)
 def test_any_value_in_a_template_is_refused_by_its_field_or_made_into_a_pod(path: Path) -> None:
-    """If the template were accepted and then gave no pod, a job could stand still for ever without a message. The
-    operator's log would have a traceback at each reconcile."""
+    """Any value in a template must be refused by its field, or be made into a pod. Otherwise the job stands still, and
+    the operator's log has a traceback at each reconcile."""
     for value in VALUES:
         job, problems = validation.parse(with_value(path, value))
         if problems:
@@ -99,7 +99,7 @@ HOSTILE_WORDS = ("'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec 
 
 @pytest.mark.parametrize("word", HOSTILE_WORDS)
 def test_a_script_of_250_kb_takes_linear_time(word: str) -> None:
-    """In quadratic time one job of one tenant would block the event loops of both operators for half a minute."""
+    """A script of 250 kB must take linear time: quadratic time would block both operators for half a minute."""
     began = time.process_time()
     read, _ = validation.parse(manifest(container={"command": ["bash", "-c", word * (240_000 // len(word))]}))
     launcher.warnings(read.spec)
@@ -108,7 +108,7 @@ def test_a_script_of_250_kb_takes_linear_time(word: str) -> None:
 
 @pytest.mark.parametrize("kind", ["volumes", "fields of the pod", "fields of the container", "words"])
 def test_names_that_nearly_match_each_other_cost_a_bounded_number_of_comparisons(kind: str) -> None:
-    """900 volumes and 900 mounts with names of 100 letters must not stop both operators of a cluster."""
+    """Names that nearly match must cost a bounded number of comparisons, for example 900 volumes and 900 mounts."""
     draw = random.Random(4)
     names = ["".join(draw.choices("ab", k=60)) for _ in range(900)]
     fields = {"".join(draw.sample("activeDeadlineSeconds", 21)): 1 for _ in range(900)}

@@ -57,7 +57,7 @@ def is_clean(world: World) -> None:
 
 
 def ways(text: str) -> Iterator[World]:
-    """Yield a world for every way in which outside text gets into a status."""
+    """Yield a world for each way by which outside text gets into a status."""
     yield digits().running().exits(0, 1, message=text)
     yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "rank": 0, "exitCode": 1, "exception": text}))
     yield digits().running().exits(0, 1, message=json.dumps({"ddpjob": 1, "traceback": text}) + "\n" + text)
@@ -108,7 +108,7 @@ def test_an_escape_sequence_decoded_from_json_is_removed() -> None:
 
 
 def test_a_shown_status_is_stable() -> None:
-    """If showing a shown status changed it, the operator would write the status again at each reconcile."""
+    """Showing a shown status must not change it, or the operator writes it again at each reconcile."""
     world = digits().running().exits(0, 1, message=f"ValueError: {EVIL}")
     world.settle()
     assert world.plan().status is None

@@ -19,7 +19,7 @@ NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
 def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_generations_is_newer(
     nodes: list[Held | None], present: Version
 ) -> None:
-    """All ranks load the state that is found: with different steps on its ranks a model would be meaningless."""
+    """A found state must be complete on every named rank, and the newest: all ranks load the same step."""
     found = newest(nodes, present)
     if not isinstance(found, FoundState):
         return
@@ -43,7 +43,7 @@ def test_no_state_of_this_or_a_later_generation_is_loaded(nodes: list[Held | Non
 
 @given(HELD, st.integers(2, 5), st.data())
 def test_contradicting_holders_are_not_believed(held: Held, ranks: int, data: st.DataObject) -> None:
-    """Faulty memory on one node must not decide what all nodes train on."""
+    """Holders that contradict each other must not be believed: one node's faulty memory must not decide for all."""
     nodes: list[Held | None] = [held] * ranks
     wrong = data.draw(st.integers(0, ranks - 1))
     nodes[wrong] = held._replace(total=held.total + 1)
@@ -64,7 +64,7 @@ def test_the_lost_step_is_the_last_one_of_the_previous_ranks(marks: list[Mark | 
 
 @given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
 def test_ranks_that_were_no_replicas_do_not_load_the_state_of_another(proofs: list[Proof | None]) -> None:
-    """A script may train a different model on each rank. Then a survivor's state must not be given to the dead rank."""
+    """Ranks that are no replicas must not load another's state, because each may train its own model."""
     held = Held(Version(1, 0, 5), 0, 1, 1)
     differ = any(
         one is not None and other is not None and one[:2] == other[:2] and one.total != other.total
@@ -86,14 +86,14 @@ def test_ranks_that_count_steps_differently_resume_from_the_folder(marks: list[M
 
 @given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([-1, 0, 1]))
 def test_ranks_one_boundary_apart_count_as_being_at_the_same_step(every: int, boundary: int, behind: int) -> None:
-    """A rank may die before a boundary (a call such as should_stop()) that the others have reached."""
+    """Ranks that are one boundary (such as a call of should_stop()) apart must count as at the same step."""
     step, own = every * (boundary + 1), every * (boundary + 1 + behind)
     mark = Mark(0, own, own - every)
     assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), FoundState)
 
 
 def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
-    """A state with which every generation fails would stay in memory forever, and the folder would never be used."""
+    """A state after which no step was made must be given up, or a state that always fails stays in use."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
     assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), FoundState)
@@ -104,8 +104,8 @@ def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
 
 @pytest.mark.parametrize("step", [9, 10], ids=["at the same step", "a step further"])
 def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -> None:
-    """If only rank 0 calls `save(step, …, epoch=epoch)`, the nodes of other ranks hold fewer values of the same
-    generation. The state in memory must still count."""
+    """If only rank 0 passes values to `save`, other nodes have fewer values of the same generation. The state must
+    still count."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
     assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
     assert newest([assumed, named], Version(1, 1, 0)) == FoundState(named, (1,))
@@ -116,7 +116,7 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """If all ranks are lost at once after steps with a state, that state is not the cause of the failure."""
+    """A state after which steps were made must not be given up, because it is not the cause of a failure."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
@@ -126,14 +126,14 @@ def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
 
 @given(st.none() | VERSIONS, HELD)
 def test_the_folder_counts_only_if_its_generation_or_step_is_later(folder: Version | None, own: Held) -> None:
-    """A later generation counts even if it resumed from an older step, because it continued the training."""
+    """The folder must count only if its generation or step is later: a later generation continued the training."""
     own = own._replace(assumed=False)
     assert memory.is_newer(folder, own) is (folder is not None and folder > own.version)
 
 
 @given(VERSIONS, HELD)
 def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version, own: Held) -> None:
-    """If only rank 0 saves values such as an epoch, a state that another rank has not saved lacks these values."""
+    """A saved state must override one that another rank only got from load(): the latter may lack values."""
     own = own._replace(assumed=True)
     saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
     assert memory.is_newer(folder, own) is saved_in_it
@@ -141,7 +141,7 @@ def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version,
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4))
 def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
-    """The furthest rank must not wait. Otherwise two ranks could wait for each other until the time-out."""
+    """The furthest rank must never wait, or two ranks could wait for each other until the time-out."""
     clocks = [own, *others]
     waiting = [memory.turn(clock, clocks[:i] + clocks[i + 1 :]) for i, clock in enumerate(clocks)]
     assert waiting[clocks.index(max(clocks))] == "write"
@@ -151,15 +151,15 @@ def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
 def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(
     own: int, living: list[int], gone: list[int]
 ) -> None:
-    """A rank must not begin a step that needs a lost rank. With a closure, the optimizer runs backward inside its step,
-    which would never end, and the state would be lost."""
+    """A rank must continue only to a boundary that another has passed. A further step may need a lost rank, would never
+    end, and lose the state."""
     turn = memory.turn(own, living, gone)
     assert (turn == "wait") is any(2 * (clock // 2) > own for clock in (*living, *gone))
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
 
 
 def test_each_memory_area_has_its_own_cells() -> None:
-    """Each area needs cells of its own. Otherwise a copy would be described by the cells of another state."""
+    """Each memory area must have its own cells, or a copy would be described by another state's cells."""
     cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
     assert len(set(cells)) == len(cells)
     assert min(cells) > memory.WROTE
@@ -168,13 +168,13 @@ def test_each_memory_area_has_its_own_cells() -> None:
 
 @given(st.integers(0, 1 << 40), st.none() | st.integers(0, 1 << 41), st.integers(0, 1 << 40))
 def test_a_state_that_fits_does_not_raise_the_limit(size: int, limit: int | None, used: int) -> None:
-    """The kernel kills a container above its memory limit, so the copy would cause a failure instead of helping."""
+    """A state that fits must not exceed the container's memory limit, at which the kernel kills the container."""
     assert not memory.fits(size, limit, used, None) or limit is None or used + size <= limit
     assert memory.fits(size, None, used, None)
 
 
 def test_no_part_of_the_memory_layout_overlaps_another() -> None:
-    """If parts overlapped, two ranks would overwrite each other's slots."""
+    """No part of the memory layout may overlap another, or two ranks overwrite each other's slots."""
     for ranks in (1, 2, 8):
         slots = [memory.slot_offset(rank, slot, ranks) for rank in range(ranks) for slot in range(memory.SLOTS)]
         ends = [(1 + ranks) * memory.PAGE_BYTES, *(offset + memory.SECTION_BYTES for offset in slots)]
@@ -188,7 +188,7 @@ def test_no_part_of_the_memory_layout_overlaps_another() -> None:
     [
         ((1, 9), [(1, 7), (1, 8)], (1, 9), True),
         ((1, 9), [(1, 4), (1, 8)], (1, 12), True),  # the script counts micro-batches
-        ((1, 9), [(1, 4), (1, 12)], (1, 16), False),  # nothing was written in the step after 12
+        ((1, 9), [(1, 4), (1, 12)], (1, 16), False),  # no rank wrote anything in the step after 12
         ((1, 9), [(1, 7), (1, 8)], (1, 8), False),
         ((0, 9), [(1, 8), (0, 8)], (1, 9), False),
         (None, [(1, 8), None], (1, 9), False),
@@ -200,7 +200,7 @@ def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_other
     version: tuple[int, int],
     is_of_it: bool,
 ) -> None:
-    """A rank must not get the random states of an older step, because it would draw the same numbers again."""
+    """Random states written within a step must belong to the others' boundary: older ones would be drawn again."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

@@ -41,7 +41,7 @@ containers = st.one_of(
                 "RuntimeError: Connection closed by peer",
                 '{"ddpjob": 1, "ended": true}',
                 '{"ddpjob": 1, "ended": true, "agent": {"members": "0-1"}}',
-                # These rank numbers come from a log, so they may be invalid.
+                # Rank numbers as in a log, which may be invalid.
                 "Root Cause (first observed failure):\n[0]:\n  rank      : -1 (local_rank: 0)\n  exitcode  : 1",
                 "[rank999999999]: ValueError: x\n[rank-2]: ValueError: y",
             ]
@@ -149,7 +149,7 @@ def test_the_order_of_observations_does_not_matter(
 
 @given(jobs(), observed, times)
 def test_no_object_of_another_owner_is_ever_deleted(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
-    # Pods without a living owner: a deleted job of the same name has left them on a lost node.
+    # Pods without a living owner, left on a lost node by a deleted job of the same name.
     leaked = {(p.name, p.uid) for p in seen.pods if p.job == "digits" and p.owner_uid and p.deletion_requested_at}
     of_this_name = leaked | {(p.name, p.uid) for p in seen.pods if p.owner_uid == UID}
     for action in plan(what, seen, now).actions:
@@ -163,7 +163,7 @@ def test_no_object_of_another_owner_is_ever_deleted(what: api.DDPJob, seen: Obse
 def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """A pod that shows a failure, a restart or a completed rank must stay until the status has this fact."""
+    """A pod may be deleted only when the status has what the pod shows: a failure, a restart or a completed rank."""
     recorded = what.status
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
@@ -179,7 +179,7 @@ def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(
 def test_no_pod_is_created_next_to_a_live_one_of_the_same_rank(
     what: api.DDPJob, seen: Observed, now: dt.datetime
 ) -> None:
-    """Two live pods of one rank must never exist, because both write the same checkpoint."""
+    """No pod may be created next to a live one of the same rank: both would write the same checkpoint."""
     todo = plan(what, seen, now)
     given_up = {a.uid for a in todo.actions if isinstance(a, DeletePod) and a.grace_seconds == 0}
     live = {p.place for p in seen.pods if p.owner_uid == UID and p.live and p.uid not in given_up}
@@ -214,7 +214,7 @@ def test_a_carried_out_plan_soon_leaves_nothing_to_do_if_nothing_else_happens(
 ) -> None:
     world = World(what)
     world.now, world.service, world.conflicts = now, seen.service, list(seen.conflicts)
-    # The API server has only one pod per name, and attempt, place and replacement determine the name of our pods.
+    # The API server has one pod per name, and attempt, place and replacement determine a pod's name.
     own = {naming.pod_name(what, p.attempt, p.place, p.replacement): p for p in seen.pods if p.owner_uid == UID}
     world.pods = {name: replace(p, name=name) for name, p in own.items()}
     world.conflicting_pods = [p for p in seen.pods if p.owner_uid != UID and p.name not in own]
@@ -252,9 +252,9 @@ def runs(draw: st.DrawFn) -> tuple[api.DDPJob, Observed]:
 def test_after_a_write_of_progress_alone_nothing_is_left_to_do(
     world: tuple[api.DDPJob, Observed], now: dt.datetime, seconds: int
 ) -> None:
-    """The operator does not reconcile after a write of progress, so any action left would wait for the next change."""
+    """After a write of progress alone nothing may be left to do, because no reconcile follows it."""
     what, seen = world
-    for _ in range(4):  # repeat until the status is that of a job that has run for a while
+    for _ in range(4):  # so that the status is that of a job that has run for a while
         before = plan(what, seen, now)
         what = replace(what, status=before.status or what.status)
     if before.status is not None or before.actions:
@@ -276,7 +276,7 @@ def test_after_a_write_of_progress_alone_nothing_is_left_to_do(
 
 @given(jobs(), observed, times)
 def test_a_status_is_read_back_as_it_was_written(what: api.DDPJob, seen: Observed, now: dt.datetime) -> None:
-    """If the operator cannot read its own status, the job stands still until somebody repairs the status."""
+    """A status must be read back as it was written, or the job stands still."""
     status = plan(what, seen, now).status
     if status is not None:
         stored = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(status)))
@@ -359,7 +359,7 @@ WRONG_SPECS = st.dictionaries(
 def test_any_spec_of_a_running_job_gives_a_plan(
     what: api.DDPJob, given_spec: dict[str, Any], seen: Observed, now: dt.datetime
 ) -> None:
-    """If an old CRD accepts an edit, the job must still get a plan."""
+    """Any spec of a running job must give a plan, also one that only an old CRD accepts."""
     metadata = {"name": "digits", "namespace": "default", "uid": UID}
     raw = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata, "spec": given_spec}
     parsed, problems = validation.parse(raw)
@@ -378,7 +378,7 @@ LOSSES = ("vanishes", "Evicted", "node lost", "deleted", "ends", "runs", "unsche
 
 
 def happens(world: World, what: str, place: int, number: int) -> None:
-    """Let something happen to a place, unless no node would be left whose first pod trains."""
+    """Let something happen to a place, unless no node would be left whose first pod is training."""
     trains = {p.place for p in world.pods.values() if p.live and p.trainer.state == "running" and p.replacement == 0}
     trains -= {p.place for p in world.pods.values() if p.deletion_requested_at is not None}
     pod = next((p for p in world.pods.values() if p.place == place and p.live), None)
@@ -411,8 +411,8 @@ def is_lost(world: World, what: str, pod: Pod) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from((*LOSSES, "resize")), st.integers(0, 3)), max_size=30))
 def test_an_elastic_job_under_ddprun_trains_on_as_long_as_one_node_stays(events: list[tuple[str, int]]) -> None:
-    """Any node may be lost, also the leader's. The job must stay Running in one attempt, no node may have two live
-    pods, and the leader of each term must have a live pod."""
+    """An elastic job under ddprun must stay Running in one attempt while one node stays. No node may have two live
+    pods, and each term's leader must have a live one."""
     world = World(job(container={"command": ["ddprun", "train.py"]}, nodes=4, minNodes=1)).running().after(60)
     leaders: dict[int, api.JobLeader] = {}
     for number, (what, place) in enumerate(events):

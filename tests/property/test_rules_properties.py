@@ -15,7 +15,7 @@ NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 classes = st.sampled_from(get_args(rules.Class))
 attempts = st.builds(budget.Attempt, st.booleans(), st.booleans(), st.floats(0, 1e6))
 limits = st.builds(budget.Limits, st.integers(0, 5), st.none() | st.integers(1, 4000))
-# Seconds between two failures. A negative number is a clock that was set back.
+# Seconds between two failures; a negative number is a clock that was set back.
 failures = st.lists(st.tuples(classes, attempts, st.integers(-100, 4000)), max_size=40)
 Failures = list[tuple[rules.Class, budget.Attempt, int]]
 Step = tuple[rules.Class, budget.RestartHistory, rules.Verdict, dt.datetime]
@@ -82,7 +82,7 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
 def test_no_policy_charges_the_application_for_a_failure_of_others(
     found: rules.Class, code: int | None, listed: list[PolicyRule]
 ) -> None:
-    """A drained node must not fail the job, even if a user's policy is `FailJob` for exit code 143."""
+    """No policy may charge the application for others' failures, such as a drain with `FailJob` for code 143."""
     assert rules.with_policy(found, code, listed, from_outside=True) == found
     assert rules.with_policy("stall", code, listed) == "stall"
     assert rules.with_policy(found, code, listed) in get_args(rules.Class)
@@ -90,7 +90,7 @@ def test_no_policy_charges_the_application_for_a_failure_of_others(
 
 @given(classes.filter(lambda found: found != "stall"), st.integers(1, 255))
 def test_an_explicit_rule_always_applies_to_the_exit_of_a_process(found: rules.Class, code: int) -> None:
-    """A user's policy for exit code 75 or 143 must be able to stop a job whose process always ends with this code."""
+    """An explicit rule must apply to each exit of a process, also with the codes 75 and 143."""
     for action, want in (("FailJob", "permanent"), ("Count", "application"), ("Ignore", "infrastructure")):
         rule = PolicyRule(action, frozenset({code}))  # type: ignore[arg-type]
         assert rules.with_policy(found, code, [rule]) == want
@@ -104,7 +104,7 @@ def test_an_explicit_rule_always_applies_to_the_exit_of_a_process(found: rules.C
 def test_every_failure_class_has_a_limit_however_long_its_attempts_run(
     found: rules.Class, attempt: budget.Attempt, limit: int
 ) -> None:
-    """A job without step reports must not restart forever, for example every eleven minutes."""
+    """Every failure class must have a limit, or a job without step reports may restart for ever."""
     bounds = {"infrastructure": budget.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": budget.STALLS_MAX}
     history, now, allowed = budget.RestartHistory(), NOW, budget.Limits(limit)
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Variables that a shell reads, found in any script: the reader never fails and respects quotes."""
+"""The reader of shell scripts finds the variables that a shell reads: it never fails, and respects quotes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text(
 
 @given(SCRIPTS)
 def test_a_shell_expands_nothing_in_single_quotes_and_everything_in_a_nested_script(text: str) -> None:
-    """A rank's variable must be reported only if the shell really reads it."""
+    """A variable in single quotes must not count as read, and one in a nested script must."""
     script = text.replace("'", "")
     assert references(f"echo '{script}'") == ()
     assert references(f"sh -c {shlex.quote(script + ' ')}") == references(script + " ")
@@ -27,6 +27,6 @@ def test_a_shell_expands_nothing_in_single_quotes_and_everything_in_a_nested_scr
 
 @given(st.sampled_from("({`'\"$"), st.integers(1, 5000))
 def test_nesting_depth_is_bounded(sign: str, count: int) -> None:
-    """A script of 5,000 braces must not cause a RecursionError."""
+    """The depth of nesting must be limited: 5,000 braces must not cause a RecursionError."""
     for piece in (sign, f"${sign}", f'"${sign}', f"${{a:-{sign}"):
         references(piece * count)

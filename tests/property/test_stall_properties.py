@@ -75,7 +75,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_causes_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
-    """A silent trainer must not count as a hang, because the trainer or its reports may be lost."""
+    """Silence must never cause a finding, because the trainer or its reports may be lost."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
     assert stall.find(trackers, spec(timeout), later) is None
@@ -141,7 +141,7 @@ def test_a_live_group_without_a_step_is_found_within_its_limit_plus_one_report(
     for rank in range(RANKS):
         trackers = received(trackers, Report(step=step, rank=rank, attempt=3, phase=phase), start)
     allowed = max(stall.limit(tracker, timeout).allowed for tracker in trackers.values())
-    # The stall is found at the latest one report after the limit.
+    # The stall must be found at the latest one report after the limit.
     # Earlier reports only change the time of receipt, and processing all of them would take minutes.
     last = start + dt.timedelta(milliseconds=every_ms * (int(allowed * 1000) // every_ms + 1))
     trackers = {rank: replace(tracker, heard_at=last) for rank, tracker in trackers.items()}
@@ -174,6 +174,6 @@ def test_an_operator_that_was_down_never_causes_a_finding_by_itself(
         trackers = received(trackers, Report(step=step, rank=rank, attempt=9), now)
         assert stall.find(only(trackers, 9), spec(timeout), now) is None
     known = received_all(reports)[0]
-    for rank, tracker in list(known.items()):  # also in the attempt that the operator already knew
+    for rank, tracker in list(known.items()):  # silence followed by one report is no stall
         known = received(known, Report(step=tracker.step, rank=rank, attempt=tracker.attempt, phase=tracker.phase), now)
     assert stall.find(known, spec(timeout), now) is None

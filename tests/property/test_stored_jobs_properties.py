@@ -44,7 +44,7 @@ class Jobs:
         self.waiting.pop(key, None)
 
     def hear(self) -> list[storage.Key]:
-        """Let waiting jobs take the memory that they are offered."""
+        """Let waiting jobs take the memory that they were offered."""
         told = self.room.next()
         assert all(self.ask(key, self.waiting[key]) for key in told), "who is told has room"
         return told
@@ -91,7 +91,7 @@ def lives(chance: random.Random) -> World:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 200))
 def test_a_job_that_is_not_read_again_has_nothing_to_do(seed: int, seconds: int) -> None:
-    """If a job with work to do were not read again, a resume or a deletion would be ignored forever."""
+    """A job that is not read again must have nothing to do, or a resume or a deletion is ignored for ever."""
     world = lives(random.Random(seed))
     metadata = msgspec.to_builtins(world.job.metadata)
     raw: dict[str, Any] = {"metadata": metadata, "spec": msgspec.to_builtins(world.job.spec)}
@@ -119,7 +119,7 @@ def test_a_cut_object_keeps_at_most_a_kilobyte_per_field(texts: dict[str, str], 
 
 
 def test_a_job_that_outgrows_its_room_loses_its_place_and_regains_it_later() -> None:
-    """A running job's annotations may grow to 256 kB. With thousands of jobs this exceeds the memory."""
+    """A job that outgrows its memory must lose it, and get it back later: annotations may grow to 256 kB."""
     room = storage.Room(TOTAL, OF_NAMESPACE)
     key, other = ("team", "a"), ("team", "b")
     assert room.take(key, 30)
@@ -158,7 +158,7 @@ def kept_of(kept: store.Jobs, namespace: str) -> int:
 def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
     walk: list[tuple[str, tuple[str, int, int]]],
 ) -> None:
-    """A tenant may store a million suspended jobs. At 2 kB each, 200,000 would end every operator."""
+    """Memory must be limited per namespace and in total: a tenant may store a million suspended jobs of 2 kB."""
     kept = store.Jobs(lambda _key: None, limits=LIMITS)
     for version, (what, given_job) in enumerate(walk, 1):
         raw = of_size(version, *given_job)
@@ -186,7 +186,7 @@ def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
 
 @given(jobs)
 def test_an_idle_job_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
-    """The operator reads a settled job only when it changes, so the job must need no action at any time."""
+    """An idle job must need no action at any time, because the operator reads it only when it changes."""
     raw = of_size(1, *given_job)
     for seconds in (None, 0, 100):
         timed = raw | {"spec": raw["spec"] | ({} if seconds is None else {"ttlSecondsAfterFinished": seconds})}

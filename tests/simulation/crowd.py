@@ -68,7 +68,7 @@ def _member(rng: random.Random, seed: int, number: int) -> Scenario:
     spec = {**found.spec, "nodes": rng.choice((2, 2, 3, 4))}
     for name in ("ttlSecondsAfterFinished", "stall"):
         spec.pop(name, None)
-    # Later jobs mostly have a higher priority, so they preempt.
+    # Later jobs mostly have a higher priority, so that they preempt earlier ones.
     priority = "high" if rng.random() < (0.7 if number else 0.2) else "low"
     failures = {
         life: failure
@@ -215,7 +215,7 @@ class Crowd(Simulation):
         whole = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)
         elastic = next((g for g in self.training.elastic.groups.values() if self._trains_elastically(g, uid)), None)
         training = whole.present if whole else elastic.training if elastic else []
-        # Ranks that are already stopping, because of the start deadline or a suspension, have already saved.
+        # Ranks that are stopping for the start deadline or a suspension have saved already.
         if training and not any(process.told for process in training):
             self._to_save[uid] = training[0].attempt, self._failures(uid)
 
@@ -233,7 +233,7 @@ class Crowd(Simulation):
         return bool(ranks) and ranks[0].job_uid == uid and not group.closed and all(p.alive for p in ranks)
 
     def _is_told(self, process: Process, grace_seconds: int) -> None:
-        """Send SIGTERM to a process. If all ranks train, they agree on a step, save and end."""
+        """Send SIGTERM to a process. Ranks that are all training agree on a step, save and end."""
         if process.is_elastic:
             return self._is_told_elastically(process, grace_seconds)
         group = self.training.groups.get(process.run)
@@ -243,7 +243,7 @@ class Crowd(Simulation):
             return None
         self._told.add((id(group), 0))
         if grace_seconds < full:
-            return None  # ranks are killed before they have agreed
+            return None  # ranks are killed before they have agreed on a step
         if self.training.saves(group.present[0], self.training._step(group)):
             self.saves[process.job_uid] += 1
         return None

@@ -8,7 +8,7 @@ import collections
 import random
 from collections.abc import Iterable, Mapping
 
-# The possible faults of each point. crash: the operator's process dies and restarts later.
+# Possible faults by point. crash: the operator's process ends, and is restarted later.
 POINTS: dict[str, tuple[str, ...]] = {
     "write": ("crash before", "crash after", "lost answer", "not carried out", "error", "throttled", "touched", "slow",
               "slow answer"),
@@ -56,7 +56,7 @@ class Faults:
         self._streams = {point: random.Random(f"{seed} {point}") for point in self._tables}
 
     def at(self, point: str) -> str:
-        """Return the fault at this pass of the point; "" for none."""
+        """Return the fault at this pass of the point; "" if there is none."""
         number = self._count[point]
         self._count[point] = number + 1
         if self.stopped:

@@ -24,7 +24,7 @@ COUNTED_WITHIN_SECONDS = 120.0
 
 
 class Judge:
-    """Collects violations. Each sentence says what a user would lose."""
+    """Collects violations of the rules. The sentence for each violation says what a user would lose."""
 
     def __init__(self, cluster: Cluster, training: Training, jobs: Callable[[], list[Raw]]) -> None:
         self.wrong: list[str] = training.wrong
@@ -55,7 +55,7 @@ class Judge:
         cluster.started = self.started
 
     def started(self, process: Process) -> None:
-        """Check that a trainer may start now: no process of its rank or of another attempt is alive."""
+        """Check when a trainer starts that no process of its rank or of another attempt is alive."""
         others = [p for p in self._cluster.processes() if p is not process and p.job == process.job]
         for other in others:
             if (other.job_uid, other.attempt) == (process.job_uid, process.attempt):
@@ -132,7 +132,7 @@ class Judge:
         self._check_budget(raw, status)
 
     def _check_budget(self, raw: Raw, status: Raw) -> None:
-        """Check that a pod's agent gets no more restarts than the job has left. A script that always fails must end."""
+        """Check that a pod's agent gets no more restarts than the job has left, so that a failing script ends."""
         env = {e["name"]: e.get("value", "") for e in raw["spec"]["containers"][0].get("env", ())}
         job = next((j for j in self._jobs() if j["metadata"]["uid"] == owner_uid(raw)), None)
         if job is None or "DDPJOB_RESTARTS_LEFT" not in env or status.get("attempt", 0) != _attempt(raw):
@@ -202,10 +202,10 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 lost -= self._training.agents.not_trained.get((uid, attempt), set())
-                # The pods from spec.nodes on have been told to leave, and the others go on.
+                # The pods from spec.nodes on were told to leave, and the other pods continue.
                 lost = {rank for rank in lost if rank < (new.get("attemptNodes") or rank + 1)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
-                    lost &= completed  # an elastic group that has ended may leave out nodes that did not complete
+                    lost &= completed  # an elastic group that has ended may lack nodes that did not complete
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]
@@ -213,7 +213,7 @@ class Judge:
             self.wrong.append(f"rank {untrue} of attempt {attempt} is said to have completed, and has not")
         if new.get("state") == "Succeeded" and old.get("state") != "Succeeded":
             nodes = (new.get("nodes") or {}).get("total", 0)
-            if new.get("attemptNodes"):  # for an elastic job: the nodes that trained
+            if new.get("attemptNodes"):  # in an elastic job: the nodes that trained
                 nodes = max(len(ranges.parse(new.get("startedNodes", ""))), self._min_nodes(uid))
             if len(completed) < nodes:
                 self.wrong.append(f"the job Succeeded with {len(completed)} of {nodes} nodes completed")
@@ -228,11 +228,11 @@ class Judge:
             if before.get(name, 0) > after.get(name, 0):
                 self.wrong.append(f"status.restarts.{name} went back from {before[name]} to {after.get(name, 0)}")
         application, limit = after.get("application", 0), spec.get("backoffLimit", BACKOFF_LIMIT)
-        # Until the operator learns of an agent's restarts, it may spend the same restarts of the budget itself.
+        # Until the operator learns of an agent's restarts, it may use the same restarts of the budget.
         if (own := _own_charges(old, new)["application"]) > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
             if spec.get("minNodes") and spec["template"]["spec"]["containers"][0]["command"][0] == "ddprun":
-                self._spent_twice[uid] += own  # the others go on, and their agent learns of it from the next pod
+                self._spent_twice[uid] += own  # the other pods continue, and their agent learns this from the next pod
         if application > limit + self._spent_twice[uid]:
             self.wrong.append(f"{application} restarts are charged, backoffLimit is {limit}")
         truly = sum(1 for job, _ in self._training.failed if job == uid)
@@ -243,8 +243,8 @@ class Judge:
             self.wrong.append(f"{after['stall']} restarts are charged to stalls, and it hung {hung} times")
 
     def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
-        """True if the failure was charged to the application although the network was cut. The operator saw only ranks
-        that complained about lost peers, and a wrong script looks the same (docs/dev/decisions.md)."""
+        """True if a failure was charged to the application although the network was cut. The operator saw only lost
+        peers, as after a mistake in the script (docs/dev/decisions.md)."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"
@@ -262,7 +262,7 @@ class Judge:
         if not settled or culprit is None or place in self.disturbed or place in self._training.hung:
             return
         if place in self._training.early and culprit not in ranges.parse(old.get("completedNodes", "")):
-            return  # the rank was stopped before its end was known, so exit code 0 proves nothing
+            return  # the rank was stopped before its end was known, so its exit code 0 proves nothing
         if self._is_unknown(place, culprit, old.get("lastFailure") or {}, operator):
             return
         if failure["nodeRank"] != culprit or failure["class"] not in ("application", "outOfMemory"):
@@ -272,8 +272,8 @@ class Judge:
             )
 
     def _is_unknown(self, place: tuple[str, int], rank: int, recorded: Raw, operator: str) -> bool:
-        """True if no operator could record the end of the rank's pod: the pod was stopped because a peer complained
-        first, and has disappeared."""
+        """True if no operator could record how the rank's pod ended: it was stopped because a peer complained first,
+        and has disappeared."""
         is_recorded = (recorded.get("attempt"), recorded.get("nodeRank")) == (place[1], rank)
         is_seen = (*place, rank) in self.ends_seen.get(operator, ())
         is_there = any((owner_uid(p), _attempt(p), _rank(p)) == (*place, rank) for p in self._cluster.pods())
@@ -295,7 +295,7 @@ class Judge:
         self.silence_seen.pop(operator, None)
 
     def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
-        """Check that each restart counts once: those in place as the agent charged them, and one per new pod or
+        """Check that each restart counts once: a restart in place as the agent charged it, and one per new pod or
         attempt."""
         agent = new.get("inPlace")
         if agent is not None:
@@ -309,7 +309,7 @@ class Judge:
         restarted = again or old.get("replacements", {}) != new.get("replacements", {})
         if min(own.values()) < 0 or sum(own.values()) > (1 if restarted else 0) + hidden:
             self.wrong.append(f"{own} restarts are charged at once, beside those in place: {summary(new)}")
-        # A node that waits for the start in vain may not know that the job has ended.
+        # A node that waits in vain for the start may not know that the job has ended.
         heard = again and new.get("reason") != "StartBackOff" and self._has_said_all(uid, old)
         if heard and sum(own.values()) < hidden:
             self.wrong.append(

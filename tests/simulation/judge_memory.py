@@ -21,7 +21,7 @@ HONEST = ("was loaded before", "are gone")
 
 
 class MemoryJudge:
-    """Knows the true history of all generations. Each sentence says what a user would lose."""
+    """Knows the true history of all generations. Each violation that it reports says what a user would lose."""
 
     def __init__(self, wrong: list[str]) -> None:
         self.repeated: Counter[str] = Counter()
@@ -85,8 +85,8 @@ class MemoryJudge:
                 self.seen["paced"] += kept.copying.least > 0
 
     def _check_random_states(self, life: Life, agents: list[Agent], area: Area) -> None:
-        """Check that a rank whose node is alive finds its random states for the loaded copy. If the only node with a
-        newer copy was lost, an older copy is loaded, whose random states other ranks may have overwritten."""
+        """Check that a rank whose node is alive finds its random states for the loaded copy. Exception: the only node
+        with a newer copy was lost, so an older copy is loaded, whose random states may be overwritten."""
         held, writer, uid = area.held, area.newest.writer, life.leader.process.job_uid
         if held is None or writer is None:
             return  # this violation is already reported
@@ -119,7 +119,7 @@ class MemoryJudge:
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
         named = {one.writer.generation for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            # Ranks know only the number of a generation. The agent of a recreated pod counts from 0 again.
+            # Ranks know only the number of a generation, and the agent of a new pod begins at 0 again.
             named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
@@ -130,13 +130,13 @@ class MemoryJudge:
             if not one.assumed or one.writer.generation not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
                 (useless if bad else found).append((attempt, one.writer.number, one.state.step))
-        # If the newest state in memory must not be loaded, neither must older ones: they may contain the same fault.
-        # The state in the folder may be loaded, although it may contain the fault too (docs/memory.md).
+        # If the newest state in memory must not be loaded, nor must older ones there: they may have its fault.
+        # The state in the folder may be loaded, although it may have the fault, too (docs/memory.md).
         found = [age for age in found if age > max(useless, default=(0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
-        """True if the state may cause the failures: it was loaded often, and no node knows a later step."""
+        """True if the state may cause the failures: it was loaded often, and no node has recorded a later step."""
         lives = self._tried.get((uid, state), [])
         marks = [mark for agent in agents for mark in agent.area.marks]
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX

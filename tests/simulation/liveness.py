@@ -1,5 +1,5 @@
-"""Jobs that cannot succeed, each for another reason, must all end or report what they wait for. The faults of
-`scenario.py` stop after a while, and the job must then succeed. Here the fault stays."""
+"""Jobs that can never succeed, each for another reason, must end or report what they wait for. In `scenario.py` faults
+stop after a while, and the job must then succeed. Here the fault stays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Start = Callable[[Cluster, Node, Raw, bool], None]
 
 
 def always(rank: int, after_seconds: float, code: int, message: str = "") -> dict[int, Failure]:
-    """Return a failure of this rank in every attempt."""
+    """Return a failure of this rank that happens in every attempt."""
     return {attempt: Failure(rank, after_seconds, code, message=message) for attempt in ALWAYS}
 
 
@@ -55,7 +55,7 @@ class Doomed(Simulation):
     def _fail(self, process: Process, failure: Failure) -> None:
         if failure.code != EARLY:
             self._fails(process, failure)
-            self.training.culprits.clear()  # failures in this simulation need not be blamed on a rank
+            self.training.culprits.clear()  # in this simulation no failure need be blamed on a rank
             return
         group = self.training.groups[process.run]
         if process.alive:
@@ -76,7 +76,7 @@ class Doomed(Simulation):
             self._check_that_it_says_why()
 
     def _floods(self) -> bool:
-        return False  # do not judge endless loops: a hundred restarts need more writes than a healthy job
+        return False  # do not judge endless loops, because a hundred restarts need more writes than a healthy job
 
     @property
     def status(self) -> Raw:
@@ -103,7 +103,7 @@ class Doomed(Simulation):
 
 @contextlib.contextmanager
 def kubelets(start: Start) -> Iterator[None]:
-    """Replace the function with which kubelets start containers."""
+    """Replace the function by which kubelets start containers."""
     with mock.patch.object(Cluster, "_start", start):
         yield
 

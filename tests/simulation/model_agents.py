@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from model_training import Training
 
 RETRY_SECONDS = (0.3, 3.0)
-# Seconds that a TCP connection survives without a network. If a node is cut off for less, its ranks continue.
+# Seconds that a TCP connection survives without a network; ranks on a node that is cut off for less continue.
 HELD_UP_SECONDS = 5.0
 # After this time at most, agents that can ask have heard of a new leader, also if some answers are lost.
 HEARD_WITHIN_SECONDS = 90.0
@@ -77,7 +77,7 @@ class Life:
         return len(self.ranks) == len(self.members)
 
     def rank(self, agent: Agent) -> int:
-        """Return the rank of an agent, which is not its node's number if other nodes are missing."""
+        """Return the rank of an agent. It is not its node's number if other nodes are missing."""
         return self.members.node_rank(agent.node)
 
 
@@ -480,7 +480,7 @@ class Agents:
             self._end(leader, leader.code_when_told)
 
     def _save_together(self, leader: Agent, order: Stop) -> None:
-        """Let all ranks save after the same step, because nodes join them. If one is told to stop, it may die first."""
+        """Let all ranks save after the same step, because nodes join them. A rank that was told to stop may die."""
         life = leader.life
         if not order.patient or life is None or not self.trains(life) or not self._memories.script.folder:
             return
@@ -568,7 +568,7 @@ class Agents:
         if agent.generation != order.generation or not agent.runs:
             return self._has_stopped(agent)
         if agent.stopped and agent.failures:
-            return None  # the agent is already ending processes that a rank has left behind
+            return None  # the agent is ending processes that a rank has left behind
         agent.stopped = True
         return self._end_rank(agent, patient=order.patient)
 
@@ -585,7 +585,7 @@ class Agents:
             self._signal(agent, patient=False)
 
     def _stands(self, life: Life) -> None:
-        """Stop the steps of a generation at their present number."""
+        """Stop a generation at its present step."""
         if life.loaded is not None and life.ended_at is None:
             self._memories.stop(life, int(min(self._step(life), self._training.seconds)))
 
@@ -606,7 +606,7 @@ class Agents:
             return None
         if failure.code == HANGS:
             return self._hang(life)
-        if failure.reason == "OOMKilled":  # the kernel kills the whole container
+        if failure.reason == "OOMKilled":  # the kernel kills all processes of the container
             return self.kill(agent.process, failure.reason)
         self._training.application_failed(agent.process)
         return self._one_ends(agent, life, failure.code, failure.message.rpartition("\n")[2])
@@ -724,7 +724,7 @@ class Agents:
         self._advance(life)
 
     def _advance(self, life: Life) -> None:
-        """Save periodically, and complete the training. Do nothing while ranks do not reach each other."""
+        """Save periodically, and complete the training. Do nothing while the ranks cannot reach each other."""
         has_ended = life.broken or life.stuck_at is not None or life.ended_at is not None
         if has_ended or not all(a.runs and not a.over for a in life.ranks.values()):
             return
@@ -790,7 +790,7 @@ class Agents:
         first = life.agents[0].process
         self._training.hung.add((first.job_uid, -1000 - life.number))
         limit = first.environ.get("DDPJOB_STALL_TIMEOUT")
-        if limit and self._faults.at("watchdog") != "blind":  # "blind": only the operator detects the hang, and later
+        if limit and self._faults.at("watchdog") != "blind":  # "blind": only the operator detects the hang, later
             self._loop.call_later(float(limit), self._found_hanging, life)
 
     def _found_hanging(self, life: Life) -> None:

@@ -1,5 +1,4 @@
-"""A model of the API server: only what its clients can distinguish. tests/api/test_model.py compares it with a real
-one.
+"""A model of the API server: only what its clients can notice. tests/api/test_model.py compares it with a real one.
 
 Objects are raw dicts that nobody changes in place. Each write makes a new dict, so that a watch, a cache and a stale
 list can share them."""
@@ -240,7 +239,7 @@ class ModelApi:
         else:
             new = self._with_spec(kind, old, body)
         if new == old:
-            return 200, old  # as with etcd, nothing is written and the version stays
+            return 200, old  # as with etcd, nothing is written, and the version stays
         stored = self._store(kind, place, old, new, actor)
         return 200, self._drop_if_released(kind, place, stored, actor)
 

@@ -28,7 +28,7 @@ TORN = State(-1, -1)
 
 
 class Whole(NamedTuple):
-    """A complete state in memory, with the generation that really wrote all its parts."""
+    """A complete state in memory, and the generation that really wrote it."""
 
     writer: Life
     state: State
@@ -114,13 +114,13 @@ class Area:
             self.slots[local] = [*sorted(slots)[-1:], version]
 
     def begin(self, place: Place, held: Held) -> None:
-        """Begin to write after a failure. Nothing counts in this area until its last part is written."""
+        """Begin to write after a failure. The area has no valid state until its last part is written."""
         if place.whole is not None and place.whole == self.copied:
             self.copied = None  # a write after a failure may overwrite the newest copy
         place.held = place.writer = None
 
     def end(self, place: Place, held: Held, life: Life) -> None:
-        """Make the state count, after its last part was written."""
+        """Make the state valid, because its last part was written."""
         place.held, place.writer = held, life
 
     def count_load(self, version: Version) -> None:
@@ -131,7 +131,7 @@ class Area:
         place.held = place.held._replace(loads=place.held.loads + 1)
 
     def forget(self, generation: int) -> None:
-        """Forget slots and copies of this generation, because the script has passed other objects since."""
+        """Forget slots and copies of this generation, because the script has passed other objects."""
         self.slots = {
             local: [slot for slot in slots if slot.generation != generation] for local, slots in self.slots.items()
         }

@@ -19,7 +19,7 @@ from ddpjob_operator.kube.api.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
-# Number of versions that a stale server may be behind.
+# Number of versions by which a stale server may be behind.
 STALE_VERSIONS_MAX = 25
 
 
@@ -68,7 +68,7 @@ class ModelClient:
 
     async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
         answer = await self._request("GET", path, {"labelSelector": selector} if selector else {})
-        # Only the list of a reflector may be stale; a list for one job is always current.
+        # Only a reflector's list may be stale; the list for one job is always current.
         items, version = answer["items"], answer["metadata"]["resourceVersion"]
         if "=" not in selector and self._faults.at("list") == "stale":
             plural, namespace, _, _ = parse(path)
@@ -179,7 +179,7 @@ class ModelClient:
                 self._api.change(types.PLURAL, raw, "user", metadata=touched)
 
     async def _later(self, seconds: float, *request: Any) -> tuple[int, Raw]:
-        """Execute a request later, even if the sending process dies in between."""
+        """Execute a request later, even if the process that sent it has died."""
         answer = self._loop.create_future()
 
         def carry_out() -> None:

@@ -95,7 +95,7 @@ class Copying:
 
     @property
     def every(self) -> int:
-        """Number of steps between two copies."""
+        """Number of steps between two copies of this rank."""
         return 1 if self.plan is None else self.plan.every
 
     @property
@@ -159,7 +159,7 @@ class Copying:
 
     @property
     def is_complete(self) -> bool:
-        """True if a copy waits for the next optimizer step, but is already complete: all ranks are on this node and
+        """True if the copy that waits for the next optimizer step is already complete: all ranks are on this node and
         have written their random states."""
         is_all = self.ranks == self.per_node and self.area.all_have_copied(self._version, self.per_node)
         return self._is_written and is_all
@@ -203,7 +203,7 @@ class Copying:
 
     def _copy_if_due(self, at: At) -> None:
         if self.loaded is not None and at.step == self.loaded.step:
-            return  # the loaded state is already in memory
+            return  # memory has the loaded state already
         self._is_named |= at.named
         if self._room_at is None:
             self._room_at = at.step + self.chance.choice(NO_ROOM_STEPS if self.is_writer else (0,))
@@ -264,7 +264,7 @@ class Copying:
         slots[copies.slot_for(slots, held and held.version, self.loaded)] = self._version
 
     def _open(self) -> None:
-        """Invalidate the content of the area before it is overwritten."""
+        """Invalidate the area before it is overwritten."""
         self._place = self.area.places[copies.area_for([place.held for place in self.area.places])]
         self._place.held, self._place.writer, self._place.parts = None, None, [TORN] * PARTS
 

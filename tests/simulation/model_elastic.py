@@ -129,7 +129,7 @@ class Elastic:
         self._loop.call_later(seconds, if_it_still_trains)
 
     def _save(self, group: Rendezvous) -> None:
-        # All generations of torchrun have the attempt's number, so only older attempts are refused.
+        # All generations of torchrun have the attempt's number, so only earlier attempts are refused.
         if not self._training.saves(group.training[0], self._step(group)):
             self._end(group.training[0], 1, "Error", "ddpjob.SupersededError: a newer attempt has written")
             return
@@ -171,7 +171,7 @@ class Elastic:
         self._loses_a_peer(group, cut_off)
 
     def _loses_a_peer(self, group: Rendezvous, lost: Process) -> None:
-        """Let the ranks of the other nodes fail too. Each torchrun counts this as a restart of its own."""
+        """Let ranks of the other nodes fail, too. Each torchrun counts this as its own restart."""
         if lost.alive:
             self._loop.call_later(self._random.uniform(1, 10), self._rejoins, group, lost)
         for peer in group.training:
@@ -183,7 +183,7 @@ class Elastic:
         self._again(group)
 
     def _rejoins(self, group: Rendezvous, process: Process) -> None:
-        """Let a node rejoin whose ranks failed or that was cut off."""
+        """Let a node join again whose ranks failed, or that was cut off."""
         host = group.there[0]
         if not process.alive or process in group.training:
             return

@@ -19,14 +19,13 @@ NOT_READY_SECONDS = 40.0
 EVICTION_SECONDS = 300.0
 ORPHAN_SECONDS = 40.0
 CLOCKS_OFF_SECONDS = 10
-# Possible exit codes of a trainer after SIGTERM. Many scripts save and end with 0.
+# Possible exit codes of a trainer after SIGTERM; many scripts save and end with 0.
 ENDED_BY_KUBELET = (0, 137, 143)
-# torchrun prints its line about SIGTERM immediately, however long its ranks then take.
-# Seen in elastic/agent/server/api.py of torch 2.13.
+# torchrun prints its line about SIGTERM at once, however long its ranks take (elastic/agent/server/api.py, torch 2.13).
 DEATH_SIGNAL = "W1121 16:00:00.000 torch/distributed/elastic/agent/server/api.py] Received 15 death signal"
 # Kinds that are deleted together with the job that owns them.
 OWNED = ("pods", "services", "podgroups", "workloads")
-# Longest durations of a stop; ranks save at different speeds.
+# Longest durations of a stop in seconds; ranks save at different speeds.
 STOPS_WITHIN_SECONDS = (3, 3, 9)
 
 
@@ -211,7 +210,7 @@ class Cluster:
             self._later(0.02, 0.5, self._sync, node, uid)
 
     def _excuse(self, node: Node, change: Change) -> None:
-        """Excuse a process, because no operator can end it: its node was lost, or a user has force-deleted its pod."""
+        """Excuse a process that no operator can end: its node was lost, or a user has force-deleted its pod."""
         process = node.processes.get(change.object["metadata"]["uid"])
         if process is None or not process.alive:
             return
@@ -307,7 +306,7 @@ class Cluster:
                 self._stop(node, process, int(process.pod["spec"]["terminationGracePeriodSeconds"]))
         elif "deletionTimestamp" in raw["metadata"]:
             if process is not None and alive:
-                self._report(node, process)  # the node controller's earlier report is out of date
+                self._report(node, process)  # because the node controller's report is out of date
                 self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
             else:
                 if process is None and not _has_ended(raw):
@@ -342,7 +341,7 @@ class Cluster:
         self._later(0.05, 0.8, self._report, node, process)
 
     def _never_made(self, node: Node, raw: Raw) -> None:
-        """Report a container that was not created before its pod was deleted, as a kubelet does."""
+        """Report, as a kubelet does, a container that was not created before its pod was deleted."""
         text = "The container could not be located when the pod was terminated"
         unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": text, "startedAt": None}
         self._status(node, raw, "Failed", {"terminated": {**unknown, "finishedAt": None}})
@@ -382,7 +381,7 @@ class Cluster:
         process.terminated = terminated(code, reason, message, at, process.started)
         process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
-        # A kubelet that ends a pod itself reports everything at once, except a success, whose phase may come later.
+        # A kubelet that ends a pod itself reports all at once, except a success, whose phase may come later.
         at_once = phase_reason and code != 0
         if self._faults.at("exit") == "phase later" and not at_once:
             self._later(0.05, 0.5, self._report, node, process, True)
@@ -402,7 +401,7 @@ class Cluster:
         why = "" if phase_later else process.phase_reason
         state = {"terminated": process.terminated}
         if why == "DeadlineExceeded" and raw["status"]["phase"] == "Running":
-            # The container statuses are those before the end (syncPod in pkg/kubelet, mergePodStatus).
+            # Container statuses are those from before the end (syncPod in pkg/kubelet, mergePodStatus).
             self._status(node, raw, phase, {"running": {}}, reason=why)
             self._loop.call_later(0.5, self._report, node, process, False, True)
             return
@@ -441,7 +440,7 @@ class Cluster:
         if process is not None and not _has_ended(found):
             self._report(node, process)
             return
-        # The kubelet's last delete has a grace of 0: the API server updates the time, and then drops the object.
+        # The kubelet's last delete has a grace period of 0: the API server updates the time, and removes the object.
         last = {"deletionTimestamp": stamp(self._loop.now()), "deletionGracePeriodSeconds": 0}
         self._api.change("pods", found, node.name, metadata=last)
         self._api.remove("pods", found, node.name)
@@ -464,7 +463,7 @@ class Cluster:
         if self._api.find("nodes", name, "") is not None:
             self._say_node(name, "Unknown")
         for raw in self._on(name):
-            # Like the node controller: give no reason, and keep the containers' statuses.
+            # As the node controller does: give no reason, and keep the containers' statuses.
             self._condition(raw, "Ready", "False", "")
         self._loop.call_later(EVICTION_SECONDS, self._evict_all, name, loss)
 

@@ -100,7 +100,7 @@ class Kueue:
             waits = not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload)
             if waits and not self.is_stopped and self._consider(workload):
                 # A Workload that preempts stays at the head of its queue (RequeueReasonPendingPreemption).
-                # Quota that is given back does not go to Workloads behind the head of the queue.
+                # So released quota does not go to Workloads behind the head.
                 return
 
     def _deactivate_or_requeue(self, workload: Raw) -> None:
@@ -117,7 +117,7 @@ class Kueue:
             self._look_soon()
 
     def _consider(self, workload: Raw) -> bool:
-        """Admit a Workload or preempt others. Return True if it waits for quota that others must give back."""
+        """Admit a Workload, or preempt others for it. Return True if it waits until others release their quota."""
         if (queue := workload["spec"]["queueName"]) != QUEUE:
             self._say(workload, QuotaReserved=("False", "Inadmissible", f"LocalQueue {queue} doesn't exist"))
             return False

@@ -109,7 +109,7 @@ class Memories:
         return loaded
 
     def _found(self, agents: list[Agent], present: Version) -> FoundState | str:
-        """Return the newest state in memory if any rank has its random states; otherwise why none counts."""
+        """Return the newest state in memory if a rank has its random states; otherwise the reason why there is none."""
         if not self.script.memory:
             return ""
         marks = [mark for agent in agents for mark in agent.area.marks]
@@ -119,7 +119,7 @@ class Memories:
         return "the random states of this step are gone"
 
     def _kept(self, life: Life, loaded: Loaded, first: int, loads: int, local: int) -> Kept:
-        """Return a rank's record. If the script saves more objects than it gave `load`, keep none until that save."""
+        """Return a rank's record. If the script saves more objects than `load` got, keep nothing until it saves."""
         knows_all = not self.script.names_more or loaded.assumed or not loaded.origin
         assumed = loaded.assumed or not loads
         return Kept(life, first, local, self.script.memory and knows_all, assumed, loads)
@@ -188,7 +188,7 @@ class Memories:
         if not self.script.memory:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
-            if kept.is_on:  # drop earlier records, because they are about fewer objects
+            if kept.is_on:  # drop earlier records, which are about fewer objects
                 generation = kept.life.generation
                 agent.area.forget(generation)
                 agent.area.proven = False
@@ -200,7 +200,7 @@ class Memories:
     # ---------------------------------------------------------------- a group that ends
 
     def stop(self, life: Life, step: int) -> None:
-        """Stop all steps, because a rank has ended or agents have requested the state. Each rank stays where it is."""
+        """Stop all ranks where they are, because a rank has ended or agents have requested the state."""
         if life.loaded is None or life.ended_at is not None:
             return
         life.ended_at = step
@@ -214,7 +214,7 @@ class Memories:
         self._stop_copies(life)
 
     def _stop_copies(self, life: Life) -> None:
-        """Stop all copies. Ranks that others have overtaken finish their copy; other copies may be cut off anywhere."""
+        """Stop all copies. A rank that others have overtaken finishes its copy; any other copy may be cut off."""
         ranks = self._of(life)
         self._comes_to(life, {kept: kept.clock // 2 for kept in ranks})
         furthest, order = max((kept.clock for kept in ranks), default=0), list(ranks)

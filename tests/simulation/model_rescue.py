@@ -55,7 +55,7 @@ class Kept:
 
     @property
     def copies_instead(self) -> bool:
-        """True if the rank writes nothing after a failure, because nobody knows whether its state is complete."""
+        """True if the rank writes nothing after a failure, because its state may be incomplete."""
         return self.copying is not None and self.copying.changes
 
 
@@ -142,7 +142,7 @@ class Rescues:
         if fault == "dies" and len(copying.todo) < PARTS:
             self._training.agents.rank_killed(agent, kept.life, kept)
             return None
-        if not copying.is_writer:  # another thread answers at once
+        if not copying.is_writer:  # otherwise another thread answers at once
             copying.work(self._random.randrange(2))
             return self._answers(agent, kept, memory.UNABLE)
         copying.work(1)
@@ -188,11 +188,11 @@ class Rescues:
             self._try(agent, kept, fault)
 
     def _begin(self, agent: Agent, kept: Kept) -> bool:
-        """Begin to write. Return True if the state in memory is not older than this rank's."""
+        """Begin to write. Return True if the state in memory is at least as new as this rank's."""
         held = self.stamp(agent, kept)
         if self.script.changes == "seldom" and held.version.step > kept.first and self._random.random() < 0.5:
             agent.area.changes = CHANGED
-            return True  # the rank detects that parameters have changed, so it writes nothing
+            return True  # the rank detects changed parameters, and writes nothing
         if memory.is_there(agent.area.held, held.version, assumed=held.assumed):
             return True
         kept.written = 0
@@ -224,7 +224,7 @@ class Rescues:
         return True
 
     def _is_alone(self, agent: Agent, kept: Kept) -> bool:
-        """True if the rank gets the writers' lock."""
+        """True if this rank gets the lock for writing."""
         return all(one.written <= 0 for one in self._others(agent, kept))
 
     def _dies_within_a_part(self, agent: Agent, kept: Kept) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SYMPTOM = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
 NOBODY_CAME = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
-# Reasons why no operator can end a process: a request that was sent cannot be taken back, or a user forced a deletion.
+# Processes that no operator can end: a request cannot be taken back, or a user forced a deletion.
 LATE = "the request for it has outlived its sender"
 FORCED = "the user has forced it"
 # The message with which torch 2.13 ends a rank that waits too long, from a separate thread.
@@ -125,7 +125,7 @@ class Failure:
 
     @property
     def blames(self) -> bool:
-        """True if the failure clearly shows that the application is to blame."""
+        """True if the failure certainly comes from the application."""
         return self.message not in (SYMPTOM, WATCHDOG) and self.code not in (RESUMABLE, 126, 127, 143)
 
 
@@ -204,7 +204,7 @@ class Training:
         return True
 
     def application_failed(self, process: Process) -> None:
-        """Record a real failure of the application in a pod that may go on."""
+        """Record a real failure of the application, in a pod that may continue."""
         self.failed.add((process.job_uid, -len(self.failed) - 1))
 
     def joins(self, process: Process) -> None:
@@ -302,7 +302,7 @@ class Training:
 
     def _whole(self, group: Group) -> bool:
         ranks = group.ranks.values()
-        # A node that is cut off may still reach the folder and its own neighbours, but not the other nodes.
+        # A node that is cut off may reach the folder and its neighbours, but not the other nodes.
         together = len({p.node for p in ranks}) == 1 or all(self._reachable(p) for p in ranks)
         if not together:
             for peer in ranks:

@@ -99,13 +99,13 @@ def act_before_record() -> contextlib.AbstractContextManager[Any]:
 
 
 def exit_zero_is_success() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a rank that was told to stop and ended with 0 counts as completed."""
+    """Bug: a rank that was stopped and ended with 0 counts as completed."""
     return mock.patch.object(cluster.Pod, "deleted_first", False)
 
 
 @contextlib.contextmanager
 def last_word_believed() -> Iterator[None]:
-    """Bug: only the last observation of a pod counts, and clocks decide whether it was stopped before it ended."""
+    """Bug: only the last observation of a pod counts, and clocks decide if it was stopped before its end."""
 
     def deleted_first(pod: cluster.Pod) -> bool:
         ended = pod.trainer.ended_at
@@ -138,7 +138,7 @@ def complaints_free() -> contextlib.AbstractContextManager[Any]:
 
 
 def silence_forgotten() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a node that reports again after a silence explains no failure, so the application is blamed."""
+    """Bug: a node that was silent for a while explains no failure, so the application is blamed."""
     return mock.patch.object(settlement, "_with_silent_node", lambda _, failure, first: failure)
 
 
@@ -191,7 +191,7 @@ def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
 
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
-    """Bug: each report of an agent has the total of its restarts, and the operator adds this total again."""
+    """Bug: the total in each report of an agent is added again."""
     with_agent = agent_restarts.with_agent
     return mock.patch.object(
         agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)
@@ -227,7 +227,7 @@ def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(decide, "RULES", tuple(invalid if r is lifecycle.invalid else r for r in decide.RULES))
 
 
-# Bugs that random seeds find soon. The others need a certain order of events, which test_exhaustive.py has.
+# Bugs that random seeds find soon. The others need a certain order of events (test_exhaustive.py).
 ALL: tuple[Mutant, ...] = (
     no_fence,
     random_names,

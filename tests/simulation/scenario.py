@@ -102,11 +102,11 @@ OPERATORS = ("crash", "restart", "clock jumps", "api server away", "operator cut
 CREATES = ("quota", "conflicting pod", "conflicting service")
 PODS = ("pod deleted", "pod deleted", "drained", "evicted", "node shuts down", "pod forced", "pod's deadline")
 NODES = ("node cut", "node cut", "node killed", "node removed", "node dies")
-# Faults that break one pod of a job. The other pods wait for its replacement. Faults come in any order, repeatedly.
+# Faults that break one pod of a job, while the others wait for its replacement. They come repeatedly, in any order.
 ONE_BY_ONE = (*PODS, *NODES, "agent killed", "agent killed", "agent killed", "pod forced", "nodes cut", "nodes cut")
 # Faults of a gang: pods of others take nodes, or somebody deletes its group.
 NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
-# Objects that an attacker may write.
+# Objects that an attacker may create.
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE, ELASTIC_DDPRUN_SHARE = 0.25, 0.5
 # Share of elastic jobs under ddprun whose agents reach a status receiver.
@@ -119,11 +119,11 @@ ATTEMPTS_MAX = 300
 EDITS = ("status edited", "spec made invalid")
 EDITS_SHARE = 0.15
 
-# Kinds of faults that may be needed together, in this order or in any order.
+# Kinds of faults that may have to come together, in this order or in any.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
-    # The answers to requests are lost, and the watch is late too.
+    # Answers to requests are lost, and the watch is late.
     ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
-    # Requests are executed after their sender has died.
+    # Requests are executed after their sender has ended.
     ({"write": ("slow",)}, ("suspend", "crash", "delete and apply")),
     ({"watch.pods": ("late", "gone", "broken")}, ("suspend", "pod deleted", "drained", "delete and apply")),
     ({"watch.pods": ("late",), "sigterm": ("ignored",)}, ("suspend", "crash")),
@@ -171,7 +171,7 @@ def elastic_scenario(seed: int) -> Scenario:
 
 
 def gang_scenario(seed: int) -> Scenario:
-    """Return a job whose pods are placed together. It is sometimes elastic, and neighbours take nodes."""
+    """Return a job whose pods are placed together. It is sometimes elastic, and other jobs take nodes."""
     rng = random.Random(f"{seed} gang")
     found = elastic_scenario(seed) if rng.random() < 0.25 else scenario(seed)
     deeds = [
@@ -196,7 +196,7 @@ def memory_scenario(seed: int) -> Scenario:
     failures = {life: _soon(rng, _failure(rng, nodes, hangs)) for life in range(1, 30) if rng.random() < 0.6}
     shares = {"memory": 0.95, "folder": 0.8, "all_save": 0.6, "names_more": 0.3}
     script = Script(**{name: rng.random() < share for name, share in shares.items()})
-    if rng.random() < 0.7:  # with more failures no restart would be left
+    if rng.random() < 0.7:  # with more failures the job would have no restart left
         found = replace(found, spec={**found.spec, "backoffLimit": 20})
     found = replace(
         found,
@@ -213,9 +213,8 @@ def memory_scenario(seed: int) -> Scenario:
 
 
 def _with_ranks(rng: random.Random, found: Scenario) -> Scenario:
-    """Add ranks to each node if the script changes parameters. In half of the cases all are on one node: there a copy
-    in progress counts after a failure if all ranks have written their part. Few failures hit a copy, so there are many
-    failures."""
+    """Add ranks to each node, because the script changes parameters. In half of the cases all are on one node: a copy
+    in progress then counts if all ranks have written their part. Failures are many, because few hit a copy."""
     ranks = rng.choice((1, 1, 2, 3))
     if ranks == 1 or not found.script.changes:
         return found
@@ -241,14 +240,14 @@ def _that_copies(rng: random.Random, found: Scenario) -> Scenario:
 
 
 def _soon(rng: random.Random, failure: Failure) -> Failure:
-    """Move some failures: before the first step, so that the same state is loaded again, or into the training."""
+    """Move some failures to before the first step, so that the same state is loaded again, or into the training."""
     if failure.code == HANGS or rng.random() < 0.4:
         return failure
     return replace(failure, after_seconds=rng.choice((0.5, rng.uniform(1, 30))))
 
 
 def _late(rng: random.Random, failure: Failure) -> Failure:
-    """Move a failure to a time with copies, mostly by a signal: with an exception a lone rank could write its state."""
+    """Move a failure to a time with copies, mostly as a signal: at an exception a lone rank could write its state."""
     if failure.code == HANGS or failure.reason == "OOMKilled" or rng.random() < 0.3:
         return failure
     return replace(failure, code=rng.choice((139, 134, 1)), after_seconds=rng.choice((12.0, 18.0, rng.uniform(5, 40))))
@@ -293,7 +292,7 @@ def _under_torchrun(seed: int) -> Scenario:
     _maybe(rng, spec, "onePodPerNode", (True,))
     if RESTARTS:
         _maybe(rng, spec, "backoffLimit", (0, 1, 2, 6))
-    # Without reports a hang cannot be detected; without a time-out this takes hours.
+    # Without reports nobody detects a hang, and without a time-out it would last for hours.
     reports = rng.random() < 0.3
     hangs = reports and rng.random() < 0.5
     if hangs:
@@ -313,7 +312,7 @@ def _under_torchrun(seed: int) -> Scenario:
 
 
 def _narrow(rng: random.Random) -> dict[str, Any]:
-    """Return few kinds of faults, frequent and within a short time, for bugs that need three faults at once."""
+    """Return few kinds of faults, frequent and close together, for bugs that need three faults."""
     faults, kinds = rng.choice(NARROW)
     start, within = rng.choice((0.0, rng.uniform(0, 60))), rng.choice((2.0, 12.0))
     if rng.random() < 0.5:
@@ -332,7 +331,7 @@ def _maybe(rng: random.Random, spec: dict[str, Any], name: str, values: tuple[An
 
 
 def _failures(rng: random.Random, nodes: int, hangs: bool) -> dict[int, Failure]:
-    # The script is wrong, so it fails in the same way in every attempt.
+    # The script is wrong, and fails in the same way in every attempt.
     if nodes > 1 and rng.random() < 0.08:
         always = Failure(rng.randrange(nodes), rng.uniform(1, 3), rng.choice((ENDS_EARLY, COMPLAINS)))
         return dict.fromkeys(range(1, ATTEMPTS_MAX), replace(always, reason="Completed", message=""))

@@ -43,7 +43,7 @@ def shrink(outcome: Outcome, life: Life = scenario) -> Outcome:
 
 
 def report(outcome: Outcome) -> str:
-    """Return a readable report of a failing seed."""
+    """Return a report about a failing seed, for people."""
     faults = [f"  {key}: {what}" for key, what in outcome.taken.items()]
     return "\n".join(
         [*outcome.story, "", f"seed {outcome.seed}: {outcome.wrong[0]}", "with these faults:", *faults, repeat(outcome)]
@@ -93,7 +93,7 @@ def _many(first: int, count: int, life: Life, processes: int | None) -> int:
             if sys.stderr.isatty():
                 print(f"\r{done * BLOCK} of {count} seeds", end="", file=sys.stderr)
         pool.close()
-        pool.join()  # otherwise the CPU time of its processes is not known
+        pool.join()  # without this, the CPU time of the pool's processes is unknown
     seconds, cpu = time.monotonic() - started, os.times().children_user + os.times().children_system
     seen = "".join(f", {number} {what}" for what, number in counted.items())
     print(

@@ -39,15 +39,15 @@ from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
 
 JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
-# Retries of a start wait up to half an hour, and the queue up to a minute.
+# Retries of a start wait up to half an hour, and a queue up to a minute.
 ENDS_WITHIN_SECONDS = 3 * 3600.0
 # A job is at rest when nothing has changed for this time.
 REST_SECONDS = 120.0
-# An attempt of eight nodes takes 60 writes: pods are created, bound, started, stopped, deleted. Ten attempts are
-# allowed.
+# An attempt of eight nodes takes 60 writes: pods are created, bound, started, stopped, deleted.
+# Ten attempts are allowed.
 WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
-# A node's absence has effects after its return too: its kubelet ends pods that are no longer wanted.
+# An absence of a node has effects after its return: its kubelet ends pods that are not wanted any more.
 NODES_HEAL_SECONDS = 120.0
 KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
@@ -136,7 +136,7 @@ class OperatorProcess:
         for task in self._tasks:
             task.cancel()
         await self.operator.stop()
-        if not self.client.dead:  # a dead process has a successor, which is starting
+        if not self.client.dead:  # a process that has ended has a successor, which is starting
             self.client.dead = self.lease_client.dead = True
             self.simulation.start_operator_soon(self)
 
@@ -312,7 +312,7 @@ class Simulation:
         for operator in self.operators:
             operator.client.away = operator.lease_client.away = False
         for name, node in self.cluster.nodes.items():
-            # A dead node does not come back, because the job can continue elsewhere.
+            # A node without power stays away, because the job can continue elsewhere.
             if node.powered:
                 self.cluster.back(name)
         for plural in ("pods", "services", "podgroups"):
@@ -347,7 +347,7 @@ class Simulation:
     def _rests(self, name: str) -> bool:
         job = self.api.find(api.PLURAL, name)
         if job is None:
-            # A deleted job's pod on a dead node stays until somebody removes the node, as in a real cluster.
+            # A deleted job's pod on a dead node stays until the node is removed, as in a real cluster.
             return all(self._is_on_dead_node(pod) for pod in self._ours("pods") if _job_of(pod) == name)
         status = job.get("status") or {}
         ends = status.get("state") in TERMINAL or (job["spec"].get("suspend") and status.get("state") == "Suspended")
@@ -466,7 +466,7 @@ class Simulation:
         return next((answer for answer in answers if answer is not None), None)
 
     def _leadership(self, name: str) -> object:
-        """Return an object that changes whenever an operator loses its Lease, even if it gets the Lease back."""
+        """Return an object that changes whenever an operator loses its Lease, also if it gets the Lease back."""
         return next((one.operator.states for one in self.operators if one.name == name), None)
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
@@ -516,7 +516,7 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
-        if deed.what != "suspend":  # `on_deed` gets a suspension only when its write succeeds
+        if deed.what != "suspend":  # a suspension is announced when its write succeeds
             self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
@@ -537,7 +537,7 @@ class Simulation:
             self._user(deed)
 
     def _disturb(self, seconds: float) -> None:
-        """Mark the attempts as disturbed: objects changed from outside, so the first failure depends on timing."""
+        """Mark the attempts as disturbed: objects were changed from outside, so any failure may come first."""
         for uid in self.uids:
             attempt = self.judge.statuses.get(uid, {}).get("attempt", 0)
             self.judge.disturbed |= {(uid, attempt), (uid, attempt + 1)}
@@ -592,8 +592,8 @@ class Simulation:
             self.api.change(api.PLURAL, job, "user", status={**status, "goodput": goodput})
 
     def _make_invalid(self, job: Raw) -> None:
-        """Make the spec of a started job invalid, as an old CRD would allow. The job must still end. A user repairs the
-        spec when they resume the job."""
+        """Make the spec of a started job invalid, as an old CRD allows. The job must still end. Users repair the spec
+        when they resume the job."""
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
             self._put(job, preflight="sometimes")
@@ -694,7 +694,7 @@ class Simulation:
         if deed.what == "nodes cut":
             self._cut_several(names, deed)
             return
-        # Only one node dies, because otherwise the job might have no place left.
+        # Only one node dies, or the job might have no node left.
         name = names[0 if deed.what == "node dies" else deed.number % len(names)]
         if deed.what == "node cut":
             self.cluster.cut(name)

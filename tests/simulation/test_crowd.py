@@ -28,7 +28,7 @@ BLOCK = 125
 LONG = range(0, 5000, BLOCK)
 MUTANT_SEEDS_MAX = 300
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
-# Seeds in which the model or the operator was once wrong.
+# Seeds that once showed a bug in the model or in the operator.
 ONCE_FAILED = (227, 874, 3269, 4711)
 
 
@@ -40,7 +40,7 @@ def check(seeds: Sequence[int]) -> Counter[str]:
 
 
 def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_lost() -> None:
-    """Two half-placed jobs block each other forever; quota that is not given back blocks all later jobs."""
+    """Jobs that do not fit together must all end, and no quota may be used twice or be lost."""
     counted = check((*BY_DAY, *ONCE_FAILED))
     assert counted["preemptions"] > 0, "lives without a preemption tell little"
     assert counted["admissions in part"] > 0, "nor do those in which all elastic jobs have all nodes they asked for"
@@ -49,7 +49,7 @@ def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_los
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 @pytest.mark.parametrize("deed", ["workload inactive", "queue stopped"])
 def test_a_job_stopped_by_its_queue_continues_when_the_queue_allows_it(version: str, deed: str) -> None:
-    """If an administrator reactivates a Workload that Kueue had deactivated, the job must not wait forever."""
+    """A job that its queue stopped must continue when the queue allows it, as when a Workload is reactivated."""
     labels = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
     deeds = (Deed(100, deed, 0, 60),)
     life = Scenario(cluster_nodes=2, training_seconds=200, quota=2, labels=labels, kueue=version, deeds=deeds)
@@ -65,7 +65,7 @@ def test_crowded_jobs_end_correctly_in_thousands_of_simulations(first: int) -> N
 
 
 def test_a_job_of_another_manager_is_left_alone_next_to_a_running_one() -> None:
-    """MultiKueue runs the job in another cluster and writes its status here. Pods here would train it twice."""
+    """A job of another manager, such as MultiKueue, must be left alone: pods here would train it twice."""
     plain = Scenario(cluster_nodes=4, training_seconds=20, quota=4, labels={"kueue.x-k8s.io/queue-name": "main"})
     spec = {**plain.spec, "managedBy": "kueue.x-k8s.io/multikueue"}
     crowd = Crowd(replace(plain, more=(replace(plain, name="theirs", spec=spec),)))
@@ -73,7 +73,7 @@ def test_a_job_of_another_manager_is_left_alone_next_to_a_running_one() -> None:
     crowd.api.listeners.append(
         lambda kind, change: theirs.append(f"{change.actor} {kind.plural} {change.object['metadata']['name']}")
     )
-    # The job never ends in this cluster, so the run must not wait for it.
+    # The run must not wait for this job, which never ends in this cluster.
     crowd._rests = lambda name: name == "theirs" or Crowd._rests(crowd, name)  # type: ignore[method-assign]
     outcome = crowd.run()
     assert outcome.end == "Succeeded "
@@ -95,7 +95,7 @@ def test_a_job_of_another_manager_is_left_alone_next_to_a_running_one() -> None:
 def test_a_job_whose_label_names_a_missing_object_reports_it_and_trains_once_it_is_fixed(
     wrong: dict[str, str], says: str, asked: list[str]
 ) -> None:
-    """Users must not have to delete a job in order to correct a label, and a job must never have two Workloads."""
+    """A job whose label names a missing object must report this, and train once when the label is corrected."""
     right = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
     crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels=right | wrong))
     said: set[str] = set()
@@ -118,7 +118,7 @@ def test_a_job_whose_label_names_a_missing_object_reports_it_and_trains_once_it_
 
 
 def test_an_operator_that_may_not_read_flavors_reports_it_and_creates_no_pod_elsewhere() -> None:
-    """Flavors are cluster-scoped, so a Role cannot allow reading them. Pods must not run on other users' nodes."""
+    """An operator that may not read flavors must report this, and create no pod on nodes of other users."""
     crowd = Crowd(Scenario(cluster_nodes=2, training_seconds=20, quota=4, labels={kueue.QUEUE_LABEL: "main"}))
     request, no = crowd.api.request, {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "cannot get"}
     said: set[str] = set()
@@ -188,7 +188,7 @@ def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Kueue, "holders", forgets)
 
 
-# The first seed that finds each bug. If a change of the code moves it to another seed, the test searches.
+# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     quota_returned_early: 7,
     quota_never_returned: 1,
@@ -200,7 +200,7 @@ SEEDS: dict[Mutant, int] = {
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
 def test_two_jobs_reveal_a_deliberate_bug(mutant: Mutant) -> None:
-    """Without this test, the tests of two jobs could miss bugs."""
+    """Runs of two jobs must find this deliberate bug."""
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
         found = next((o for seed in seeds if (o := simulate_crowd(crowd_scenario(seed))).wrong), None)

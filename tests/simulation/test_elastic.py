@@ -61,12 +61,12 @@ def starts_with_too_few() -> contextlib.AbstractContextManager[Any]:
 
 
 def memory_first() -> contextlib.AbstractContextManager[Any]:
-    """Bug: after a change of the group its ranks load what is in memory, also if the folder is newer."""
+    """Bug: after a change of the group, ranks load the state in memory even if the folder has a newer one."""
     return mock.patch.object(memory, "is_newer", return_value=False)
 
 
 def rank_is_the_place() -> contextlib.AbstractContextManager[Any]:
-    """Bug: nodes keep the ranks that they have if all are there."""
+    """Bug: nodes keep the ranks that they would have if all nodes were connected."""
     return mock.patch.object(Members, "node_rank", lambda _, place: place)
 
 
@@ -97,7 +97,7 @@ def older_term_taken() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Appointment, "replaces", lambda told, known: told.term != known.term)
 
 
-# The first seed that finds each bug. If a change of the code moves it to another seed, the test searches.
+# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     starts_with_too_few: 0,
     memory_first: 3,

@@ -29,7 +29,7 @@ LIVES = {
         launcher="ddprun", training_seconds=9, failures={1: Failure(1, 1.0, 1)}, deeds=(Deed(6, "agent killed"),)
     ),
 }
-# `make test` runs these. The other lives resemble tests elsewhere or below: one attempt, two attempts, a deletion.
+# `make test` runs these. The other stories resemble tests elsewhere: one attempt, two attempts, a deletion.
 BY_DAY = (
     "two nodes, a rank fails once",
     "two nodes, suspended and resumed",
@@ -87,7 +87,7 @@ def test_a_job_ends_as_usual_with_any_single_fault_at_any_point(name: str, one_o
     "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in LIVES if name not in BY_DAY)]
 )
 def test_a_job_ends_if_any_single_watch_event_is_lost(name: str) -> None:
-    """If the last event of a job is lost, the job must not hold its GPUs until somebody restarts the operator."""
+    """A job must end if any single watch event is lost. Otherwise it holds its GPUs until the operator restarts."""
     undisturbed = simulate(LIVES[name])
     events = [(point, number) for point in WATCHES for number in range(undisturbed.passed.get(point, 0))]
     for point, number in events:
@@ -96,7 +96,7 @@ def test_a_job_ends_if_any_single_watch_event_is_lost(name: str) -> None:
 
 
 def old_states(name: str) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """Let the operator die after each write. Its successor gets an old list, and no events from the watch of pods."""
+    """Let the operator die after each write. Its successor gets an old list, and no events of pods."""
     undisturbed = simulate(LIVES[name])
     first = undisturbed.passed["list"]
     stale = {f"list#{n}": "stale" for n in range(first, first + 4)}
@@ -120,7 +120,7 @@ def test_trusting_an_old_copy_after_a_start_is_detected() -> None:
 
 
 def requests_that_outlive_their_sender(seeds: range) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """Make one write after the other slow. Meanwhile its sender dies, and the user deletes and reapplies the job."""
+    """Delay one write after the other. Meanwhile its sender dies, and the user deletes the job and applies it again."""
     deeds = (Deed(5, "suspend", seconds=60), Deed(5.3, "crash"), Deed(6, "delete and apply"))
     for seed in seeds:
         life = Scenario(seed=seed, spec={"nodes": 1}, training_seconds=30, deeds=deeds)
@@ -169,8 +169,7 @@ def test_replacing_all_pods_of_a_job_in_one_attempt_is_detected() -> None:
 
 
 def networks_that_fail_again_and_again() -> Iterator[Scenario]:
-    """Cut a node off several times when training would end: each time until it is called not ready, but not until the
-    operator gives it up."""
+    """Cut a node off several times near the end of training: until it is not ready, but not until it is given up."""
     spec = {"nodes": 2, "onePodPerNode": True, "backoffLimit": 1}
     deeds = tuple(Deed(at, "node cut", 1, 46) for at in (30, 84, 140))
     for seed, clusterwide in itertools.product(range(6), (True, False)):

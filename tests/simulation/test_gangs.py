@@ -28,7 +28,7 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in LONG)])
 def test_no_part_of_a_gang_starts_alone_and_no_group_outlives_its_attempt(first: int) -> None:
-    """Two half-placed jobs block each other forever; a leftover group reserves nodes that no pod uses."""
+    """No part of a gang may start alone, and no group may stay after its attempt: both hold nodes without use."""
     bad = failing(range(first, first + BLOCK), gang_scenario)
     assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), gang_scenario))
 
@@ -92,8 +92,8 @@ def test_seeds_that_failed_once_stay_fixed() -> None:
 def test_a_gang_api_that_disappears_costs_a_running_job_nothing_and_its_restart_only_the_gang(
     wants: str, second: str
 ) -> None:
-    """An upgrade of the cluster may remove v1alpha2. Then jobs with `auto` continue without a gang; others
-    wait until the API is back."""
+    """If a gang API disappears, as v1alpha2 at an upgrade, a running job must go on. Its restart waits for the API, or
+    runs without a gang under `auto`."""
     fails = {1: Failure(rank=1, after_seconds=1500, code=1)}
     life = Simulation(Scenario(spec={"nodes": 2, "gang": wants}, gang=True, training_seconds=2500, failures=fails))
     seen: dict[int, tuple[str, str]] = {}
@@ -114,7 +114,7 @@ def test_a_gang_api_that_disappears_costs_a_running_job_nothing_and_its_restart_
     assert ("GangUnavailable" in reasons) == (wants == "native")
 
 
-# The first seed that finds each bug. If a change of the code moves it to another seed, the test searches.
+# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     pod_outside_of_its_group: 0,
     group_outlives_its_attempt: 0,

@@ -52,7 +52,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 def test_with_a_fifth_of_a_cpu_jobs_of_eight_pods_start_and_end() -> None:
-    """With little CPU the operator may become slow, but must neither lose a job nor write more."""
+    """With a fifth of a CPU jobs must start and end: the operator may be slow, but lose no job and write no more."""
     with ModelServer() as server, Operator(server) as operator:  # type: ignore[arg-type]
         server.apply(manifest("first"))
         until(lambda: len(server.pods()) == NODES, f"the operator acts: {operator.log}")

@@ -24,7 +24,7 @@ def check(run: Doomed) -> Doomed:
     ("nodes", "seed"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2), (4, 1), (4, 2)))]
 )
 def test_a_script_that_can_never_succeed_fails_its_job(failures: dict[int, object], nodes: int, seed: int) -> None:
-    """A job that restarts forever, because no limit counts its restarts, holds GPUs that other jobs need."""
+    """A script that can never succeed must fail its job, which would otherwise hold GPUs for ever."""
     run = check(live(scenario(nodes, seed=seed, failures=failures)))
     assert run.state == "Failed", run.status["message"]
     free = run.status["restarts"]["infrastructure"]
@@ -47,7 +47,7 @@ def test_a_broken_node_is_replaced_by_another_one() -> None:
 
 
 def test_a_job_returns_to_the_only_other_node_although_it_has_failed_twice() -> None:
-    """If the job kept avoiding its only other node, it would wait for an hour although that node is healthy again."""
+    """A job must return to the only other node, although it failed there twice: the node may be healthy again."""
     deeds = (Deed(20, "node cut", 1, seconds=75), Deed(140, "node cut", 1, seconds=75))
     run = check(live(scenario(spec={"onePodPerNode": True}, cluster_nodes=2, training_seconds=250, deeds=deeds)))
     assert run.state == "Succeeded", run.status["message"]
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_silently_next_to_an_ended_one_is_reported_with_one_wa
 
 @pytest.mark.parametrize(("minutes", "at"), [(1, 14.0), (60, 24.0), (600, 30.0)])
 def test_a_clock_that_is_set_back_does_not_keep_a_job_from_its_end(minutes: int, at: float) -> None:
-    """After a clock was wrong for some time, the next attempt must not wait for that time."""
+    """A clock that is set back must not make the next attempt wait for the time of the jump."""
     deed = Deed(at, "clock jumps", number=0, seconds=float(minutes))
     run = check(live(scenario(failures=SCRIPTS["an error in the script"], deeds=(deed,))))
     assert run.state == "Failed", run.status["message"]

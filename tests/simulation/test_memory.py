@@ -34,34 +34,33 @@ def check(seeds: range) -> None:
 
 
 def test_each_generation_begins_with_the_newest_complete_state() -> None:
-    """A job that resumes from an old step repeats hours of training. A mixture of two states gives a wrong result."""
+    """Each generation must begin with the newest complete state: not with an older one, nor with a mixture of two."""
     check(range(BY_DAY))
 
 
-# Seeds that have once broken a rule. Each comment says how, or why this matters to users.
+# Seeds that once broke a rule, with the reason.
 ONCE_WRONG = {
-    # The state may contain the cause of the failure, and would fail the job three more times if loaded again.
+    # A state that may have caused the failure would fail the job three more times if it were loaded again.
     "after three loads of a state the folder counts and not a state a step before": 701221,
-    # An operator that lost its Lease drops reports. Nothing is lost: agents repeat reports, unless they are killed.
+    # An operator that has lost its Lease drops reports. Agents repeat them, unless they are killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
-    # The agent of a pod of an attempt that is over would get the complete restart budget again.
+    # The agent of a pod from an ended attempt would get the complete budget of restarts again.
     "a new operator with an old list of jobs makes no pods of an attempt that is over": 210391,
-    # The operator confirmed the report, and the agent was killed before it could repeat the report.
+    # The operator confirmed a report, and the agent was killed before it could repeat the report.
     "what an agent says before an operator has reconciled its job is counted": 411378,
     # The next leader knew no generation, but its rank found a newer generation in the folder.
     "a pod that was never seen to run is replaced and not made again once its ranks have started again": 1003942,
     # Neither pod knew a generation, but the folder had a newer one.
     "a pod that was made again unseen and a replacement do not begin together": 2008217,
-    # The model had two operators with the same name, which shared one Lease. One of them wrote a report of the previous
-    # generation.
+    # Two operators of the model had one name and shared a Lease. One wrote a report of the previous generation.
     "an operator that crashes while it stops has one successor": 721310,
-    # Both pods begin with generation 0, so nobody knows which pod has saved. Memory may lack values of the folder.
+    # Both pods begin with generation 0, so it is unknown which of them has saved. Memory may lack values of the folder.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
-    # lostSteps was 144, but 131 steps were repeated. Users who pay for the GPUs rely on that number.
+    # lostSteps was 144, but 131 steps were repeated. Users pay by this number.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
-    # The pod's name was free while its container was running: two attempts trained at once, in the same folder.
+    # The pod's name was free while its container was running, so two attempts trained in one folder.
     "a forced delete that is carried out when the node is back is refused": 701187,
-    # The next attempt began at once, and the final reports of the last pods were lost.
+    # The next attempt began at once, without the final reports of the last pods.
     "what an agent has charged counts also where its job is resumed while its pods stop": 920684,
     # A new group started before the old pods were deleted.
     "a job that resumes without a lost node starts when the pods of that node are deleted": 1003759,
@@ -122,7 +121,7 @@ def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
-    """Bug: objects that were only passed to `load` count as much as a state that another rank has saved."""
+    """Bug: a state that only `load` got counts as much as a state that another rank has saved."""
     newest = memory.newest
 
     def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:
@@ -174,7 +173,7 @@ def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """Bug: copies by `save` get the limit of regular copies, although ranks may be many steps beyond such a copy."""
+    """Bug: copies by `save` get the limit of regular copies, although ranks may be many steps ahead of such a copy."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 
@@ -225,6 +224,6 @@ def test_a_deliberate_bug_of_the_memory_is_found(mutant: Mutant) -> None:
             pytest.fail(f"not found in {MUTANT_SEEDS_MAX} seeds")
     if seed != SEEDS[mutant]:
         warnings.warn(f"{mutant.__name__} is now found by seed {seed}: change SEEDS", stacklevel=2)
-    # Without the bug the same faults do no harm, so the test has found the bug.
+    # The same faults without the bug do no harm, so the test has found the bug.
     fixed = simulate(memory_scenario(seed), found.taken)
     assert not fixed.wrong, fixed.wrong

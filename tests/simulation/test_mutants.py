@@ -12,8 +12,8 @@ from simulation import Outcome, simulate
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
 SEEDS_MAX = 2000
-# The first seed that finds each bug, because a search takes hundreds of runs.
-# If a change of the code moves a bug to another seed, the test searches, passes, and warns with the new seed.
+# The first seed that finds each bug: a search takes hundreds of runs.
+# If a code change makes the seed miss its bug, the test searches, passes, and warns with the new seed.
 SEEDS: dict[mutants.Mutant, int] = {
     mutants.no_fence: 71,
     mutants.random_names: 79,
@@ -54,7 +54,7 @@ def test_each_mutant_has_a_seed() -> None:
 def test_the_simulation_finds_a_deliberate_bug(mutant: mutants.Mutant) -> None:
     with mutant():
         found = found_by(mutant)
-    # Without the bug the same faults do no harm, so the test has found the bug.
+    # The same faults without the bug do no harm, so the test has found the bug.
     fixed = simulate(scenario(found.seed), found.taken)
     assert not fixed.wrong, fixed.wrong
 

@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[2] / "bench/reports.py"
 
 
 def test_reports_of_many_jobs_are_accepted_and_write_few_statuses() -> None:
-    """Each report has its own connection and signature. A write of a status for each report would delay restarts."""
+    """Reports of many jobs must be accepted with few writes of statuses, although each has its own connection."""
     command = [sys.executable, str(BENCH), "--jobs", "40", "--seconds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def asked(scenario: Scenario) -> set[str]:
 
 @pytest.mark.parametrize("gang", ["auto", "none"])
 def test_no_request_is_sent_to_gang_and_queue_apis_that_are_switched_off(gang: str) -> None:
-    """Each job with a queue's label would log a missing right in an installation without gangs and queues."""
+    """If gangs and queues are off, no request may go to their APIs: each would log a missing right."""
     labels = {"kueue.x-k8s.io/queue-name": "main"}
     scenario = Scenario(spec={"nodes": 2, "gang": gang}, training_seconds=200, labels=labels, clusterwide=True)
     groups = asked(scenario)
@@ -62,14 +62,14 @@ def test_no_request_is_sent_to_gang_and_queue_apis_that_are_switched_off(gang: s
 
 @pytest.mark.parametrize("training_seconds", [30, 500])
 def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_seconds: int) -> None:
-    """Each write delays every start when many jobs start together; docs/scaling.md has this number."""
+    """A job of eight pods that just trains must cost twelve writes, as docs/scaling.md says."""
     found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds))
     assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3}
     assert sum(found.values()) == 12
 
 
 def test_a_job_that_just_trains_costs_no_read() -> None:
-    """The operator lists only the collections that it watches, whose number does not depend on the number of jobs."""
+    """A job that just trains must cost no read, because the operator lists whole collections only."""
     simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
     request = simulation.api.request
 
@@ -90,7 +90,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
 def test_the_end_of_a_long_job_adds_an_event_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str
 ) -> None:
-    """A user who keeps Events in a log store must see there how a long training has ended."""
+    """The end of a long job must add an Event, and with all Events on, each job must have two."""
     scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
     found = writes(scenario)
     assert found["event AllNodesCompleted"] == 1
@@ -108,10 +108,10 @@ def test_a_failure_has_its_events_too() -> None:
 
 
 def test_a_gang_adds_only_the_write_of_its_group_and_a_queue_one_status_and_one_event() -> None:
-    """A scheduler or queue often updates a group, but not every update may cause a write of the job's status."""
+    """A gang must add only the write of its group, a queue one status and one Event, however groups change."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
     native = writes(replace(plain, gang=True))
-    of_group = {"create podgroups": 1, "change podgroups": 1}  # "change" is here the delete at the end
+    of_group = {"create podgroups": 1, "change podgroups": 1}  # "change" is the delete at the end
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}

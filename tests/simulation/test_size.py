@@ -22,7 +22,7 @@ def measured(jobs: int) -> dict[str, Any]:
 
 
 def test_a_thousand_pods_cost_a_few_megabytes() -> None:
-    """The chart sets a memory limit. An operator that is killed for its memory restarts and reads the same lists."""
+    """A thousand pods must cost a few megabytes: above its memory limit the operator is killed again and again."""
     found = measured(125)
     assert found["pods"] == 1_000
     assert found["memoryMiBPeak"] - found["memoryMiBEmpty"] <= 15
@@ -30,7 +30,7 @@ def test_a_thousand_pods_cost_a_few_megabytes() -> None:
 
 @pytest.mark.long
 def test_with_ten_thousand_pods_memory_stays_small_and_a_new_leader_acts_within_two_seconds() -> None:
-    """CPU time is measured, because the wall clock of a busy machine says nothing about the operator."""
+    """With ten thousand pods memory must stay small, and a new leader act within two seconds of CPU time."""
     found = measured(1_250)
     assert found["pods"] == 10_000
     assert found["memoryMiBPeak"] <= 150

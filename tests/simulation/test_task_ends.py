@@ -110,7 +110,7 @@ def is_over(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("start", [*OURS, *KOPFS])
 def test_the_end_of_any_task_ends_the_operator_with_a_reason(world: World, start: str) -> None:
-    """An operator that answers its probe but does no work must not hold up all jobs."""
+    """The end of any task must end the operator with a reason, or it answers its probe and does no work."""
     world.running()
     name = next(name for name in task_ender.tasks(world.socket) if name.startswith(start))
     is_over(world, name)
@@ -122,7 +122,7 @@ def test_the_end_of_any_task_ends_the_operator_with_a_reason(world: World, start
 
 @pytest.mark.long  # takes 90 s; the test above ends only one task of each kind
 def test_whichever_task_ends_the_operator_continues_or_ends_with_a_reason(world: World) -> None:
-    """The end of a task that OURS and KOPFS do not name also ends the operator, or changes nothing."""
+    """The end of any other task must also end the operator, or change nothing."""
     chance = random.Random(35)
     world.running()
     left = task_ender.tasks(world.socket)

@@ -14,7 +14,7 @@ from free_port import free_port
 from shell import Cli
 
 SECONDS_MAX = 150  # importing torch takes more than a minute on a busy machine
-# Prefixes of variables that are removed, because a pod or a launcher around the tests may have set them.
+# Prefixes of variables that are removed: a pod or a launcher around the tests may have set them.
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -72,7 +72,7 @@ def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subp
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"it did not end\n{out}\n{err}") from None
-    # The fork server's path may appear without an error: if a rank is stopped, its stack contains the path.
+    # A stopped rank's stack, which is printed without an error, may contain the fork server's path.
     assert "Traceback" not in err or "ddprun/" not in err, err  # the agent has a traceback
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

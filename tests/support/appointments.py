@@ -11,7 +11,7 @@ LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow
 
 
 class Appointments(ThreadingHTTPServer):
-    """The part of the status receiver that says who leads."""
+    """Answers agents that ask who leads."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)

@@ -11,7 +11,7 @@ import pytest
 
 
 def drawn(url: str, profile: Path) -> str:
-    """Return the page's HTML after its scripts have run. Fail if its scripts fail, or its policy refuses."""
+    """Return the page's HTML after its scripts have run. Fail if a script fails, or the page's policy blocks one."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium is installed here (Debian: chromium); other tests read the files themselves")

@@ -33,7 +33,7 @@ async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
-    """Cancel `work` in the iteration of the event loop in which `comes` ends its wait. Fail if `work` does not end."""
+    """Cancel `work` in the iteration of the event loop in which `comes` ends its wait. Fail if `work` goes on."""
     running = asyncio.create_task(work)
     await turns(10)  # `work` is waiting now
     comes()

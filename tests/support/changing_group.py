@@ -1,6 +1,6 @@
-"""A group whose nodes come, go and fail at random, led by `LeaderState`, and what must hold whatever happens.
+"""A group whose nodes come, go and fail at random, led by `LeaderState`, and rules that must hold whatever happens.
 
-Nodes and time are modelled. `Walk.step` does something at random, `Walk.calm_down` lets everything go well from now on.
+Nodes and time are modelled. `Walk.step` does something at random; after `Walk.calm_down` nothing fails.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Node:
         return self.linked_at is not None
 
     def may_join_at(self, snooze: float) -> float:
-        """Return when this node may interrupt the others. The delay doubles each time it left soon after it came."""
+        """Return when this node may interrupt the others. The delay doubles each time the node has left soon."""
         assert self.linked_at is not None
         since, count = self.linked_at, 0
         for at in reversed(self.departures):
@@ -59,7 +59,7 @@ class Walk:
     """A job whose nodes come, go and fail at random."""
 
     def __init__(self, seed: int, module: Any = leader_state) -> None:
-        """module: that of LeaderState, which may have a bug made on purpose."""
+        """module: the module of LeaderState, or a copy of it with a deliberate bug."""
         self.random = random.Random(seed)
         self.story: list[str] = []
         self.module = module
@@ -123,7 +123,7 @@ class Walk:
             self._do(self._wait, 0)
         if self.over:
             return
-        ends = any(node.finished for node in self.nodes)  # once a node has finished, no other node joins
+        ends = any(node.finished for node in self.nodes)  # after the first node has finished, no other node joins
         if self.lead.state != "running" or not (ends or len(self.lead.members) == len(self.nodes)):
             raise Wrong(f"all {len(self.nodes)} nodes stay, and {self.lead.state} with {self.lead.members}")
         for place in self.lead.members:
@@ -193,7 +193,7 @@ class Walk:
     def _answer(self, place: int) -> None:
         node = self.nodes[place]
         if node.told and place:
-            return self._lose(place)  # the node's agent ends together with its ranks
+            return self._lose(place)  # the node's agent ends with its ranks
         self._tell_story(f"the ranks of node {place} have ended")
         node.has_ranks = node.stopping = False
         return self.lead.stopped(place, [self._failure(place)] if node.failed else [], self.now)
@@ -304,7 +304,7 @@ class Walk:
             raise Wrong(f"it ends without a reason: {order.why}")
 
     def _check_that_it_goes_on(self) -> None:
-        """Check that the group trains after a while, if enough nodes are connected and no rank has to end."""
+        """Check that the group trains again after a while, if enough nodes are connected and no rank has to end."""
         ready = sum(node.is_here and not node.told for node in self.nodes)
         if self.over or self.lead.state == "running" or ready < self.least or any(node.stopping for node in self.nodes):
             self._idle_since = self.now
@@ -320,7 +320,7 @@ class Walk:
 
 
 def walk(seed: int, module: Any = leader_state, steps: int = 120) -> Walk:
-    """Walk, and let everything go well at the end. Raise Wrong."""
+    """Let things happen at random, and everything go well at the end. Raise Wrong."""
     found = Walk(seed, module)
     try:
         for _ in range(steps):

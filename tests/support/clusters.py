@@ -33,7 +33,7 @@ from ddpjob_operator.kube.api.client import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
-# Longer than the 30 s within which the cluster's garbage collector detects a CRD that was just installed.
+# Longer than 30 s, within which the cluster's garbage collector detects a new CRD.
 WAIT_SECONDS = 60.0
 ANSWERS_WITHIN_SECONDS = 30.0
 MERGE = "application/merge-patch+json"
@@ -72,8 +72,8 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
 
 
 def read(path: str) -> bytes | None:
-    """Return the object at a path of the API server; None if there is none. Use this for frequent reads: kubectl takes
-    0.2 s of CPU, which the pods of these tests need."""
+    """Return the object at a path of the API server; None if there is none. For frequent reads: kubectl takes 0.2 s of
+    CPU."""
     server, headers, context = _access(os.environ["KUBECONFIG"])
     try:
         return answered(urllib.request.Request(server + path, headers=headers), 20, context)
@@ -111,7 +111,7 @@ def installed_crd() -> Iterator[None]:
     def install() -> dict[str, object]:
         was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
         kubectl("apply", "-f", str(CRD))
-        # `kubectl wait` would end with an error if the CRD has no conditions yet.
+        # `kubectl wait` ends with an error if the CRD has no conditions yet.
         shown = ["get", "-f", str(CRD), "-o", "jsonpath={.status.conditions[?(@.type=='Established')].status}"]
         until(lambda: kubectl(*shown) == "True", "the CRD is established", 20)
         return {"was there": was_there}
@@ -137,7 +137,7 @@ def job(name: str = "digits", *, container: dict[str, Any] | None = None, **spec
 
 
 class Namespace:
-    """A namespace for one test."""
+    """A test's own namespace, in which it acts as a kubelet and as a user."""
 
     def __init__(self, api: FaultyApi, name: str = "") -> None:
         self.api = api
@@ -146,13 +146,13 @@ class Namespace:
 
     def make(self, **labels: str) -> Namespace:
         self.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.name, "labels": labels}})
-        # The API server refuses pods until a controller has created the ServiceAccount.
+        # The API server refuses pods until a controller has created the namespace's ServiceAccount.
         path = f"/api/v1/namespaces/{self.name}/serviceaccounts/default"
         until(lambda: self.api.find(path), "the namespace has its default service account")
         return self
 
     def remove(self) -> None:
-        """Remove the namespace. First release the pods that a test keeps by finalizers."""
+        """Remove the namespace. Release the pods first that a test keeps by finalizers."""
         with contextlib.suppress(Exception):
             for pod in self.pods():
                 if pod["metadata"].get("finalizers"):
@@ -245,14 +245,14 @@ class Namespace:
             self._finalizers(name, ["ddpjob.test/hold"])
 
     def bind(self, *names: str) -> None:
-        """Give these pods a node. The garbage collector marks deleted pods without a node as failed, every 20 s."""
+        """Give these pods a node: the garbage collector marks deleted pods without one as failed, every 20 s."""
         for name in names:
             target = {"kind": "Node", "name": "ddpjob-test"}
             body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
             self.api.call("POST", f"/api/v1/namespaces/{self.name}/pods/{name}/binding", body)
 
     def release(self, *names: str) -> None:
-        """Let these pods end. A kubelet reports this for a pod with a node by a delete without grace period."""
+        """Let these pods end. For a pod with a node, report this like a kubelet: by a delete without grace period."""
         for name in names:
             self._finalizers(name, [])
             path = f"/api/v1/namespaces/{self.name}/pods/{name}"
@@ -279,7 +279,7 @@ class Namespace:
 
 
 class Operator:
-    """An operator process that connects through the proxy."""
+    """An operator process that connects to the API server through the proxy."""
 
     def __init__(
         self,
@@ -291,8 +291,8 @@ class Operator:
         anew: bool = False,
         **variables: str,
     ) -> None:
-        """constants: values for reflector.py, whose period is too long for a test. anew: start a new Python instead of
-        a fork of this process, which would be a second faster but has pytest's memory. variables: the environment."""
+        """constants: values for reflector.py, whose period is too long for a test. anew: start a new Python, whose
+        memory can be measured, and not a fork of this process. variables: the environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")

@@ -24,7 +24,7 @@ def _filled(query: str, values: dict[str, str]) -> str:
     return query
 
 
-# Only trainings that report have these series. tests/unit/test_metrics_meter.py tests them.
+# Only trainings that report have these series; tests/unit/test_metrics_meter.py tests them.
 OF_REPORTS = re.compile(
     "ddpjob_job_(step|steps_wanted|saved_step|samples_per_second|progress_timestamp_seconds)\\b"
     '|ddpjob_restart_seconds_bucket{until="first_step"}'

@@ -85,7 +85,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
-        """Answer a request, then count it. A test that waits for the count cannot change the answer any more."""
+        """Answer a request, and count it only then: a test that waits for the count cannot change this answer."""
         answer = self._answer(method, raw_path, body)
         asked = read(method, urllib.parse.urlsplit(raw_path).path)
         self.requests.append(f"{asked.verb} {asked.resource}{' (dry run)' if 'dryRun' in raw_path else ''}")
@@ -299,7 +299,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
     """Yield the lines of a log that a request selects. The request is counted after its first line. Raise
     ConnectionAbortedError for a fault."""
     printed = len(cluster.logs.get(name, ()))
-    # Select by time as if one line had been printed each second until now.
+    # Select by time as if one line had been printed in each second until now.
     skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))
     if skipped == printed:
         cluster.requests.append("get pods/log")

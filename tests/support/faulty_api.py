@@ -52,9 +52,9 @@ class Seen:
 @dataclass
 class Fault:
     """A fault for the next `times` requests with `str(seen) == what`; an empty `what` matches any request. `status`,
-    `body`, `headers`: answer without the server. `text`: send this unchanged, such as a proxy's HTML. `lost`: the
-    server executes the request, but the answer never arrives. `cut`: part of the answer arrives. `seconds`: delay
-    before the request is passed on."""
+    `body`, `headers`: answer without the server. `text`: send this text, such as a proxy's HTML. `lost`: the server
+    executes the request, but its answer is lost. `cut`: only a part of the answer arrives. `seconds`: delay of the
+    request."""
 
     what: str
     status: int = 0
@@ -136,7 +136,7 @@ class FaultyApi:
         self.lost.clear()
 
     def close_watches(self, resource: str = "", *, gone: bool = False) -> int:
-        """End the watches of a resource, or all; gone: with an ERROR event of 410. Return how many were ended."""
+        """End the watches of a resource, or all. gone: with an ERROR event of 410. Return how many were ended."""
         return self._run(self._close_watches(resource, gone))
 
     def requests(self, *, since: float = 0.0) -> collections.Counter[str]:

@@ -197,7 +197,7 @@ def _planned(job: api.DDPJob, problems: list[validation.Problem]) -> Iterator[tu
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Return the number of function calls, including C functions. It does not depend on the machine's load."""
+    """Return the number of function calls, also of C functions: it does not depend on the machine's load."""
     counted = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:

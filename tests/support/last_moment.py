@@ -1,5 +1,5 @@
-"""A fake device that copies as late as allowed: when the next optimizer step begins. If that step does not wait, it
-copies long afterwards. The tensors are on the CPU; a script changes them as it would change tensors of a device."""
+"""A fake device that copies as late as allowed: when the next optimizer step begins, or long after a step that does not
+wait. Its tensors are on the CPU; a script changes them as it would change tensors of a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ticket(Mark):
         self._pairs = pairs
 
     def hold(self) -> None:
-        """Copy now, because the optimizer's next step waits for this copy."""
+        """Copy now, because the optimizer's next step is waiting for this copy."""
         for target, source in self._pairs:
             target.copy_(source)
         self._pairs = []

@@ -115,7 +115,7 @@ class LateDevice:
         return any(own.untyped_storage().data_ptr() == place for own in self._owned)
 
     def give(self, work: Callable[[], object]) -> None:
-        """Add work to the main stream, and do not wait for it."""
+        """Add work to the main stream, without a wait for it."""
         self.main.append(lambda: (work(), True)[1])
 
     @property

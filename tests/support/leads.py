@@ -9,7 +9,7 @@ from ddprun.core.leader_state import LeaderState, Over, StartOrder
 
 
 def taken(found: LeaderState) -> list[Any]:
-    """Return the orders since the last call, without `Over`, which tells watchdogs that ranks have ended."""
+    """Return the orders since the last call, except `Over`, which only tells watchdogs that ranks have ended."""
     orders, found.orders[:] = [order for order in found.orders if not isinstance(order, Over)], []
     return orders
 

@@ -53,7 +53,7 @@ def _place() -> tuple[Path, str, str]:
 
 
 def _remove(own: Path) -> None:
-    """Remove the cgroup. The kernel allows this only shortly after its last process has ended."""
+    """Remove the cgroup. The kernel allows this only a moment after its last process has ended."""
     end = time.monotonic() + SECONDS_MAX
     while own.exists():
         with contextlib.suppress(OSError):

@@ -120,7 +120,7 @@ class ModelServer:
         await self._runner.cleanup()
 
     async def _kubelets_stop_pods(self) -> None:
-        """Remove pods a moment after their deletion was requested."""
+        """Remove pods a moment after a request to delete them."""
         while True:
             for raw in self._api.all("pods"):
                 if "deletionTimestamp" in raw["metadata"]:

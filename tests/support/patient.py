@@ -11,9 +11,9 @@ _TRIES, _WAIT_SECONDS = 5, 0.5
 
 
 def answered(request: urllib.request.Request, timeout: float, context: ssl.SSLContext | None = None) -> bytes:
-    """Return the body of the answer. Raise OSError. A request refused with 429 is repeated, because it was not
-    executed, and so is a failed read. A server on a slow disk sometimes refuses a read ("etcdserver: leader changed"),
-    and a server that was away closes connections."""
+    """Return the body of the answer. Raise OSError. A request that is refused with 429 is repeated, because it was not
+    executed. So is a failed read: a server on a slow disk may refuse it ("etcdserver: leader changed"), and a server
+    that was away closes connections."""
     for further in reversed(range(_TRIES)):
         try:
             with urllib.request.urlopen(request, None, timeout, context=context) as answer:

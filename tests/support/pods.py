@@ -68,7 +68,7 @@ class Space:
         self.name = f"{prefix}-{uuid.uuid4().hex[:6]}"
         labels = {"metadata": {"name": self.name, "labels": RESTRICTED}}
         kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Namespace", **labels})
-        # Pods are refused until the controller has created the service account, and are then created late.
+        # Pods are refused until the controller has created the service account; they are then created late.
         until(lambda: self.kubectl("get", "serviceaccount", "default", "--ignore-not-found"), "a service account")
 
     def kubectl(self, *arguments: str, stdin: object = None, check: bool = True) -> str:
@@ -117,20 +117,20 @@ class Space:
         return str(self.get("pod", pod)["spec"].get("nodeName", ""))
 
     def keeps(self, name: str, *pods: str) -> None:
-        """Wait until a job has exactly these pods. The next attempt begins when the previous containers have ended, but
-        a kubelet needs a moment more to release their pods."""
+        """Wait until a job has exactly these pods. The next attempt begins when the old containers have ended, but
+        their pods are gone a moment later."""
         until(lambda: sorted(self.pods(name)) == sorted(pods), f"{', '.join(pods)} are the pods of {name}", 60)
 
     def kill(self, pod: str) -> None:
         """Send SIGKILL to the processes of a rank. The kernel protects the first process of a pod, so the rank must be
         below torchrun, or below the pod's pause container with shareProcessNamespace."""
-        # The output may be lost, because the runtime may end this process together with the killed container.
+        # The output may be lost: the runtime may end this process with the killed container.
         said = self.kubectl("exec", pod, "--", "python", "-c", _KILL, check=False)
         assert "Error from server" not in said, said
 
     @contextlib.contextmanager
     def following(self, pod: str) -> Iterator[Callable[[], str]]:
-        """Yield a function that returns all that a pod printed, even if the pod is deleted at once."""
+        """Yield a function that returns all output of a pod, even if the pod is deleted soon."""
         command = ["kubectl", "-n", self.name, "logs", "--follow", pod]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:

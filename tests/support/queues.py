@@ -76,7 +76,7 @@ class Queue:
         return found
 
     def has(self, kind: str, status: str = "True", name: str = "digits") -> str:
-        """Wait for a condition of a Workload; return its reason."""
+        """Wait until a Workload has this condition; return its reason."""
 
         def there() -> dict[str, Any] | None:
             found = (self.workload(name).get("status") or {}).get("conditions") or ()

@@ -1,5 +1,5 @@
-"""The GPUs of this machine, which tests see only on request. If a process saw one, `init` would choose nccl, which
-needs a GPU per rank, but tests have as many ranks as they need."""
+"""The GPUs of this machine, which tests see only on request. With a visible GPU `init` would choose nccl, which needs a
+GPU per rank, but tests have more ranks than the machine has GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-_SEEN = "TESTS_CUDA_VISIBLE_DEVICES"  # keeps the value from before pytest, for its worker processes
+_SEEN = "TESTS_CUDA_VISIBLE_DEVICES"  # the value from before pytest, for pytest's worker processes
 _ALL = "all"
 
 

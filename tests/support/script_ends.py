@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 
 def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[int, float]]:
-    """Run the script in forked processes, which then exit like a new Python: atexit gets the exception and runs, and
-    all objects are destroyed. Return (exit code, seconds until the exit) by rank."""
+    """Run the script in forked processes that exit like a new Python: atexit functions run, with the exception, and all
+    objects are destroyed. Return (exit code, seconds until the exit) by rank."""
     begin, ranks, ended = time.monotonic(), {}, {}
     # Freeze all imported objects, as ddprun's fork server does.
-    # Without the freeze each rank's garbage collector visits these objects at exit, which takes a second.
+    # Otherwise each rank's garbage collector visits these objects at exit, which takes a second.
     gc.freeze()
     for rank in range(world_size):
         pid = os.fork()

@@ -53,8 +53,8 @@ if __name__ == "__main__":
 
 
 def differences(forked: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-    """Return how a forked rank differs from a new process, without the intended differences: lines are written in one
-    piece, and a crash and stacks are recorded."""
+    """Return how a forked rank differs from a new process. Intended differences are left out: lines are written in one
+    piece, and crashes and stacks are recorded."""
     meant = {**fresh, "streams": [_of_lines(stream) for stream in fresh["streams"]]}
     meant["descriptors"] = [*fresh["descriptors"], str(CRASH_DESCRIPTOR)]
     caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in (*crash.SIGNALS, STACKS_SIGNAL))

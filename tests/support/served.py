@@ -51,7 +51,7 @@ class Served:
             return until_closed(connection)
 
     async def few(self, connections: int = 0) -> bool:
-        """Wait until at most this many connections are open, because the loop notices a close a moment later."""
+        """Wait until at most this many connections are open: the loop notices a close a moment later."""
         while len(self.server.connections) > connections:
             await asyncio.sleep(0.001)
         return True

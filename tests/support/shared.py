@@ -17,7 +17,7 @@ T = TypeVar("T", bound=dict[str, object])
 
 @contextlib.contextmanager
 def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
-    """Yield what `make` has returned, here or in another process of this run. what: a name for the resource. make:
+    """Yield the value of `make`, called in this or another process of this run. what: name of the resource. make:
     returns a JSON value. While one process makes or removes the resource, the others wait."""
     with _locked(what) as file:
         users, made = json.loads(file.read_text() or "[0, null]")
@@ -42,14 +42,14 @@ def one_at_a_time(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(what: str) -> Iterator[Path]:
-    """Lock the file that counts the processes using a resource. The last user removes the file."""
+    """Lock the file that counts the processes that use a resource. The last one removes the file."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     file = Path(tempfile.gettempdir(), f"ddpjob-tests-{run}-{what}")
     while True:
         with file.open("a") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
             if not file.exists() or not os.path.samestat(os.fstat(opened.fileno()), file.stat()):
-                continue  # the last user has removed the file while this process waited
+                continue  # the last process that used it has removed the file
             try:
                 yield file
             finally:

@@ -44,7 +44,7 @@ class Cli:
         # The home has no kubeconfig, because these tests must not depend on a cluster.
         own = {"XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder), "KUBECONFIG": ""}
         self.env = {**os.environ, **own, "DDPTEST_MARK": self.mark}
-        self.env.pop("PYTHONUNBUFFERED", None)  # otherwise Python writes data of a full stdout buffer again at its exit
+        self.env.pop("PYTHONUNBUFFERED", None)  # otherwise Python writes a full stdout's buffer again at its exit
 
     def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
         """Write a job file whose trainer runs a Python script; return its path."""
@@ -79,7 +79,7 @@ class Cli:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def here(self, *words: object) -> subprocess.CompletedProcess[str]:
-        """Run `ddpjob …` in this process, if it ends before it starts anything: a new Python takes 0.4 s."""
+        """Run `ddpjob …` in this process if it starts nothing: a new Python takes 0.4 s."""
         argv, out, err = [*map(str, words)], io.StringIO(), io.StringIO()
         place, environ, given = os.getcwd(), dict(os.environ), sys.argv
         os.chdir(self.folder)
@@ -121,7 +121,7 @@ def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
 
 
 def lives(process: psutil.Process) -> bool:
-    """True if the process exists and is no zombie. It may have ended after it was listed."""
+    """True if the process exists and is no zombie. It may have ended since it was listed."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -129,7 +129,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def hears(pid: int, number: int = signal.SIGTERM) -> bool:
-    """True if a process has a handler of its own for this signal."""
+    """True if a process has its own handler for this signal."""
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 

@@ -21,7 +21,7 @@ _run = uvloop.run
 
 
 def _named() -> dict[str, asyncio.Task[Any]]:
-    """Return all tasks by name and code, which are the same in each run. The tasks of this file are left out."""
+    """Return all tasks by name and code, which are the same in each run. Tasks of this file are left out."""
     named: dict[str, asyncio.Task[Any]] = {}
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)

@@ -1,5 +1,5 @@
-"""A number that changes with the sources. Tests make random choices with it: the same sources always use the same seeds
-and examples, and each change of the sources uses others. A fault found this way may be older than the change."""
+"""A number that changes with the sources, for random choices of tests: the same sources always use the same seeds and
+examples, and each change of the sources uses others. A fault that is found this way may be older than the change."""
 
 from __future__ import annotations
 

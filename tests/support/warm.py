@@ -35,12 +35,12 @@ def start(
     module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
 ) -> subprocess.Popen[str]:
     """Run `python -m MODULE WORDS` in a fork of this process with torch. ends_early: its processes run threads and exit
-    handlers to their end, but do not destroy the interpreter, which takes a fifth of a short run."""
+    handlers, but do not destroy the interpreter, which takes a fifth of a short run."""
     global _ends_early
     import torch
     import torch._dynamo  # imports everything that a fork server imports
 
-    torch.set_num_threads(1)  # threads of a pool do not exist in a forked process
+    torch.set_num_threads(1)  # a fork does not have the threads of a pool
     _ends_early = ends_early  # the forked process reads this
     return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -53,7 +53,7 @@ def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[by
 
 
 def _copy(module: str, words: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    gc.freeze()  # without this, each fork would collect pytest's objects when it ends
+    gc.freeze()  # without this, each fork would collect pytest's objects at its end
     try:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
@@ -76,7 +76,7 @@ def _begin(module: str, words: Sequence[str], env: Mapping[str, str]) -> NoRetur
 
 
 def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Replace os.execvpe: fork servers run in this process, all other programs are executed."""
+    """Replace os.execvpe: run fork servers in this process, and execute all other programs."""
     if list(argv[1:3]) != ["-u", preload.PROGRAM]:
         return os.execve(file, argv, environ)
     _as_a_new_program(environ, argv[2:], kept)
@@ -102,9 +102,9 @@ def _let_go_of_pytests_files() -> set[int]:
 
 
 def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set[int]) -> None:
-    """Close what an exec would close, and set streams, variables and arguments as for a new program."""
+    """Close what an exec would close. Set streams, variables and arguments as for a new program."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that listed the folder is already closed
+        with contextlib.suppress(OSError):  # the descriptor of the listed folder is closed already
             if int(name) > 2 and int(name) not in kept and not os.get_inheritable(int(name)):
                 os.close(int(name))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both; Popen may have reset them
@@ -132,7 +132,7 @@ def _forget_pytest() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
     atexit._clear()
-    # Keep only torch's finalizers: pytest's finalizers would remove its temporary folders when this process exits.
+    # Keep only torch's finalizers: those of pytest would remove its temporary folders at this process's exit.
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
         one.atexit = bool(found and str(found[1].__module__).startswith("torch"))
@@ -153,7 +153,7 @@ def _run(work: Any) -> int:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != preload.PROGRAM:
-            trace = trace.tb_next  # drop the frames that a new Python would not have
+            trace = trace.tb_next  # drop frames that a new Python would not have
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace or error.__traceback__
         sys.excepthook(type(error), error, trace or error.__traceback__)
         return 1

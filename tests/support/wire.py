@@ -13,7 +13,7 @@ from ddpjob_operator.kube.api.client import ApiError
 
 @dataclass(frozen=True)
 class Fate:
-    """The fate of one request: its delays, and if the answer is lost."""
+    """What happens to one request: its delays, and if its answer is lost."""
 
     there: float = 0.01
     """Seconds until the request is carried out."""
@@ -26,7 +26,7 @@ GOOD = Fate()
 
 
 class Wire:
-    """Connection of a process to the server. A request that was sent arrives, even if its sender has given up."""
+    """Connection of a process to the server. A sent request arrives, even if its sender has stopped waiting."""
 
     def __init__(self, fates: Callable[[], Fate] = lambda: GOOD) -> None:
         self.fates = fates

@@ -1,7 +1,7 @@
 """Situations of a job, as sentences: `digits().running()`, `.exits(rank=1, code=3)`.
 
-A World plays the API server and the kubelets in the simplest way: it carries out a plan and lets pods do what a test
-wants. Time is virtual and starts at an odd moment, to detect code that reads the real clock."""
+A World plays the API server and the kubelets in the simplest way: it carries out a plan, and lets pods do what a test
+says. Time is virtual and starts at an odd moment, to detect code that reads the real clock."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class World:
 
     @property
     def seen(self) -> Observed:
-        """Return the observation that plan() gets."""
+        """Return the observations that plan() gets."""
         return Observed(
             service=self.service,
             pods=(*self.conflicting_pods, *self.pods.values()),
@@ -109,7 +109,7 @@ class World:
         )
 
     def plan(self) -> Plan:
-        """Return what plan() decides now, without carrying it out."""
+        """Return what plan() decides now. Nothing is carried out."""
         return plan(self.job, self.seen, self.now, problems=self.problems, settings=self.settings)
 
     def step(self) -> Plan:
@@ -236,7 +236,7 @@ class World:
     def exits(self, place: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
         """Let a trainer end by itself."""
         ended = Container("ended", reason or ("Completed" if code == 0 else "Error"), message, False, code, self.now)
-        if phase == "Running":  # a sidecar continues
+        if phase == "Running":  # a sidecar continues to run
             return self._change(place, phase=phase, trainer=ended, sidecars_run=True)
         return self._change(place, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
 
@@ -271,7 +271,7 @@ class World:
         return self
 
     def node_deleted(self, place: int) -> World:
-        """Delete the Node of a pod. As in the operator, the node counts as not ready since it was lost."""
+        """Delete the Node of a pod. As in the operator, the node has been not ready since it was lost."""
         assert self.nodes is not None, "this world cannot read nodes"
         name = self._pod(place).node
         known = self.nodes.get(name)

@@ -27,7 +27,7 @@ import ddpjob
 from ddpjob.process import replace as new_process_state
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
-LIMIT_SECONDS = 120.0  # seconds; on an idle machine each test takes less than 15 s
+LIMIT_SECONDS = 120.0  # seconds; a test takes less than 15 s on an idle machine
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 def _rank_main(body: Callable[[int], Any], rank: int, answer: Any) -> None:
     try:
-        # send() would share tensors with this process, which ends now
+        # send() would share tensors with this process, which is about to end
         answer.send_bytes(pickle.dumps((body(rank), "")))
     except BaseException as error:
         answer.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {error}")))
@@ -196,7 +196,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiv
     monkeypatch.setenv("DDPJOB_STATUS_URL", receiver.url)
     monkeypatch.setenv("DDPJOB_STATUS_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
-    new_process_state()  # an earlier test may have saved a step
+    new_process_state()  # an earlier test may have recorded a saved step
     yield receiver
     progress_file.flush()
     new_process_state()

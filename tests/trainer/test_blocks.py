@@ -16,7 +16,7 @@ WORLD_SIZE = 3
 def test_every_building_block_keeps_its_promise_on_three_ranks(
     run_ranks: Callable[..., list[None]], tmp_path: Path, free_port: int
 ) -> None:
-    """Run each building block on three ranks that have torchrun's variables."""
+    """Each building block must do what it shows, on three ranks with torchrun's variables."""
 
     def body(rank: int) -> None:
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}

@@ -42,7 +42,7 @@ def digest(model: Any) -> str:
 
 
 def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Clip weights at this place of each step, and save at these steps. Return first step and hash of parameters."""
+    """Clip weights at this place of each step; save at these steps. Return first step and hash of parameters."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -122,7 +122,7 @@ def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_th
 
 
 def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
-    """Copies at saves must be used although they are many steps behind the ranks."""
+    """Copies at saves must be used, however many steps the ranks are ahead of them."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
@@ -151,7 +151,7 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_
 def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(
     nodes: Node,
 ) -> None:
-    """If only a surviving rank has seen that the script clips weights, all ranks must make copies after the restart."""
+    """If one survivor has learned that the script clips weights, ranks of all nodes must copy after a restart."""
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
@@ -173,7 +173,7 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
 
 
 def saved_otherwise(until: int, who_saves: str) -> int:
-    """Save at steps 2 and 40; at 40, clip weights between should_stop() and save(). Return the loaded step."""
+    """Save at steps 2 and 40; at 40, clip weights after should_stop() and before save(). Return the loaded step."""
     world = ddpjob.init()
     objects, snapshot, began = begin()
     model = world.wrap(objects["model"])

@@ -128,7 +128,7 @@ with ddpjob.init(os.environ["BACKEND"]) as world:
     os.write(1, f"END {rank} {hashlib.sha256(bits).hexdigest()} {number}\\n".encode())  # whole lines: two ranks write
 """
 
-# Steps of this script replay a CUDA graph, which calls no hooks of the optimizer.
+# Steps of this script replay a CUDA graph, so hooks of the optimizer are not called.
 GRAPH = """
 import torch
 import ddpjob
@@ -207,8 +207,8 @@ def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str
 def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(
     tmp_path: Path, backend: str, nodes: int, how: str, kill: str
 ) -> None:
-    """The state (parameters, buffers, optimizer state, random states, partly on the CPU) must come back with the same
-    bits. The host waits for no copy."""
+    """After a kill the state (parameters, buffers, optimizer state, random states, partly on the CPU) must be restored
+    with the same bits. The host waits for no copy."""
     of = {"BACKEND": backend, "HOW": how}
     _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
     began, ended, said = ends(tmp_path / "other", nodes, **of, KILL=kill)

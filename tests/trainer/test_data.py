@@ -131,7 +131,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     drop=st.booleans(),
 )
 def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
-    """After a resume with another global batch all batches must be full, because a rank without samples would crash."""
+    """After a resume with another global batch all batches must be full, and no sample be trained twice."""
     first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
     seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
     second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
@@ -146,7 +146,7 @@ def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_samp
 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_a_data_loader_resumed_twice_trains_every_sample_once(made):
-    """After a second resume no sample may be trained twice, so batch numbers must count from the start of the epoch."""
+    """A loader that is resumed twice must train each sample once: batches count from the start of the epoch."""
     trained: list[int] = []
     state = ddpjob.GlobalBatchSampler(96, 16, 7).state_dict()
     for global_batch in (16, 8, 24):
@@ -192,7 +192,7 @@ def test_a_loader_epoch_that_is_left_early_is_followed_by_the_next_one():
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Dataset that draws a random number for each sample."""
+    """A data set that draws a random number for each sample."""
 
     def __len__(self) -> int:
         return 8
@@ -312,8 +312,8 @@ def test_a_damaged_state_is_refused_and_does_not_give_an_epoch_without_samples(n
 def trained(
     rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, made_of: Any = None, **kwargs: Any
 ) -> Any:
-    """Return the parameters of a small network after this number of steps. state: where the training begins. made_of:
-    function that wraps the DDP model."""
+    """Return the parameters of a small network after this many steps. state: sampler state to begin with. made_of:
+    wraps the DDP model."""
     world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))

@@ -1,5 +1,5 @@
-"""Copies of a state on a fake device, which makes each copy as late as allowed. A step that does not wait for the copy
-changes the parameters too early, so the copy has wrong values."""
+"""Copies of a state on a fake device, which makes each copy as late as allowed. If a step does not wait for a copy, the
+copy gets the values after that step."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node:
 def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without pinned memory the host waits for each copy, so copies are made less often."""
+    """Memory that cannot be pinned must be reported and used, with fewer copies, because the host waits for each."""
     device.cannot_pin = "cudaHostRegister answers 1"
     node.run(0, lambda: train(30))
     assert node.run(1, lambda: train(31))[0] in (20, 24)
@@ -132,7 +132,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
 def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
     node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A replayed CUDA graph calls no hook, so it would change the state during the copy."""
+    """Steps in a CUDA graph must not be kept: a replay calls no hook, and would change the state during a copy."""
     device.recording = True
 
     def recorded() -> str:
@@ -145,7 +145,7 @@ def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
 
 
 def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
-    """If the state grows, larger memory is reserved, although the device may still be writing to the old memory."""
+    """A state that grows must get larger memory, although the device may still be writing to the old memory."""
 
     def grow() -> int:
         objects, _snapshot, step = begin()

@@ -30,7 +30,7 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
         step += 1
         if step % every == 0:
             optimizer.step()
-            if every > 1:  # if `every` is 1, the gradients stay until the next optimizer step
+            if every > 1:  # with `every` 1, gradients stay until the next optimizer step
                 optimizer.zero_grad()
         if step == 4:
             snapshot.save(step, model=model, optimizer=optimizer)
@@ -89,7 +89,7 @@ def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pyt
 def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
 ) -> None:
-    """A communication hook with a state, such as PowerSGD's, must get a warning, because a restart loses that state."""
+    """A communication hook with a state, such as PowerSGD, must get a warning: a restart loses that state."""
 
     def body(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -134,8 +134,8 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
 def test_a_save_at_an_epoch_end_after_an_update_for_this_epoch_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], updates: str, place: str, drop_last: bool
 ) -> None:
-    """The resumed epoch has no batch left, but its scheduler steps again, or the weights are averaged again. Users must
-    know that all later learning rates or averages differ."""
+    """A save at an epoch's end, after the scheduler or the average was updated, must be named: a resume has no batch
+    left, but updates again, and later learning rates differ."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

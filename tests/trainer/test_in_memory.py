@@ -133,8 +133,8 @@ def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the steps that the calls of load() return. If there is no state yet, leave step 3 in the folder, and step
-    9 without "best" in memory."""
+    """Return the steps that the calls of load() return. Without a state yet, leave step 3 in the folder, and step 9
+    without "best" in memory."""
     snapshot = ddpjob.Snapshot("snapshots")
     objects, best = parts(), {"best": torch.zeros(())}
     loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
@@ -179,7 +179,7 @@ def test_a_second_call_of_load_that_memory_cannot_serve_is_refused_once(node: No
 
 
 def test_passing_a_state_again_after_load_does_not_reset_its_number_of_loads(node: Node) -> None:
-    """A loaded state that is passed again keeps its number of loads, so that a state that always fails is given up."""
+    """A loaded state that is passed again must keep its number of loads, so that it is given up if it always fails."""
 
     def train() -> int:
         snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
@@ -236,7 +236,7 @@ def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -
 def test_memory_has_the_values_that_the_script_passed_last_and_the_log_says_so_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """After a restart a plain value such as the best loss must be that of its last save."""
+    """A plain value such as the best loss must be restored as the script passed it last, and the log say so once."""
 
     def train(until: int, *, steps_after: int = 0) -> Any:
         objects, snapshot, step = begin()
@@ -281,8 +281,8 @@ def test_a_call_of_progress_is_no_step_boundary(node: Node) -> None:
 def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
     node: Node, each: int, left: int | None
 ) -> None:
-    """A rank inside its optimizer step completes the step before it writes, if the script passes plain values after
-    each step. If the script passes values only now and then, the rank writes nothing."""
+    """A rank inside its optimizer step must complete the step before it writes, if the script passes plain values after
+    each step. If it passes them only now and then, the rank must write nothing."""
 
     def train() -> None:
         objects, snapshot, _ = begin()
@@ -307,8 +307,8 @@ def test_a_rank_in_its_step_is_waited_for_if_it_passes_values_after_each_step(
 def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_summed(
     node: Node, makes_it: bool, killed_at: int
 ) -> None:
-    """On a busy machine this rank may be late by milliseconds. The killed rank had completed the step, or was killed
-    before its should_stop(). The step must not be repeated. If it waits in vain, it writes the state that it has."""
+    """A rank must complete a step whose gradients were summed before another rank was killed, because it may be late by
+    milliseconds. If it waits in vain, it must write the state that it has."""
 
     def train() -> None:
         objects, asked, ask = parts(), threading.Event(), memory.turn
@@ -336,12 +336,12 @@ def test_a_rank_completes_the_step_that_a_killed_rank_of_its_node_had_summed(
 
 
 def test_no_step_begins_after_the_state_was_written_because_all_ranks_are_stopped(node: Node) -> None:
-    """When a node joins, no rank has failed, so nothing else keeps the ranks from steps that a restart would repeat."""
+    """After the state was written for a stop of all ranks, no rank may begin a step, which a restart would repeat."""
 
     def train() -> list[bool]:
         objects, cells = begin()[0], process.current.cells
         cells[heartbeat.FAILED] = 1
-        steps(0, 2, **objects)  # the state before each step is not in memory
+        steps(0, 2, **objects)  # memory does not have the state before each step
         cells[heartbeat.FAILED] = 0
         steps(2, 6, **objects)
         rescue()
@@ -539,7 +539,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
         if step % every == 0:
             snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
         settle()
-    torch.distributed.barrier()  # no rank dies before all ranks have come here
+    torch.distributed.barrier()  # all ranks must come here before one dies
     if dies != int(os.environ["RANK"]):
         rescue()
     return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))
@@ -850,7 +850,7 @@ class Average:
 
 @pytest.mark.parametrize("is_updated", ["each step", "each epoch"])
 def test_an_object_that_has_not_changed_yet_may_change_after_the_mark(node: Node, is_updated: str) -> None:
-    """A rank is killed before the first end of an epoch after a save. The others are before that update, too."""
+    """Memory must not be used with an object that has not changed yet: it may change after should_stop()."""
 
     def train() -> None:
         (objects, snapshot, step), average = begin(), Average()
@@ -868,7 +868,7 @@ def test_an_object_that_has_not_changed_yet_may_change_after_the_mark(node: Node
 
 
 def test_a_value_that_the_script_changes_in_place_after_keep_is_not_taken(node: Node) -> None:
-    """Before the first save nothing else shows that the average of the step is not the one that keep() was given."""
+    """A value that the script changes in place after keep() must not be used, because it is not what keep() got."""
 
     def train() -> None:
         objects, snapshot, step = begin()
@@ -1383,7 +1383,7 @@ def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_l
         if not step:
             snapshot.keep(until, **objects)
         rescue()
-        if step:  # the last line of the job's log contains `resumed_from`
+        if step:  # the job's log ends with a line that has `resumed_from`
             assert "random states of rank 1 were lost" in process.current.resumed_from
         return step, drawn
 
@@ -1489,7 +1489,7 @@ def test_a_rank_that_dies_within_a_step_keeps_the_buffers_of_all_its_micro_batch
 def test_a_rank_that_dies_within_a_step_does_not_get_the_averaged_buffers_of_another(
     node: Node, each_has_its_own: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An average that copies BatchNorm's buffers has other values on each rank, and only the folder has them all."""
+    """A killed rank must not get another rank's averaged buffers: they differ by rank, and only the folder has all."""
 
     def train() -> Any:
         world = ddpjob.init()

@@ -122,7 +122,7 @@ def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
 
 
 class Averages:
-    """Object of a script with a state_dict(), whose state is copied at each step."""
+    """An object of a script with a state_dict(), which is copied at each step."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(2 << 20)

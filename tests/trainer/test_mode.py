@@ -10,7 +10,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
 def test_the_agent_waits_only_after_names_proof_and_room() -> None:
-    """A rank is READY after three events: it has objects, only optimizers change parameters, and memory is reserved."""
+    """A rank is READY after three events: it has objects, only optimizers change them, and memory is reserved."""
     before: dict[Mode, set[Event]] = {}
     for mode in Mode:
         for event in EVENTS:
@@ -23,11 +23,11 @@ def test_the_agent_waits_only_after_names_proof_and_room() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.EMPTY, Mode.PROVING, Mode.COPYING, Mode.OFF])
 def test_room_that_was_reserved_late_promises_nothing(mode: Mode) -> None:
-    """Memory that is reserved late has no effect, because the script may have passed other objects meanwhile."""
+    """Memory that is reserved late must have no effect: the script may have passed other objects meanwhile."""
     assert after(mode, "reserved") is mode
 
 
 def test_a_refused_state_stays_refused_and_a_changing_one_is_copied_from_then_on() -> None:
-    """A refused state is never kept again. A state that the script changes between steps is copied from then on."""
+    """A refused state must never be kept again. One that changes between steps must be copied from then on."""
     assert {after(Mode.OFF, event) for event in EVENTS} == {Mode.OFF}
     assert {after(Mode.COPYING, event) for event in EVENTS} == {Mode.COPYING, Mode.OFF}

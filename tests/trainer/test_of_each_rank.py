@@ -72,7 +72,7 @@ def test_each_rank_gets_its_own_reader_and_values_back(run_ranks: Any, tmp_path:
 
 
 def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, tmp_path: Path) -> None:
-    """The positions of two ranks' readers cannot be divided among three ranks, so the load must name the reader."""
+    """A load with another number of ranks must be refused with the reader's name: positions cannot be divided."""
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
         with pytest.raises(
@@ -102,8 +102,8 @@ def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_p
 def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
     run_ranks: Any, tmp_path: Path, buffers: str
 ) -> None:
-    """A rank must get back parameters and buffers that DDP ignores, with their optimizer state. The same holds for
-    BatchNorm in `with model.join()`, where DDP broadcasts the buffers of the last rank."""
+    """A rank must get back parameters and buffers that DDP ignores, with their optimizer state. So must BatchNorm in
+    `with model.join()`, where DDP broadcasts the last rank's buffers."""
 
     def made() -> tuple[Any, Any, Any]:
         net = Centred()
@@ -143,7 +143,7 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
 def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
     run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
 ) -> None:
-    """If a rank is killed just before save(2), file 2 lacks the state of its data reader, so step 1 is loaded."""
+    """A file without the reader of a rank that was killed just before save(2) must be skipped, and step 1 be loaded."""
 
     def rank_main(rank: int) -> int:
         with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
@@ -192,7 +192,7 @@ def test_replicas_that_differ_are_named_at_a_save(
 
 
 def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: Any, tmp_path: Path) -> None:
-    """If no file has a late rank's data reader state, the load is refused: a start at step 0 would be wrong, too."""
+    """If no file has the state of a late rank's reader, the load must be refused, and not start at step 0."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         if world.rank < 2:

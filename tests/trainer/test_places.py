@@ -35,7 +35,7 @@ def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() 
 
 
 def test_values_are_compared_by_their_bits() -> None:
-    """Values are compared by their bits, because NaN does not equal itself and `==` of tensors gives no bool."""
+    """Values must be compared by their bits: NaN differs from itself, and `==` of tensors gives no bool."""
     one, other = {"a": float("nan"), "b": torch.zeros(3)}, {"a": float("nan"), "b": torch.zeros(3)}
     assert same(one, other)
     assert not same(one, {**other, "b": torch.ones(3)})
@@ -89,8 +89,8 @@ def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None
 
 
 def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> None:
-    """If an evaluation after should_stop() draws random numbers, a restart must not combine them with the older random
-    states of a rank that was lost before should_stop()."""
+    """If an evaluation after should_stop() draws random numbers, a restart must not mix them with the older random
+    states of a lost rank."""
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}

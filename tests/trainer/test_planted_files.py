@@ -74,7 +74,7 @@ def test_a_planted_file_under_a_snapshot_name_harms_no_file_outside(folder, outs
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_link_that_appears_during_the_training_is_neither_touched_nor_emptied(folder, outside, plant, monkeypatch):
-    """Heartbeats touch the file `.alive` every few seconds, and the end of the process empties it, but never a link."""
+    """A link that appears in place of the file `.alive` must be neither touched nor emptied."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.01)
     checks = itertools.count()
 

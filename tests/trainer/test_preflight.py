@@ -46,7 +46,7 @@ def job(nodes: int = 4, ranks: int = 1, **measured: Any) -> list[RankMeasures]:
 
 
 def beside_each_other(reports: list[RankMeasures]) -> list[RankMeasures]:
-    """Return the reports, changed as if the first three nodes were pods of one machine: 90 GB/s between them."""
+    """Return the reports as if the first three nodes were pods of one machine, with 90 GB/s between them."""
 
     def near(a: int, peer: Peer) -> Peer:
         return peer._replace(seconds_per_byte=GB_PER_SECOND / 90) if a < 3 and peer.node < 3 else peer

@@ -139,7 +139,7 @@ def test_only_the_first_rank_of_a_node_reports(receiver, monkeypatch):
 def test_only_the_first_of_several_ranks_started_by_a_script_in_one_pod_reports(
     receiver, run_ranks, monkeypatch, meeting_file
 ):
-    """Ranks that a script starts in one pod inherit the variables of local rank 0. Only the first may report."""
+    """Of several ranks that a script starts in a pod, only the first may report: all inherit its variables."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -180,8 +180,7 @@ def test_a_refusing_receiver_is_mentioned_once_and_tried_again_later(receiver, c
 
 
 def test_a_line_of_the_library_is_one_write(monkeypatch):
-    """A log line must be one write, because lines of ranks that share a pipe would mix. `print` under `python -u` makes
-    two writes."""
+    """A log line must be one write, so that lines of ranks do not mix. `print` under `python -u` makes two writes."""
 
     class Written(list):
         write = list.append

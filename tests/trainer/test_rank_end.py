@@ -61,7 +61,7 @@ def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_rele
 
 
 def test_the_record_of_a_long_training_grows_logarithmically(run_ranks: Ranks, tmp_path: Path) -> None:
-    """The record of a long training grows logarithmically: the last passes, and earlier passes ever more rarely."""
+    """The record of a long training must grow logarithmically: the last passes, and earlier ones ever more rarely."""
     _, end = left_by(run_ranks, tmp_path / "end.json", lambda: bool(trained(400)))
     numbers = [passes for passes, *_ in end["modules"][0]["passes"]]
     noted = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
@@ -89,7 +89,7 @@ def test_a_hook_of_the_script_is_kept_and_does_not_count_twice(run_ranks: Ranks,
 def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A model can be copied and sent to another process while its backward passes are counted, without a warning."""
+    """A model must stay copyable and picklable, without a warning, while its backward passes are counted."""
 
     def script() -> int:
         model = trained(5)
@@ -103,7 +103,7 @@ def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_coun
 
 
 def test_a_module_released_before_the_end_is_still_recorded(run_ranks: Ranks, tmp_path: Path) -> None:
-    """A module that is released before the end, as in a script that trains in a function, must be recorded."""
+    """A module that is released before the end must be recorded, as in a script that trains in a function."""
     kept: list[Any] = []
 
     def script() -> None:

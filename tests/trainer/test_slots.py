@@ -51,7 +51,7 @@ class Rank:
 
 
 def described(value: Any) -> Any:
-    """Return type, shape and numbers of all tensors and other values, to compare two values."""
+    """Return type, shape and numbers of all tensors and values, to compare two states."""
     if isinstance(value, dict):
         return {key: described(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):

@@ -193,7 +193,7 @@ def test_the_newest_states_are_kept_and_leftovers_of_crashes_are_removed(tmp_pat
 
 
 def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_path, monkeypatch):
-    """A process in a restarted container may have the same pid, so its temporary files may already exist."""
+    """Leftovers of a killed process with the same pid, as in a restarted container, must be no obstacle."""
     snapshot, sync, written = ddpjob.Snapshot(tmp_path), os.fsync, []
     monkeypatch.setattr(os, "fsync", lambda descriptor: [written.extend(tmp_path.glob(".tmp*")), sync(descriptor)])
     saved(snapshot, 1)
@@ -205,7 +205,7 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_pat
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """Two Snapshots of one process may write the same file at once, if a script creates a Snapshot for each save."""
+    """Two Snapshots of one process must be able to write the same file at once."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
@@ -409,7 +409,7 @@ def test_a_state_published_by_an_old_attempt_at_the_last_moment_is_never_the_new
         data = source.read_bytes()
         monkeypatch.setattr(os, "rename", rename)
         saved(attempt(2), 11)
-        target.write_bytes(data)  # looks as if the newer attempt had removed the source just after the rename
+        target.write_bytes(data)  # as if the newer attempt had removed the source just after the rename
 
     monkeypatch.setattr(os, "rename", newer_attempt_comes_first)
     zombie.save(500)
@@ -465,7 +465,7 @@ def _freeze_in_next_sync() -> None:
 
     def freeze(descriptor: int) -> None:
         os.fsync = sync
-        # The signal goes to this thread; if another thread took the signal, this thread would run on for a moment.
+        # The signal goes to this thread; if another thread took it, this one would run on for a moment.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         sync(descriptor)
 
@@ -660,7 +660,7 @@ def other_job(tmp_path: Path) -> Iterator[Callable[..., int]]:
                 os.write(saying, b".")
                 signal.pause()
             finally:
-                del snapshot  # the interpreter releases objects before it exits
+                del snapshot  # before it exits, the interpreter releases objects
                 os._exit(0)
         os.close(saying)
         assert os.read(said, 1) == b"."
@@ -995,7 +995,7 @@ def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
 
 
 def test_a_rank_that_has_left_its_group_loads_by_itself_and_only_rank_0_saves(run_ranks, tmp_path):
-    """A script that exports its model after `with ddpjob.init()` must still be able to load and save."""
+    """A rank that has left its group, as to export its model, must load by itself, and only rank 0 must save."""
 
     def body(rank: int) -> Any:
         os.environ["WORLD_SIZE"] = "2"

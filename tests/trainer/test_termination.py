@@ -98,7 +98,7 @@ def test_exceptions_in_a_thread_or_a_forked_helper_leave_no_message_if_the_scrip
 
 
 def test_ctrl_c_is_reported_as_sigint(log, start_script):
-    # Under `make test &` SIGINT is ignored, and child processes would inherit this.
+    # Under `make test &` SIGINT is ignored, which child processes inherit.
     handles = "import os, signal, ddpjob\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = handles + "ddpjob.progress(1)\nos.kill(os.getpid(), 2)\n"
     start_script(script, DDPJOB_TERMINATION_LOG=log).communicate(timeout=30)
@@ -120,7 +120,7 @@ def test_a_child_of_multiprocessing_reports_its_exception_although_it_runs_no_ho
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_child_that_imports_the_library_itself_tells_before_it_leaves_its_peers(log, start_script, method):
-    """A child that imports the library must report its failure first: leaving the group may take too long."""
+    """A child that imports the library must report its failure before it leaves the group, which may take too long."""
     script = (
         "import multiprocessing, os\n"
         "def rank():\n"
@@ -464,7 +464,7 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
 
 
 def test_a_parent_that_continues_by_itself_removes_the_failure_of_its_children(log, start_script):
-    """A parent that continues to train without its failed children must remove their message."""
+    """A parent that trains without its failed children must remove their message."""
     script = (
         "import multiprocessing, ddpjob\n"
         "def rank():\n"

@@ -179,16 +179,16 @@ def drawn(seed: int, number: int = 0) -> Draw:
 
 
 def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) -> list[Kill]:
-    """Return one more kill, or nothing if no step is left. It comes early in the remaining steps if `left` is large."""
+    """Return one more kill, or nothing if no step is left. With a large `left` the kill comes early."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
-    if how == "TERM" and not stops:  # the script would leave the epoch and skip the work at its end
+    if how == "TERM" and not stops:  # the script would leave the epoch without the work at its end
         how = "KILL"
     place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
     ends = _epoch_ends(recipe)
     # At least a fifth of the kills are at the boundary of two epochs.
     steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
-    if steps != ends and chance.random() < 0.3:  # other options of the script act at every fifth step
+    if steps != ends and chance.random() < 0.3:  # some options of the script act at every fifth step
         steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
@@ -282,7 +282,7 @@ def normal(recipe: Recipe) -> dict[str, str]:
 
 
 def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:
-    """Return the options that this scheduler requires. No generation has a loss before its first step."""
+    """Return the options that this scheduler requires: a generation has no loss before its first step."""
     if scheduler == "by_hand":
         return {"scheduler_at": "top"}
     if not scheduler.startswith("plateau"):
@@ -300,7 +300,7 @@ def _plain_for(data: str, save: str) -> dict[str, str]:
 
 
 def _repeats_unseen(recipe: Recipe) -> bool:
-    """True if work at the end of an epoch must not be repeated, and the library cannot see that it was done."""
+    """True if work at the end of an epoch must not be repeated, but the library cannot see that it was done."""
     is_average = recipe["average_at"] == "epoch_end" and recipe["average"] != "averaged_model"
     return is_average or recipe["extra"] == "early_stop"
 

@@ -1,8 +1,8 @@
 """Refusals: what the library reports that a restart cannot restore, and the differences that this allows.
 
 A refusal allows differences in the parts of the final state that its sentence names, and in all that depends on them in
-the script. It must be in the log before the failure or, if it is about a file, before a restart reads the file. No
-other difference is allowed, because without the memory a restart uses the folder, which has everything."""
+the script. It must be in the log before the failure, or before a restart reads the file if it is about a file. Any
+other difference is an error, because a restart could use the folder, which has everything."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _augmented(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
 
 
 def _seeds_of_loaders(recipe: Recipe) -> Iterator[Part]:
-    """Yield the generator of a DataLoader's seed, which a restart draws once more, unless training draws from it,
-    too."""
+    """Yield the generator of a DataLoader's seed, which a restart draws again. If training draws from the generator,
+    too, yield nothing."""
     if recipe["data"] == "plain_loader" and "torch" not in _drawn_from(recipe):
         yield from (Part(rank, "torch") for rank in (0, 1))
 

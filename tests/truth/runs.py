@@ -21,7 +21,7 @@ from refusals import LOSS, SAMPLES, Part
 from ddprun.core.leader_state import REPEATS
 
 SECONDS_MAX = 150  # enough for a busy machine
-STARTED_AGAIN = (75, 143)  # stopped; 143: SIGTERM has reached a rank that had left the group, or was starved for 5 s
+STARTED_AGAIN = (75, 143)  # exit codes after a stop; 143: the rank had left the group, or got no CPU for 5 s
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -41,8 +41,8 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of a comparison. SAME and REFUSED are correct, and so is SEEDED: the restart names ranks that were
-    late for the save. UNSTRUCK (no kill struck) and INVALID (the script fails without a kill) prove nothing."""
+    """The result of a comparison. SAME and REFUSED are correct; so is SEEDED: the restart names ranks that were late
+    for the save. UNSTRUCK (no kill hit) and INVALID (the script fails without a kill) prove nothing."""
 
     kind: str
     why: str
@@ -66,7 +66,7 @@ def undisturbed(draw: Draw) -> Outcome:
 
 
 def ran(draw: Draw) -> Outcome:
-    """Run the script under ddprun, and start it again each time it has stopped after a SIGTERM."""
+    """Run the script under ddprun, and start it again after each stop by SIGTERM."""
     folder = Path(tempfile.mkdtemp(prefix="ddpjob-truth-"))
     try:
         (folder / "train.py").write_text(script(draw.recipe))
@@ -110,8 +110,8 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
 
 
 def _as_json(kill: Kill, kills: tuple[Kill, ...]) -> list[Any]:
-    """Return the kill, with `agent.generation` for its generation: a SIGTERM ends the agent, so later kills belong to
-    generations of the next agent."""
+    """Return the kill as JSON, with `agent.generation` as its generation: a SIGTERM ends the agent, so later kills are
+    in generations of the next agent."""
     stops = sum(1 for other in kills if other.how == "TERM" and other.generation < kill.generation)
     generation = kill.generation - stops
     return [kill.place, kill.step, kill.rank, kill.how, f"{stops}.{generation}"]
@@ -136,7 +136,7 @@ def _seen(folder: Path) -> dict[int, dict[tuple[str, int], list[Any]]]:
 
 
 def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, Verdict]]:
-    """Yield the verdict on all kills together or, if it is wrong, on each kill alone."""
+    """Yield the verdict on all kills together. If it is wrong, yield the verdict on each kill alone."""
     whole = undisturbed(draw) if whole is None else whole
     if not whole.has_ended_well:
         yield draw, _without_a_kill(draw, whole)
@@ -149,7 +149,7 @@ def verdicts(draw: Draw, whole: Outcome | None = None) -> Iterator[tuple[Draw, V
     alone = [draw._replace(kills=(kill._replace(generation=0),)) for kill in draw.kills]
     found = [(one, compared(one, whole, ran(one))) for one in alone]
     yield from found
-    # If each kill alone is correct, a refusal that was logged between two kills may explain the result.
+    # If each kill alone is correct, a refusal between two kills may explain the result of both.
     if not any(its.is_wrong for _, its in found) and (last := compared(draw, whole, killed, late=True)).is_wrong:
         yield draw, last
 
@@ -182,8 +182,8 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
 
 
 def difference(whole: Outcome, killed: Outcome) -> set[Part]:
-    """Return the parts that differ from the undisturbed run. Each time a step was made, also if a restart undid it, it
-    must have had the same samples and loss."""
+    """Return the parts that differ from the undisturbed run. Each time that a step was made, even if a restart undid
+    it, samples and loss must be the same."""
     found = {
         Part(rank, name)
         for rank, result in whole.results.items()

@@ -66,7 +66,7 @@ def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
 
 
 def _smaller(draw: Draw) -> Iterator[Draw]:
-    """Yield draws with one kill or one part less, those that change most first."""
+    """Yield draws with one kill or one part less, the largest change first."""
     for number in range(len(draw.kills) - 1, -1, -1):
         if len(draw.kills) > 1 and all(kill.how != "TERM" for kill in draw.kills):
             kills = [kill for place, kill in enumerate(draw.kills) if place != number]
@@ -93,7 +93,7 @@ def is_wrong(draw: Draw) -> bool:
 
 
 def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
-    """Return the known failure whose parts are all in this draw, or None."""
+    """Return the known failure whose parts all are in this draw; None if there is none."""
     for other in known:
         if parts_of(other.recipe).items() <= parts_of(draw.recipe).items():
             return other
@@ -101,7 +101,7 @@ def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
 
 
 def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
-    """Return the failure with the smallest recipe, or None if it does not occur again."""
+    """Return the failure with the smallest recipe; None if it does not occur again."""
     if not is_wrong(draw):
         return None
     small = shrunk(draw, is_wrong)
@@ -111,7 +111,7 @@ def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
 
 def _work(place: int, options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.setpgid(0, 0)  # the worker's agents are killed with its process group
+    os.setpgid(0, 0)  # so that killing the group also kills the worker's agents
     for found in searched(itertools.count(options.seed + place, options.workers), options.runs):
         out.put(found)
 
@@ -151,7 +151,7 @@ def _one(seed: int, runs: int) -> int:
 
 
 class _Tally:
-    """Counts of kills and of seeds by the kind of their verdict."""
+    """Counts of kills and seeds, by kind of verdict."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

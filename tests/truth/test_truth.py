@@ -38,14 +38,14 @@ def test_a_seed_always_draws_the_same_script_with_options_that_can_be_combined()
 
 
 def test_every_option_is_drawn_by_some_seed() -> None:
-    """Each option must be drawn by some seed. An option that other rules always replace would never be tested."""
+    """Each option must be drawn by some seed, because an option that others always replace would never be tested."""
     seen = {part for seed in range(3000) for part in parts_of(drawn(seed).recipe).items()}
     options = {(name, option) for name, its in CHOICES.items() for option in its[1:]}
     assert options - seen == set()
 
 
 def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
-    """The reduced draw must have only the two parts that matter, not twelve others."""
+    """A failing draw must be reduced to the two parts that matter."""
     wrong = {"model": "dropout", "data": "loader"}
     large = Draw(normal({**recipe(**wrong), "clip": "norm", "extra": "counter", "every": "4"}), (TOP, TOP))
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
@@ -92,14 +92,14 @@ def test_lost_random_numbers_allow_another_model_only_if_training_draws_them() -
 
 
 def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -> None:
-    """A file that one rank's late save left incomplete does not explain an error after a restart from memory."""
+    """A file that lacks a late rank's part must allow no difference after a restart from memory."""
     assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
     assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # LATE is logged before the file is read
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 
 def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_restart_reports_it() -> None:
-    """The rank may be killed on its way to the save, so nothing could be reported before."""
+    """A rank that was late for a save may differ in random numbers if the restart reports it."""
     report = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
     log = "\n".join([STRUCK, FROM_FOLDER, report])
     assert excused(log, recipe(model="dropout"))[0] == set()
@@ -133,7 +133,7 @@ def test_an_error_that_an_agent_does_not_restart_proves_nothing() -> None:
 
 
 def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
-    """A step that only one run makes is a difference, because its samples are trained once more."""
+    """A step that only one of two runs makes must be a difference, because its samples are trained again."""
     step, its_loss = (SAMPLES, 1), (LOSS, 1)
     whole = Outcome((0,), {0: {}, 1: {}}, {0: {step: [[4]], its_loss: ["0x1"]}, 1: {step: [[5]]}}, "")
     others = {
@@ -145,7 +145,7 @@ def test_a_step_that_only_one_of_two_runs_makes_is_a_difference() -> None:
         assert difference(whole, whole._replace(seen=whole.seen | {0: seen})) == {Part(0, SAMPLES)}, name
     other_loss = whole.seen | {0: {step: [[4]], its_loss: ["0x2", "0x1"]}}
     assert difference(whole, whole._replace(seen=other_loss)) == {Part(0, LOSS)}
-    made_again = whole.seen | {0: {step: [[4], [4]]}}  # the rank was killed before it recorded the step's loss
+    made_again = whole.seen | {0: {step: [[4], [4]]}}  # as if the rank was killed before it recorded the step's loss
     assert difference(whole, whole._replace(seen=made_again)) == set()
 
 
@@ -210,7 +210,7 @@ def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -
 @pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS, and tests/trainer tests each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
-    """Random draws alone would test a known kind of failure only once in thousands."""
+    """A kind of script that once had wrong results must be correct or refused; random draws would rarely test it."""
     for _, verdict in verdicts(Draw(normal(recipe(**parts)), FIVE)):
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
@@ -219,7 +219,7 @@ def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(part
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(0, 400, 100))
 def test_no_draw_is_silently_wrong(seed: int) -> None:
-    """Draw random scripts and kill their runs. For more draws use `make truth N=5000`."""
+    """No random draw may be silently wrong. For more draws use `make truth N=5000`."""
     wrong = [
         (found, verdict.why) for found, _, verdict in searched(list(range(seed, seed + 100)), 2) if verdict.is_wrong
     ]

@@ -51,7 +51,7 @@ def test_the_page_is_short_enough_to_read() -> None:
 
 
 def test_a_class_name_occurs_once_in_the_project() -> None:
-    """A reader who searches for a class name must find only one class."""
+    """A class name must occur once in the project, so that a search finds only one class."""
     places: dict[str, list[str]] = {}
     for folder in ("operator", "trainer"):
         for path in (p for p in (ROOT / folder).rglob("*.py") if "examples" not in p.parts):

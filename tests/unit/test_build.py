@@ -46,8 +46,8 @@ DNS = {
 
 @pytest.mark.parametrize(("spec", "all_nodes"), DNS.values(), ids=DNS)
 def test_the_service_selects_only_pods_whose_dns_name_is_needed(spec: dict[str, Any], all_nodes: bool) -> None:
-    """Each selected pod makes the control plane rewrite the job's EndpointSlices whenever it changes; a pod that is not
-    selected has no DNS name."""
+    """A pod without a DNS name must not be selected: each selected pod costs the control plane writes of EndpointSlices
+    whenever it changes."""
     leader = {} if all_nodes else {"training.ddpjob.io/rank": "0"}
     assert build.service(job(**spec))["spec"]["selector"] == {"training.ddpjob.io/job": "digits"} | leader
     what = job(**spec)
@@ -59,7 +59,7 @@ def test_the_service_selects_only_pods_whose_dns_name_is_needed(spec: dict[str, 
     ("given", "found"),
     [
         pytest.param({"restartPolicy": "Always"}, {"restartPolicy": "Never"}, id="the kubelet restarts no trainer"),
-        # With a grace period of 0 the API server removes the pod object before the kubelet has stopped the container.
+        # With a grace period of 0 the API server removes the pod object while the container is still running.
         ({"terminationGracePeriodSeconds": 0}, {"terminationGracePeriodSeconds": 1}),
         ({}, {"enableServiceLinks": False}),
         ({"enableServiceLinks": True}, {"enableServiceLinks": True}),
@@ -84,8 +84,8 @@ def test_the_job_owns_all_objects_so_that_deletion_needs_no_finalizer() -> None:
 
 
 def test_a_restart_policy_of_the_trainer_container_cannot_restart_it_next_to_a_new_attempt() -> None:
-    """Kubernetes 1.34 accepts a container's restartPolicy whatever the pod's own policy is. It would restart a rank
-    that has ended while the next attempt writes the same checkpoint."""
+    """A container's restartPolicy, which Kubernetes 1.34 accepts, must be overridden. Otherwise a restarted rank would
+    write the same checkpoint as the next attempt."""
     rules = [{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [1]}}]
     other = {"name": "proxy", "image": "p", "restartPolicy": "Always", "restartPolicyRules": rules}
     what = job(container={"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]})
@@ -121,14 +121,14 @@ def test_autoscalers_must_not_move_a_training_unless_the_user_allows_it() -> Non
     what = job()
     what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "false"}}
     assert pod(what)["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "false"
-    # If jobs are short and cheap, an administrator may let the autoscaler consolidate their nodes.
+    # An administrator may let the autoscaler move jobs that are short and cheap to other nodes.
     given = build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"]
     assert given == {"karpenter.sh/do-not-disrupt": "false"}
     assert build.pod(job(), 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"] == {}
 
 
 def test_no_pod_gets_an_api_token_if_tokens_are_switched_off_unless_its_template_requests_one() -> None:
-    """With a token, code of a job could act as its service account. Training needs no rights in the cluster."""
+    """No pod may get an API token unless its template requests one: a job's code could use it in the cluster."""
     what = job()
     assert "automountServiceAccountToken" not in build.pod(what, 1, 0)["spec"], "as for all pods"
     assert build.pod(what, 1, 0, mount_api_token=False)["spec"]["automountServiceAccountToken"] is False
@@ -152,7 +152,7 @@ def test_gpu_jobs_get_one_pod_per_node_in_addition_to_the_affinity_of_the_user()
 
 @pytest.mark.parametrize("affinity", [None, {"podAntiAffinity": None, "nodeAffinity": None}])
 def test_a_null_field_equals_an_unset_field(affinity: Any) -> None:
-    """Helm charts write `affinity:` with no value. The operator must treat this field as unset."""
+    """A field with the value null, as Helm charts write it (`affinity:`), must count as unset."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     what, plain = job(container={**gpu, "terminationMessagePolicy": None, "env": None}), job(container=gpu)
     unset = {"affinity": affinity, "enableServiceLinks": None, "dnsPolicy": None, "initContainers": None}
@@ -178,7 +178,7 @@ def test_the_container_named_trainer_is_the_trainer_at_any_position() -> None:
 
 
 def test_variables_of_the_user_can_refer_to_those_of_the_job() -> None:
-    """Kubernetes expands $(NNODES) only from earlier variables, so the job's must come before the user's."""
+    """The job's variables must come before the user's, because $(NNODES) can only refer to an earlier variable."""
     what = job(container={"env": [{"name": "WORLD_SIZE", "value": "$(NNODES)"}]})
     names = [e["name"] for e in trainer(pod(what))["env"]]
     assert names.index("NNODES") < names.index("WORLD_SIZE")
@@ -242,7 +242,7 @@ OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name
 def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template(
     said: str, shown: str, trainer_first: bool
 ) -> None:
-    """`env[32]` for a template with three variables sends users to search for an entry that they did not write."""
+    """An error must name the position in the user's template. The pod's env has more entries, such as `env[32]`."""
     what = job(container={"env": OWN_ENV})
     listed = what.spec.template["spec"]["containers"]
     listed.insert(1 if trainer_first else 0, SIDECAR)
@@ -255,7 +255,7 @@ def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template
 
 
 def test_the_log_of_an_init_container_is_kept_as_its_message_unless_the_template_says_otherwise() -> None:
-    """Only the init container's output shows why the job did not start, and the pod disappears with the restart."""
+    """The end of an init container's log must become its message: it shows why the job did not start."""
     own = {"name": "own", "image": "x", "terminationMessagePolicy": "File"}
     body = pod(with_pod(initContainers=[{"name": "init", "image": "x"}, own]))
     policies = [c["terminationMessagePolicy"] for c in body["spec"]["initContainers"]]

@@ -124,7 +124,7 @@ def test_one_wrong_change_to_a_sound_script_is_found(name: str, right: str, wron
 
 
 def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_several() -> None:
-    """localhost is an error only in a job of several nodes. On one machine, as in tutorials, it is correct."""
+    """An address such as localhost must be an error only in a job of several nodes. On one machine it is correct."""
     text = (FIXTURES / "clean/ddp_tutorial.py").read_text()
     assert rules_in(text) == set()
     assert rules_in(text, CheckedJob(nodes=1, nproc=8)) == {"master-port-fixed"}
@@ -148,7 +148,7 @@ def test_a_mistake_that_needs_several_nodes_is_an_error_only_if_the_job_has_seve
 def test_a_global_rank_as_device_is_an_error_if_a_node_has_fewer_gpus_than_the_job_has_ranks(
     gpus: int | None, nproc: int, severity: str
 ) -> None:
-    """On two nodes with one process each, the global ranks 0 and 1 are valid devices if each node has two GPUs."""
+    """A global rank as device is no error if each node has a GPU with this number: two GPUs for ranks 0 and 1."""
     text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
     found = [f for f in check.check("t.py", text, CheckedJob(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
     assert {f.severity for f in found} == {severity}
@@ -274,7 +274,7 @@ def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, ru
 def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_in_a_job(
     lines: str, rules: set[str]
 ) -> None:
-    """A training that is never called ends with exit code 0. A file that is not in a job may be a module for others."""
+    """A training that is never called must be reported: it ends with 0. A file outside a job may be a module."""
     head = f"{HEAD}from concurrent.futures import ProcessPoolExecutor, wait\n"
     text = f"{head}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
     ours = {"nothing-runs", "process-failure-ignored"}
@@ -303,7 +303,7 @@ def test_a_rendezvous_file_is_wrong_if_the_nodes_do_not_share_its_folder(mounts:
     ],
 )
 def test_a_rendezvous_file_in_an_unknown_folder_may_be_on_the_shared_volume(method: str, wrong: bool) -> None:
-    """A folder with an unknown path may be on the shared volume, so an error could refuse a correct job."""
+    """A rendezvous file in an unknown folder must be no error, because the folder may be on the shared volume."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -383,7 +383,7 @@ ALONE = (
 @pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
 def test_code_that_runs_only_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
-    """insightface's ArcFace uses tcp:// in `except KeyError`, for one GPU without a launcher. That must be no error."""
+    """Code in `except KeyError`, as in insightface's ArcFace, must be no error: with a launcher it does not run."""
     job = CheckedJob(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
     assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
     assert rules_in(HEAD + alone, job)
@@ -426,7 +426,7 @@ if __name__ == "__main__":
     ],
 )
 def test_a_spawn_of_one_process_per_gpu_is_found_if_there_is_no_gpu(right: str, wrong: str, found_there: bool) -> None:
-    """Without a GPU the script would start no process, and the job would succeed with nothing trained."""
+    """A script that spawns a process per GPU must be an error without GPUs: it would start no process and succeed."""
     text = SPAWN.replace(right, wrong) if right else SPAWN
     assert ("spawn-without-gpu" in rules_in(text, CheckedJob(nodes=1, nproc=2, gpus=0))) == found_there
     for gpus in (None, 2):
@@ -464,7 +464,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch"]
 def test_an_option_that_the_launcher_passes_must_be_declared_by_the_script(
     job_file, script: str, command: list[str], line: int | None
 ) -> None:
-    """With an undeclared option all ranks end with exit code 2 before they train, even if the script forms no group."""
+    """An option that the launcher passes and the script does not declare must be found: all ranks would exit with 2."""
     result = ran(job_file(script, *command, "train.py"))
     assert re.findall(r"train.py:(\d+): error\[local-rank-one-spelling\]", result.stdout) == (
         [str(line)] if line else []
@@ -521,7 +521,7 @@ NOT_PASSED = {
 def test_ranks_that_each_train_as_a_single_process_are_found(
     job_file, script: str, command: list[str], alone: bool
 ) -> None:
-    """Each of these ranks would train its own model, and the job would be Succeeded."""
+    """Ranks that train as single processes must be found: each would train its own model, and the job would succeed."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
@@ -556,8 +556,8 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
     job_file, script: str, command: list[str], gpus: int, found: bool
 ) -> None:
-    """If all ranks use the first GPU, like scripts of apex, timm and maskrcnn-benchmark, NCCL fails, but only after all
-    nodes have pulled the image."""
+    """Ranks that all use the first GPU of their node must be found, as in scripts of apex and timm. NCCL would fail,
+    but only after all nodes have pulled the image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     result = ran(job_file(script, *command, *start, nodes=2, container=container))
@@ -631,7 +631,7 @@ VARIABLES = [
 def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
     job_file, command: list[str], name: str, value: str, said: str
 ) -> None:
-    """With a fixed RANK or MASTER_ADDR in env, all nodes wait for each other, and only an Event warns."""
+    """A fixed RANK or MASTER_ADDR in env must be an error like the launcher's option, because all nodes would wait."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
     errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
@@ -660,7 +660,7 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
 def test_launcher_options_from_variables_that_the_launcher_itself_sets_are_an_error(
     job_file, script: str, nproc: int, said: int
 ) -> None:
-    """A shell expands $WORLD_SIZE before the launcher sets it. torchrun then gets `--nnodes=` and exits."""
+    """$WORLD_SIZE in a launcher's option must be an error. It is empty in the shell: torchrun gets `--nnodes=`."""
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
@@ -717,7 +717,7 @@ OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exe
 def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
     job_file, launcher: str, nproc: int, recipe: str
 ) -> None:
-    """The script would end with KeyError: 'SLURM_PROCID' at its start."""
+    """A variable of Slurm must be an error that names the fix, because the script would end with a KeyError."""
     said = ran(job_file(SLURM, launcher, "train.py", "--lr", "1", nodes=2, nprocPerNode=nproc)).stdout
     assert "error[variable-of-other-launcher]" in said
     assert recipe in said
@@ -813,7 +813,7 @@ dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
 def test_a_world_size_that_differs_from_that_of_the_job_is_found_if_both_are_known(
     number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
 ) -> None:
-    """With a larger world size the group waits for ranks that nobody starts, until torch's timeout of 30 minutes."""
+    """A world size other than the job's must be found: the group would wait 30 minutes for ranks that nobody starts."""
     job = CheckedJob(nodes=nodes, nproc=nproc, launcher=launcher)
     findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
     assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
@@ -842,7 +842,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
 def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(
     right: str, wrong: str, words: str, found: bool
 ) -> None:
-    """Without the script's option (such as `--ddp`), each rank trains its own model, and the job is Succeeded."""
+    """A missing option (such as `--ddp`) that forms the group must be found: each rank would train its own model."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
@@ -928,7 +928,7 @@ FIRE = TYPER.replace("typer.run", "fire.Fire").replace("typer", "fire")
     ],
 )
 def test_options_of_click_typer_absl_and_fire_count_like_those_of_argparse(text: str, words: str, found: bool) -> None:
-    """If only argparse were read, ranks of a click script would train alone without a finding."""
+    """Options of click, typer, absl and fire must be read, too. Otherwise ranks that train alone are missed."""
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
     assert ("group-needs-option" in rules_in(text, job)) == found
 
@@ -944,7 +944,7 @@ def test_options_of_click_typer_absl_and_fire_count_like_those_of_argparse(text:
 def test_the_local_rank_option_is_found_in_all_documented_spellings(
     job_file, options: str, default: str, said: str
 ) -> None:
-    """torchrun's documentation has a script with --local-rank and no default: set_device(None) raises on every rank."""
+    """An option --local-rank without a default must be found (torchrun's documentation): set_device(None) raises."""
     text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
     container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
     stdout = ran(job_file(text, "torchrun", "train.py", nodes=2, nprocPerNode=2, container=container)).stdout
@@ -973,7 +973,7 @@ def test_a_script_in_the_style_of_the_official_tutorials_is_left_alone(path: Pat
 
 
 def test_at_most_one_of_thirty_healthy_scripts_gets_a_false_warning() -> None:
-    """Each script fits its job and is correct. Users switch off a checker with many false warnings."""
+    """At most one of thirty correct scripts may get a warning: users switch off a checker with many false warnings."""
     assert len(HEALTHY) >= 30
     false_alarms = [
         str(finding)
@@ -988,7 +988,7 @@ def test_at_most_one_of_thirty_healthy_scripts_gets_a_false_warning() -> None:
 def test_our_own_examples_have_no_finding_and_support_a_changing_number_of_ranks(path: Path) -> None:
     jobs = (
         (CheckedJob(), ELASTIC) if path.parent.name == "examples" else (CheckedJob(),)
-    )  # the scripts in clean/ show ways to start, and need not be elastic
+    )  # the scripts in clean/ show other ways to start, and need not be elastic
     assert [str(f) for job in jobs for f in check.check(path.name, path.read_text(), job)] == []
 
 
@@ -1238,7 +1238,7 @@ def test_findings_about_the_yaml_itself_have_its_line_and_can_be_suppressed(job_
 
 
 def test_volumes_and_claims_of_a_job_are_known() -> None:
-    """A rendezvous file is shared on a claim but not on an emptyDir. A resource claim may be a GPU."""
+    """The check must know which volumes are shared: a claim is, an emptyDir is not. A resource claim may be a GPU."""
     mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("own", "claim", "host", "typo")]
     body = manifest(container={"volumeMounts": mounts})
     body["spec"]["template"]["spec"]["volumes"] = [
@@ -1520,7 +1520,7 @@ def test_a_shell_script_that_is_not_plain_is_not_read(job_file, tmp_path: Path, 
 
 
 def test_a_shell_script_with_several_launches_is_read_as_far_as_all_of_them_go(job_file, tmp_path: Path) -> None:
-    """`torchrun train.py` and `torchrun evaluate.py` in one file: if the first fails, the job counts as done."""
+    """If a shell script starts torchrun twice, only a failure of the last one ends the job; this must be reported."""
     launches = "torchrun --standalone prepare.py\ntorchrun --nnodes=3 train.py {end}"
     (tmp_path / "train.sh").write_text(launches.format(end="| tee log"))
     (tmp_path / "prepare.py").write_text("print('data')\n")
@@ -1553,7 +1553,7 @@ def test_options_that_a_shell_may_give_are_not_missing(job_file) -> None:
     ],
 )
 def test_a_command_that_only_imports_the_script_trains_nothing(job_file, code: str, end: str, found: bool) -> None:
-    """A job that only imports its script succeeds at once, without a training."""
+    """A command that only imports the script must be found, because its job succeeds at once without a training."""
     result = ran(job_file(f"def main():\n    loss.backward()\n{end}\n", "python", "-c", code, nodes=2))
     assert ("train.py:3: warning[nothing-runs]: the command only imports this file" in result.stdout) is found
 
@@ -1593,7 +1593,7 @@ def notebook(*cells: str | list[str]) -> str:
 def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     tmp_path: Path, cells: list[Any], place: str
 ) -> None:
-    """JSON is valid Python, so a notebook read as a script would have no mistakes."""
+    """The code cells of a notebook must be checked, not its JSON, which is valid Python without any mistake."""
     path = tmp_path / "train.ipynb"
     path.write_text(notebook("import torch.distributed as dist\ndist.init_process_group('gloo')", *cells))
     cell, line = place.removeprefix("cell ").split(":")
@@ -1722,7 +1722,7 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
 def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """A too small memory limit would show only after the first steps, when the job has waited a night for its GPUs."""
+    """A memory limit that is too small must be reported before the start, not when the job has got its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said

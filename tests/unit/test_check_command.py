@@ -73,7 +73,7 @@ def shell(text: str) -> api.DDPJob:
 def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(
     words: list[str], joined: str | None, meant: str
 ) -> None:
-    """`["torchrun train.py"]` is a program name with a space, which no container can start."""
+    """A command in one word must be an error: `["torchrun train.py"]` is a program name that no image has."""
     found = [text for _, rule, text in mistakes(job(*words)) if rule == "words-in-one"]
     joined = words[-1] if joined is None else joined
     why = "no shell reads the command, so this is one word with spaces"
@@ -110,7 +110,7 @@ def test_an_address_of_one_machine_is_no_error_before_a_local_run() -> None:
     ],
 )
 def test_a_shell_that_reads_the_rank_before_ranks_exist_is_named(text: str) -> None:
-    """A shell around the launcher expands $RANK to nothing, so all nodes log into one file of the shared volume."""
+    """$RANK in a shell around the launcher must be named. It is empty there: all nodes write to one log file."""
     ((rule, sentence),) = said(shell(text))
     assert rule == "variable-of-ranks-unset"
     assert sentence.endswith("not set before the launcher has started the ranks; NODE_RANK is the node's")
@@ -144,7 +144,7 @@ def test_the_rank_variables_exist_in_a_pod_with_one_rank_and_env_may_set_them() 
 
 
 def test_a_rank_variable_that_kubernetes_cannot_expand_is_named() -> None:
-    """Kubernetes expands only variables in the pod's env, so the script would get the literal text $(RANK)."""
+    """$(RANK) must be named if the pod's env has no RANK, because the script would get the literal text $(RANK)."""
     for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
         ((rule, text),) = said(what)
         assert (rule, text.partition(":")[0]) == ("variable-of-ranks-unset", "$(RANK)")
@@ -153,7 +153,7 @@ def test_a_rank_variable_that_kubernetes_cannot_expand_is_named() -> None:
 
 
 def test_launcher_options_from_slurm_variables_are_an_error_and_other_uses_a_warning() -> None:
-    """Slurm's variables are empty in a pod. torchrun fails with its usage; a log's name merely lacks the number."""
+    """A Slurm variable, empty in a pod, is an error in an option of torchrun, and a warning in a log's name."""
     text = "torchrun --nnodes=$SLURM_NNODES --node_rank ${SLURM_NODEID} t.py --id $SLURM_JOB_ID --job $LSB_JOBID"
     assert [(rule, sentence.partition(":")[0]) for rule, sentence in said(shell(text))] == [
         ("variable-of-other-launcher", "$SLURM_NNODES"),
@@ -253,7 +253,7 @@ def test_a_script_that_expands_variables_itself_gets_no_finding() -> None:
 
 
 def test_a_value_of_env_that_only_a_shell_would_expand_is_named_at_its_entry() -> None:
-    """PATH: /opt/bin:$PATH makes a PATH without /usr/bin, so the job's python is not found."""
+    """PATH: /opt/bin:$PATH in env must be named, because no shell expands it, and the job's python is not found."""
     env = {"A": "1", "PATH": "/opt/bin:$PATH", "B": "${A}/x", "C": "$(A)/x", "TOKEN": "pa$WORD$", "D": "$$PATH"}
     found = [(path[-2:], text) for path, rule, text in mistakes(job("torchrun", "t.py", env=env)) if rule in NEW]
     assert [path for path, _ in found] == [("env", 1), ("env", 2)]
@@ -273,7 +273,7 @@ def test_a_value_of_env_that_only_a_shell_would_expand_is_named_at_its_entry() -
     ],
 )
 def test_an_argument_that_abbreviates_options_of_torchrun_is_named(words: list[str]) -> None:
-    """torchrun's parser also reads the script's arguments. It exits with its usage and `ambiguous option`."""
+    """Script arguments that abbreviate torchrun options must be named: torchrun exits with `ambiguous option`."""
     ((rule, text),) = said(job(*words))
     assert rule == "argument-taken-by-launcher"
     assert text.startswith("--log: torchrun takes it for an abbreviation (--log-dir, --logs-specs)")

@@ -30,7 +30,7 @@ def rules(text: str, context: CheckedJob = ELASTIC) -> set[str]:
 
 @pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
 def test_a_mistake_that_only_hurts_elastic_jobs_is_reported_for_no_other_job(path: Path) -> None:
-    """Most scripts set a batch size per rank, which is correct with a fixed number of ranks."""
+    """Rules for elastic jobs must not apply to others, where a fixed batch size per rank is correct."""
     assert rules(path.read_text()) == {path.stem}
     assert rules(path.read_text(), dataclasses.replace(ELASTIC, launcher="ddprun")) == {path.stem}
     assert rules(path.read_text(), FIXED) == set()
@@ -81,7 +81,7 @@ CHANGES = [
 def test_one_change_to_a_sound_elastic_script_is_found_if_it_is_certain(
     text: str, right: str, wrong: str, found: set[str]
 ) -> None:
-    """If a script assumes a number of ranks, it trains differently with three nodes than with four."""
+    """A change that assumes a fixed number of ranks must be found: the training would differ between 3 and 4 nodes."""
     assert rules(text) == set()
     assert right in text
     assert rules(text.replace(right, wrong)) == found

@@ -47,7 +47,7 @@ def test_a_check_that_takes_too_long_is_aborted() -> None:
 
 
 def test_a_time_out_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python drops exceptions of a destructor (`Exception ignored in`), so the check would never end."""
+    """The time-out must be raised again if Python drops it in a destructor. Otherwise the check would never end."""
     swallowed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
 
@@ -144,7 +144,7 @@ def test_a_script_is_checked_or_the_skipped_parts_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("words", [["check"], ["init"], ["submit", "--dry-run", "--no-code"]], ids=" ".join)
 def test_checking_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
-    """2,000 barriers under conditions take minutes if the time is quadratic in their number."""
+    """A check of a megabyte must end in time: with 2,000 barriers under conditions, quadratic time would be minutes."""
     script = tmp_path / "train.py"
     script.write_text(large(name, 1_000_000))
     result = CliRunner().invoke(main.cli, [*words, str(script)], standalone_mode=False)
@@ -162,7 +162,7 @@ def test_checking_a_notebook_with_two_thousand_cells_ends(tmp_path: Path) -> Non
 
 
 def test_the_number_of_parses_of_invalid_cells_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU time limit does not cover parsing. A megabyte of `cd a`, parsed once per line, would take a minute."""
+    """Invalid cells must not be parsed line by line: a megabyte of `cd a` would take a minute."""
     parsed, parse = 0, ast.parse
 
     def counted(text: str) -> ast.AST:
@@ -182,7 +182,7 @@ def test_the_number_of_parses_of_invalid_cells_is_limited(monkeypatch: pytest.Mo
     ids=["blank lines", "a kind far away", "spaces"],
 )  # fmt: skip
 def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, name: str, text: str) -> None:
-    """4 MB of blank lines would take hours if each were searched to the end of the file."""
+    """A folder with 4 MB of blank lines must be searched in linear time; quadratic time would be hours."""
     (tmp_path / name).write_text(text)
     (tmp_path / "train.py").write_text(WRONG)
     result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
@@ -191,7 +191,7 @@ def test_a_folder_with_a_long_yaml_is_searched_in_linear_time(tmp_path: Path, na
 
 @pytest.mark.parametrize("piece", ["{rank}", "a{rank!r:>{w}}"])
 def test_an_f_string_that_would_block_the_parser_is_not_parsed(tmp_path: Path, piece: str) -> None:
-    """Python 3.11 parses an f-string again for each value in it: 1 MB would take minutes, and no signal stops this."""
+    """A nested f-string must not be parsed: Python 3.11 takes minutes for 1 MB, and no signal interrupts it."""
     text = f"x = f'{piece * 30_000}'\n"
     (finding,) = check.check("train.py", text)
     assert (finding.rule, finding.severity) == ("left-out", "warning")
@@ -221,7 +221,7 @@ def test_a_chain_of_names_that_crashes_the_parser_of_python_3_10_is_refused(tmp_
 
 
 def test_only_a_limited_number_of_imports_is_searched(tmp_path: Path) -> None:
-    """If files of all 130,000 imported names were searched, `submit train.py --lr 1` would be delayed by 20 s."""
+    """The number of imports to follow must be limited: 130,000 imported names would delay `ddpjob submit` by 20 s."""
     names = ", ".join(f"a{number}" for number in range(130_000))
     (tmp_path / "train.py").write_text(f"import {names}\nfrom {'.' * 100_000}a import b\n")
     found = declared_options.of([str(tmp_path / "train.py")])
@@ -229,7 +229,7 @@ def test_only_a_limited_number_of_imports_is_searched(tmp_path: Path) -> None:
 
 
 def test_a_long_line_in_a_cell_is_searched_in_linear_time() -> None:
-    """A megabyte of spaces would take 20 minutes in quadratic time."""
+    """A megabyte of spaces in one line must be searched in linear time; quadratic time would be 20 minutes."""
     for line in (" " * 200_000 + "%", "a," * 100_000, "a=" * 100_000, "?" * 200_000, "ls" + " " * 200_000 + "("):
         notebook.parts(json.dumps({"cells": [{"cell_type": "code", "source": f"{line}\n!ls"}]}))
 
@@ -249,8 +249,8 @@ def test_files_that_are_read_besides_scripts_have_the_same_limit(
 def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If 900 jobs each parsed the file again, or each had the time limit for a script that is hard to follow, the check
-    would take minutes."""
+    """A script of 900 jobs must be parsed once, and all jobs must share its time limit. Otherwise the check takes
+    minutes."""
     jobs = [
         {**manifest(container={"command": ["torchrun", "train.py"]}), "metadata": {"name": f"j{i}"}} for i in range(99)
     ]
@@ -268,7 +268,7 @@ def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(
 def test_the_skipped_rest_of_a_notebook_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30,000 cells with `%%writefile` would give 23,000 warnings."""
+    """Cells that are skipped must be reported in one line: 30,000 cells would give 23,000 warnings."""
     cells = [{"cell_type": "code", "source": f"%%writefile a{i}.py\nx = 1\n"} for i in range(3)]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     monkeypatch.setattr(check, "check", lambda path, *_: [check.unchecked(path)])
@@ -287,7 +287,7 @@ def test_a_notebook_with_characters_that_no_script_can_have_is_refused_in_one_li
 
 
 def test_convert_ends_for_a_command_that_is_slow_to_analyze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If 450 names were searched after each of 2,500 `read`, 18 kB of shell would take minutes."""
+    """The search must be limited: 450 names after each of 2,500 `read` in 18 kB of shell would take minutes."""
     monkeypatch.setattr(cpu_limit, "CpuLimit", lambda: CpuLimit(0.2))
     script = f"echo '{'read ' * 2500}'; {''.join(f'a $SLURM_{i};' for i in range(450))} torchrun x.py"
     container = {"name": "pytorch", "image": "i", "command": ["sh", "-c", script]}

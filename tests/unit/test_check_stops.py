@@ -36,7 +36,7 @@ def is_found(lines: str, launcher: str = "torchrun") -> bool:
     ],
 )
 def test_data_loader_workers_that_end_before_their_rank_are_named(lines: str, launcher: str) -> None:
-    """If workers end first, the save at a drain is lost, and the log only says that a worker was killed."""
+    """Workers that end before their rank must be named: they break the save at a drain, and the log shows no reason."""
     assert is_found(lines, launcher)
 
 

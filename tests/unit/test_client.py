@@ -62,7 +62,7 @@ FAILURE = WHERE | {
 def test_a_single_context_is_used_if_no_current_context_is_set(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, current: str | None
 ) -> None:
-    """Some users have no current context (`kubectl config unset current-context`), but only one context."""
+    """A kubeconfig with one context and no current context must be accepted, as after `unset current-context`."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     del config["current-context"]
     config |= {} if current is None else {"current-context": current}
@@ -77,7 +77,7 @@ def test_a_single_context_is_used_if_no_current_context_is_set(
 def test_a_kubeconfig_may_be_given_as_for_kubectl(
     cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kubectl ddp get --kubeconfig FILE` selects a cluster for one command."""
+    """`kubectl ddp get --kubeconfig FILE` must use the cluster of this file."""
     cluster.add("ddpjobs", stored())
     for set_ in (str(tmp_path / "none"), ""):
         monkeypatch.setenv("KUBECONFIG", set_)
@@ -91,7 +91,7 @@ def test_a_kubeconfig_may_be_given_as_for_kubectl(
 def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """A VPN that is down must not hang the terminal."""
+    """A server that does not answer, as without a VPN, must block the terminal only until the request timeout."""
     cluster.seconds = 10
     began = time.monotonic()
     done = ddpjob("get", "--request-timeout", "1s", code=1)
@@ -160,7 +160,7 @@ def test_a_broken_kubeconfig_gives_an_error_of_one_line(
 
 
 def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
-    """Scripts tell a failed job from a wrong name by the exit code. Only submit and wait report a failed job."""
+    """The help of each command must have its exit codes: scripts tell a failed job from a wrong name by them."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
         failed = {"submit": "the job failed, or ", "wait": "a job failed, or "}.get(command, "")
@@ -251,7 +251,7 @@ def test_the_error_about_an_unknown_job_suggests_the_closest_name(cluster: FakeC
 
 
 def test_a_job_may_be_given_in_the_form_that_get_prints(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`ddpjob get -o name | xargs ddpjob delete` passes names with their resource, as kubectl prints them."""
+    """Names with their resource must be accepted, because `ddpjob get -o name | xargs ddpjob delete` passes them."""
     for name in ("digits", "other"):
         cluster.add("ddpjobs", stored(name))
     names = ddpjob("get", "-o", "name").out.split()
@@ -284,7 +284,7 @@ def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjo
 
 
 def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
-    """kubectl completes names, too. Without a cluster, completion offers nothing and prints no error."""
+    """The shell must complete names of jobs, as for kubectl. Without a cluster it offers nothing, without an error."""
     for name in ("digits", "dinosaurs", "bert"):
         cluster.add("ddpjobs", stored(name))
     cluster.add("ddpjobs", stored("other"), namespace="team-b")
@@ -304,7 +304,7 @@ def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
 
 
 def test_a_job_name_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`../../` in the URL would address another object of the API."""
+    """A name such as `../../` must be refused, because in a URL it would address another object."""
     for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):
         assert ddpjob("delete", name).code == 2
     assert cluster.requests == []
@@ -342,7 +342,7 @@ def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: D
 def test_describe_shows_why_a_kubelet_has_ended_a_pod(
     cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
 ) -> None:
-    """Exit code 137 alone could be somebody's kill -9, and an evicted pod has no exit code."""
+    """`describe` must show why a kubelet ended a pod: code 137 has several causes, an evicted pod has no code."""
     cluster.add("ddpjobs", stored(state="Failed"))
     ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
     cluster.add("pods", pod("digits") | {"status": {"phase": "Failed", "containerStatuses": ended, **status}})
@@ -463,7 +463,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
 def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If `ddpjob restart` sent suspend and resume at once, the old pods would simply go on."""
+    """`ddpjob restart` must resume only when all pods have ended: at once, the old pods would simply go on."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
     assert ddpjob("restart", "digits").code == 0
@@ -571,13 +571,13 @@ def test_the_timeout_applies_to_all_jobs_together(
 def test_wait_ends_as_soon_as_the_result_is_known(
     cluster: FakeCluster, ddpjob: Ddpjob, state: str, wanted: str, code: int
 ) -> None:
-    """`kubectl wait --for=condition=Complete` waits for ever for a failed job."""
+    """`ddpjob wait` must end when the job fails, unlike `kubectl wait --for=condition=Complete`."""
     cluster.add("ddpjobs", stored(state=state))
     assert ddpjob("wait", "digits", "--for", wanted).code == code
 
 
 def test_a_wait_for_a_suspension_ends_when_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Pods that are still saving need their GPUs and volume, which the next command may take."""
+    """A wait for a suspension must last until all pods have ended and free their GPUs and volume."""
     text = "suspended; digits-1-0 still stopping"
     stops = {**SUSPENDED, "status": "False", "reason": "NotSuspended"}
     job = cluster.add("ddpjobs", stored(state="Suspended", reason="Suspending", message=text, conditions=[stops]))
@@ -604,7 +604,7 @@ def test_wait_distinguishes_a_deleted_job_from_a_finished_one(cluster: FakeClust
 
 
 def test_a_wait_survives_an_unavailable_api_server(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """An upgrade of the control plane must not end a script that waits for a training."""
+    """An API server that is away, for example during an upgrade, must not end a script that waits for a training."""
     job = cluster.add("ddpjobs", stored())
     unavailable = (503, {"kind": "Status", "message": "shutting down"})
 
@@ -654,7 +654,7 @@ def test_logs_of_a_job_that_did_not_run_on_this_machine_come_from_the_cluster(
 
 
 def test_logs_of_a_missing_pod_are_the_log_tail_in_the_status(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The pod may have been deleted with its node, but its failure must stay visible."""
+    """The end of the log must be shown from the status if the pod was deleted, for example with its node."""
     cluster.add("ddpjobs", stored(state="Running", attempt=2, lastFailure=FAILURE))
     cluster.add("pods", pod("digits", 2, 0))
     cluster.logs["digits-2-0"] = ["new"]
@@ -667,7 +667,7 @@ def test_logs_of_a_missing_pod_are_the_log_tail_in_the_status(cluster: FakeClust
 
 
 def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """A remark must name the missing log: the remaining log looks like that of the whole job."""
+    """The output must say that a log is missing, because the remaining log looks like that of the whole job."""
     cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
     cluster.add("pods", pod("digits", 1, 1))
     cluster.logs["digits-1-1"] = ["ValueError: no such shard"]
@@ -680,7 +680,7 @@ def test_logs_of_a_failed_job_mention_the_nodes_whose_pods_are_gone(cluster: Fak
 
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob: Ddpjob, form: str) -> None:
-    """managedFields are longer than the job, so they are hidden, as in kubectl."""
+    """A job must be shown without its managedFields, as in kubectl, because they are longer than the job."""
     job = cluster.add("ddpjobs", stored())
     job["metadata"]["managedFields"] = [{"manager": "ddpjob", "operation": "Update"}]
     for words in (["digits"], []):
@@ -725,7 +725,7 @@ def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpj
 
     def restarts() -> None:
         pod_ends(first, 1)
-        cluster.wait_for("get pods")  # the command asks if the pod has ended, after it has read the log
+        cluster.wait_for("get pods")  # after the log, the command reads if the pod has ended
         second = cluster.add("pods", pod("digits", 2, 0))
         cluster.logs["digits-2-0"] = ["after"]
         job["status"]["attempt"] = 2
@@ -742,7 +742,7 @@ def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpj
 def test_lines_that_carry_the_result_of_a_function_are_not_shown(
     cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
 ) -> None:
-    """Results of functions are printed as base64: 1 MB takes 450 lines, which must not be shown."""
+    """Lines that carry a function's result must not be shown: a result of 1 MB is 450 lines of base64."""
     answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
     shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
     runs(
@@ -761,7 +761,7 @@ def test_lines_that_carry_the_result_of_a_function_are_not_shown(
 def test_the_last_minutes_of_a_log_are_shown_with_their_times(
     cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
 ) -> None:
-    """Users search for the time of an NCCL warning in days of output, with --since and --timestamps."""
+    """`ddpjob logs` must accept --since and --timestamps, because users search for a time in days of output."""
     runs(cluster, [f"step {number}" for number in range(300)], exit_code=1, state="Failed")
     prefix = "[0:0] " if follow else ""
     # Code 0, as from kubectl logs, although the job has failed.
@@ -773,7 +773,7 @@ def test_the_last_minutes_of_a_log_are_shown_with_their_times(
 
 
 def test_a_followed_tail_shows_all_output_of_later_pods(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """`--tail 0 -f` shows only output from now on, which includes the complete output of the next attempt."""
+    """`--tail 0 -f` must show all output from now on, also the complete output of the next attempt's pods."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
     first = cluster.add("pods", pod("digits", 1, 0))
     cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
@@ -788,7 +788,7 @@ def test_a_followed_tail_shows_all_output_of_later_pods(cluster: FakeCluster, dd
 
 
 def test_the_log_of_a_node_that_was_scaled_away_is_shown(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Logs that are followed must continue after `ddpjob scale --nodes 2`."""
+    """The log of a node must be shown although its job was scaled down and its number is above the rest."""
     cluster.add("ddpjobs", stored())
     for place in (0, 2):
         cluster.add("pods", pod("digits", 1, place))
@@ -800,7 +800,7 @@ def test_the_log_of_a_node_that_was_scaled_away_is_shown(cluster: FakeCluster, d
 def test_a_followed_log_continues_where_its_connection_broke_in_any_time_zone_of_the_node(
     cluster: FakeCluster, ddpjob: Ddpjob, hours: int
 ) -> None:
-    """A restarted API server cuts a line: its rest must follow. The node's time zone must not shift the resume time."""
+    """A followed log must continue with the rest of a line that was cut, whatever the node's time zone is."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
     cluster.broken = ["cut"]
     job = cluster.add("ddpjobs", stored())
@@ -817,8 +817,7 @@ def test_a_followed_log_continues_where_its_connection_broke_in_any_time_zone_of
 
 
 def test_a_followed_log_continues_after_an_error_message_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """Without free inotify watches the kubelet writes its error into the followed log, without a time to resume
-    from."""
+    """A followed log must continue after the kubelet's own error (no inotify watches are free), which has no time."""
     cluster.broken = ["no watch", "no watch"]
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))
@@ -847,7 +846,7 @@ def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) 
 
 
 def test_a_node_whose_log_cannot_be_read_does_not_hide_the_others(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """If node 0 is lost, the logs of the other nodes show when."""
+    """If the log of node 0 cannot be read, the logs of the other nodes must be shown."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
     runs(cluster, *[["epoch 1"]] * 2)
@@ -959,7 +958,7 @@ def test_followed_logs_show_what_the_job_is_waiting_for(
 def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, is_drawn: bool
 ) -> None:
-    """Ctrl-C is the normal way to end `ddpjob top`, so the exit code is 0."""
+    """Ctrl-C must end `ddpjob top` with exit code 0, because this is the normal way to end it."""
     monkeypatch.setenv("TERM", "xterm" if is_drawn else "dumb")
     job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
     argv = ["-m", "ddpjob_cli", "top"]
@@ -983,7 +982,7 @@ def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
         cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
-    # A shell reports 130 in both cases. The signal itself ends Python if it arrives during an import.
+    # 130 is the exit code of a shell after SIGINT. During an import SIGINT ends Python by the signal.
     assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in err
     assert cluster.find("ddpjobs", "digits") is not None

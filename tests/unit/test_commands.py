@@ -37,13 +37,13 @@ def test_help_and_version_work_as_words_too() -> None:
 
 
 def test_the_list_of_commands_truncates_no_summary() -> None:
-    """Summaries must not be cut, because `each node becomes a...` has no meaning."""
+    """The list of commands must not cut a summary, such as `each node becomes a...`."""
     assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
 def test_help_imports_only_click_and_the_command_line(arguments: list[str]) -> None:
-    """If YAML, msgspec and the job's types were imported, each help page and each Tab would take twice as long."""
+    """Help must not import YAML, msgspec and the job's types: each help page and each Tab would take twice as long."""
     code = (
         "import sys; before = set(sys.modules); from ddpjob_cli.commands.main import main\n"
         "try: main()\n"
@@ -172,7 +172,7 @@ def test_the_operator_refuses_an_unknown_argument(capsys: Any) -> None:
 
 
 def test_the_operator_without_its_packages_names_what_to_install() -> None:
-    """A traceback that ends in "No module named 'kopf'" does not say what to install."""
+    """Without its packages the operator must name what to install; "No module named 'kopf'" alone does not."""
     only_the_base = (
         "import importlib.util, sys; find = importlib.util.find_spec;"
         "importlib.util.find_spec = lambda name: None if name == 'kopf' else find(name);"

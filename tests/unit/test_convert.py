@@ -124,7 +124,7 @@ def trainer(result: Converted) -> dict[str, Any]:
 
 
 def test_a_pytorchjob_becomes_a_ddpjob_with_all_its_replicas() -> None:
-    """Users who migrate need not add up Master and Worker, nor know the trainer's name."""
+    """Master and Worker must become one DDPJob with the sum of their replicas and the container `trainer`."""
     result = converted()
     assert result.metadata == {"name": "mnist", "namespace": "team-a"}
     assert (result.spec["nodes"], result.spec["nprocPerNode"]) == (4, 4)
@@ -154,7 +154,7 @@ RUN_POLICY = [
     ],
 )
 def test_a_field_of_run_policy_becomes_the_field_of_the_same_meaning(spec: Any, made: dict[str, Any]) -> None:
-    """Kubeflow's first operator had these fields in spec, and old clusters still print them there."""
+    """Fields of runPolicy must be read in spec, too: Kubeflow's first operator had them there."""
     result = converted(**spec)
     assert {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")} == made
     assert not [text for text in remarks(result).values() if "has no such field" in text]
@@ -184,7 +184,7 @@ def said(body: dict[str, Any]) -> str:
 
 
 def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_variables_of_the_ddpjob() -> None:
-    """Kubeflow sets WORLD_SIZE and RANK in each pod; a DDPJob with several processes per node does not."""
+    """$WORLD_SIZE and $RANK of Kubeflow, which count nodes, must become $NNODES and $NODE_RANK in a shell."""
     for count in ("$WORLD_SIZE", "$((WORLD_SIZE))", '"${WORLD_SIZE}"', "$(($WORLD_SIZE / 2))"):
         script = f'cd /app\ntorchrun --nnodes={count} --node_rank "${{RANK}}" --nproc_per_node=4 \\\n  train.py --lr 1'
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
@@ -197,7 +197,7 @@ def test_the_launcher_in_a_shell_of_a_pytorchjob_gets_the_variables_of_the_ddpjo
 
 @pytest.mark.parametrize(("script", "is_named"), [("tee log_$RANK.txt", True), ("RANK=$NODE_RANK; echo $RANK", False)])
 def test_a_rank_variable_that_counts_nodes_in_kubeflow_and_ranks_here_is_named(script: str, is_named: bool) -> None:
-    """With 4 processes per node RANK is not set in the pod, so all nodes would log into one file of a shared volume."""
+    """A RANK that counts nodes in Kubeflow must be named: with 4 processes per node it is not set in a DDPJob's pod."""
     words = ["bash", "-xc", f"{script}\ntorchrun --nnodes 4 train.py"]
     text = "RANK: not set before the launcher has started the ranks; NODE_RANK is the node's"
     for stderr in (
@@ -238,7 +238,7 @@ def test_a_runtime_whose_metadata_is_a_text_is_refused_without_a_traceback() -> 
 
 
 def test_references_to_the_container_name_follow_its_renaming() -> None:
-    """The container `pytorch` becomes `trainer`. With an old reference the kubelet does not start the pod."""
+    """References to the container must follow its renaming from `pytorch` to `trainer`, or no pod starts."""
 
     def cpus(name: str) -> dict[str, Any]:
         reference = {"containerName": name, "resource": "limits.cpu"}
@@ -256,7 +256,7 @@ def test_a_job_with_generateName_gets_a_name() -> None:
 
 
 def test_the_suspension_that_a_queue_has_written_is_dropped() -> None:
-    """Kubeflow's own example for Kueue has suspend: true, which Kueue removes. Nobody would remove it from a DDPJob."""
+    """`suspend: true`, as in Kubeflow's example for Kueue, must be dropped, because nobody would resume the DDPJob."""
     labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}
     pytorch = pytorchjob(runPolicy={"suspend": True}) | {"metadata": labelled}
     train = yaml.safe_load(TRAINJOB) | {"metadata": labelled}
@@ -314,8 +314,8 @@ def test_elastic_restarts_count_if_there_is_no_backoff_limit() -> None:
     ],
 )
 def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
-    """Kubeflow passes the range to torchrun, whose own option overrides it: AWS' FSDP examples have --nnodes=4 and
-    maxReplicas: 64, and must not become jobs of 64 nodes."""
+    """--nnodes in the command has priority over elasticPolicy: AWS' FSDP examples have --nnodes=4 and maxReplicas:
+    64."""
     result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
     told = [name for name in remarks(result) if "elasticPolicy" in name or name.endswith(".replicas")]
@@ -346,7 +346,7 @@ ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes:
     ],
 )
 def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: Any) -> None:
-    """--nnodes=2 in the command of a TrainJob must be removed, because the elastic job would be refused with it."""
+    """An elastic job must lose --nnodes=2 from the command, because it would be refused with this option."""
     words = " ".join(command.split("|")[:1]).split() + command.split("|")[1:]
     result = trainjob(runtime, trainer={**yaml.safe_load(TRAINJOB)["spec"]["trainer"], "command": words})
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
@@ -364,13 +364,13 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     ],
 )
 def test_a_trainjob_without_gpus_gets_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
-    """Kubeflow Trainer starts a process per CPU, too (pkg/runtime/framework/plugins/torch). Fewer would lack ranks."""
+    """A TrainJob without GPUs gets a process per CPU, as in Kubeflow (pkg/runtime/framework/plugins/torch)."""
     result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
     assert result.spec.get("nprocPerNode") == made
 
 
 def test_a_pytorchjob_without_gpus_gets_a_remark_about_its_number_of_processes() -> None:
-    """Kubeflow's torchrun gets PET_NPROC_PER_NODE=auto, the number of the machine's CPUs. The remark must name this."""
+    """The remark must name the number of processes, for which Kubeflow uses the number of the machine's CPUs."""
     without = replicas(resources={"limits": {"cpu": 8}})
     assert (
         "set spec.nprocPerNode"
@@ -381,7 +381,7 @@ def test_a_pytorchjob_without_gpus_gets_a_remark_about_its_number_of_processes()
 
 
 def test_options_that_continue_in_args_are_removed_too() -> None:
-    """With `command: [torchrun]` and options in args, the options would contradict spec.nodes."""
+    """Launcher options in args must be removed like those in command, because they would contradict spec.nodes."""
     for first, args in ((["torchrun"], "--nnodes=1:4 --tee 3 x.py"), (["tini"], "torchrun --nnodes=1:4 --tee 3 x.py")):
         result = converted(pytorchReplicaSpecs=replicas(command=first, args=args.split()))
         made = trainer(result)
@@ -399,7 +399,7 @@ def test_a_worker_that_differs_from_the_master_is_named_field_by_field() -> None
 
 
 def test_options_that_identify_the_machine_are_removed_from_the_command() -> None:
-    """In a DDPJob --nnodes=1:3 is refused, and a rendezvous at a fixed address waits for ever."""
+    """--nnodes=1:3 and a rendezvous at a fixed address must be removed from the command: they fit only the old job."""
     words = "torchrun --nnodes=1:3 --rdzv-backend c10d --rdzv_endpoint=h:1 --tee 3 train.py --nnodes 9".split()
     result = converted(pytorchReplicaSpecs=replicas(command=words))
     assert trainer(result)["command"] == ["torchrun", "--tee", "3", "train.py", "--nnodes", "9"]
@@ -407,7 +407,7 @@ def test_options_that_identify_the_machine_are_removed_from_the_command() -> Non
 
 
 def test_plain_python_with_several_gpus_stays_one_process_per_node() -> None:
-    """The script reads RANK as the node's number. The operator sets RANK only if nprocPerNode is 1."""
+    """Plain python with several GPUs must stay one process per node, because its RANK is the node's number."""
     result = converted(nprocPerNode=None, pytorchReplicaSpecs=replicas(command=["python", "train.py"]))
     assert result.spec["nprocPerNode"] == 1
     assert "nprocPerNode" not in converted(nprocPerNode=None).spec
@@ -467,7 +467,7 @@ def told(result: Converted) -> str:
 
 
 def test_the_name_of_the_master_in_a_word_or_shell_script_becomes_the_variable_of_the_job() -> None:
-    """No DDPJob has a Service mnist-master-0, so its ranks would search for it until the rendezvous gives up."""
+    """The name mnist-master-0 must become $MASTER_ADDR, because a DDPJob has no Service of this name."""
     words = ["python", "train.py", "--dist-url=tcp://mnist-master-0:23456", "--host", "mnist-master-0.team-a.svc"]
     result = converted(pytorchReplicaSpecs=replicas(command=words))
     assert trainer(result)["command"][2:] == ["--dist-url=tcp://$(MASTER_ADDR):23456", "--host", "$(MASTER_ADDR)"]
@@ -481,7 +481,7 @@ def test_the_name_of_the_master_in_a_word_or_shell_script_becomes_the_variable_o
 
 
 def test_variables_set_by_the_job_are_dropped_and_a_master_name_becomes_a_reference() -> None:
-    """A value in the template overrides the job's: with WORLD_SIZE "9" rank 0 would wait for ranks that never come."""
+    """Variables that the job sets must be dropped from env: WORLD_SIZE "9" would make rank 0 wait for missing ranks."""
     given = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "9", "RANK": "0", "LR": "1"}
     env = [{"name": name, "value": value} for name, value in given.items()]
     url = {"name": "URL", "value": "tcp://mnist-master-0:23456"}
@@ -502,7 +502,7 @@ def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> Non
 
 
 def test_a_name_without_a_replacement_is_reported_at_its_line() -> None:
-    """An init container lacks the job's variables, and a Worker has a DNS name only with spec.dns."""
+    """A Master's name must be reported if nothing can replace it: in an init container, or without spec.dns."""
     given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"])
     waits = ["sh", "-c", "until nslookup mnist-master-0; do sleep 1; done"]
     given["Master"]["template"]["spec"]["initContainers"] = [{"name": "wait", "image": "i", "command": waits}]
@@ -595,7 +595,7 @@ def test_parts_of_a_runtime_outside_its_pods_are_named() -> None:
 
 
 def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
-    """A patch with its own volume must not replace the runtime's containers."""
+    """A patch must be merged as Kubernetes does: one with its own volume must not replace the runtime's containers."""
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
     mount = {"name": "data", "mountPath": "/data"}
     pod = {"volumes": [volume], "containers": [{"name": "node", "volumeMounts": [mount]}], "nodeSelector": {"a": "b"}}
@@ -698,7 +698,7 @@ def test_a_command_after_a_wrapper_program_is_read(words: list[str], made: list[
     ],
 )
 def test_a_package_folder_or_environment_named_like_a_launcher_is_not_a_launcher(words: list[str]) -> None:
-    """A script that installs lightning, or stops an old Ray, and then starts torchrun can be converted."""
+    """A package, folder or environment named like a launcher is none, as in `pip install lightning`."""
     assert checked(command.convert(words)).spec["nodes"] == 2
 
 
@@ -706,7 +706,7 @@ def test_a_package_folder_or_environment_named_like_a_launcher_is_not_a_launcher
     "line", ["torchrun", "torchrun --nnodes 2", "torchrun --help", "python -m torch.distributed.run --nnodes=2"]
 )
 def test_a_launcher_without_a_script_is_refused(line: str) -> None:
-    """A job of a launcher without a script would start nothing, and `ddpjob check` would refuse it."""
+    """A launcher without a script must be refused, because its job would start nothing."""
     with pytest.raises(ConvertError, match=r"(torchrun|torch\.distributed\.run) has no script: what does it start\?"):
         of_command(line)
 
@@ -714,21 +714,21 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
 @pytest.mark.parametrize(
     ("script", "made", "named"),
     [
-        (  # for Volcano's pods, with its variables and names
+        (  # variables and names of Volcano's pods
             "cd /w && torchrun --nnodes=3 --node_rank=$VK_TASK_INDEX --master_addr ddp-worker-0.ddp "
             "--master_port='29500' t.py",
             "cd /w && torchrun --nnodes=3 --node_rank=$NODE_RANK --master_addr $MASTER_ADDR --master_port=$MASTER_PORT "
             "t.py",
             "--node_rank=$VK_TASK_INDEX is now $NODE_RANK, --master_addr ddp-worker-0.ddp is now $MASTER_ADDR",
         ),
-        (  # PyTorch's example for Slurm; in pods $RANDOM differs by node
+        (  # PyTorch's example for Slurm; $RANDOM would differ by node
             "torchrun --nnodes 3 --rdzv_id $RANDOM --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
             "$head_node_ip:29500 t.py",
             "torchrun --nnodes 3 --rdzv_id $PET_RDZV_ID --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
             "$MASTER_ADDR:$MASTER_PORT t.py",
             "--rdzv_id $RANDOM is now $PET_RDZV_ID",
         ),
-        (  # options continue after a command substitution
+        (  # the options continue after a command substitution
             "set -e; torchrun --master_addr=$(scontrol show hostnames | head -n 1) --nnodes=3 t.py",
             "set -e; torchrun --master_addr=$MASTER_ADDR --nnodes=3 t.py",
             "is now $MASTER_ADDR",
@@ -741,7 +741,7 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
     ],
 )
 def test_the_rendezvous_in_a_shell_script_becomes_that_of_the_job(script: str, made: str, named: str) -> None:
-    """If a shell script keeps its rendezvous options, the nodes of the job wait for each other until the timeout."""
+    """Rendezvous options in a shell script must be replaced, or the nodes wait for each other until the timeout."""
     result = command.convert(["bash", "-c", script])
     assert trainer(result)["command"] == ["bash", "-c", made]
     assert result.spec["nodes"] == 3
@@ -762,7 +762,7 @@ def test_a_shell_script_that_reads_the_variables_of_the_job_is_not_changed(scrip
 
 
 def test_variables_of_another_launcher_are_named() -> None:
-    """Another launcher's variables are empty in a pod: rank 0 of each node would take itself for the job's rank 0."""
+    """Another launcher's variables must be named. In a pod they are empty, so each node would have its own rank 0."""
     script = "torchrun --nnodes=3 t.py --local_id=$SLURM_LOCALID; echo $VC_TASK_INDEX"
     stderr = run("--image", "i", "--", "bash", "-c", script).stderr
     assert "SLURM_LOCALID: neither Slurm nor MPI starts the job" in stderr
@@ -770,7 +770,7 @@ def test_variables_of_another_launcher_are_named() -> None:
 
 
 def test_a_number_of_processes_that_only_the_pod_knows_stays_unset() -> None:
-    """`--nproc_per_node=$(nvidia-smi -L | wc -l)` is common, and equals an unset nprocPerNode."""
+    """A number that only the pod knows, as in `--nproc_per_node=$(nvidia-smi -L | wc -l)`, leaves the field unset."""
     script = "N=$(nvidia-smi -L | wc -l); torchrun --nnodes=2 --nproc_per_node=$N x.py"
     result = command.convert(["bash", "-c", script], image="i")
     assert "nprocPerNode" not in result.spec
@@ -806,7 +806,7 @@ def test_a_shell_script_without_a_launcher_becomes_one_node() -> None:
 def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(
     words: list[str], named: str, started: str
 ) -> None:
-    """The message must say that a DDPJob runs one command per node, not `mpirun: No such file or directory`."""
+    """A command that starts all nodes, such as mpirun, must be refused with the alternative: one command per node."""
     said = str(run("--", *words).exception)
     assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
     assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
@@ -824,7 +824,7 @@ def test_a_command_line_with_a_range_is_elastic(nnodes: str, least: int | None) 
 
 
 def test_settings_of_accelerate_for_its_ranks_become_variables() -> None:
-    """torchrun has no --mixed_precision: without the variable the training would silently use float32."""
+    """Accelerate's settings must become variables: without --mixed_precision the training would use float32."""
     line = "NCCL_DEBUG=INFO accelerate launch --mixed_precision bf16 --gradient_accumulation_steps=4 train.py"
     assert trainer(of_command(line))["env"] == [
         {"name": "NCCL_DEBUG", "value": "INFO"},
@@ -920,14 +920,14 @@ def test_the_job_is_named_after_the_script() -> None:
     ],
 )
 def test_options_for_one_of_several_machines_are_named(line: str, told: str) -> None:
-    """With options such as --node_rank 0 a converted job waits for nodes at an address of another cluster."""
+    """Options such as --node_rank 0 must be named, because all nodes would wait at an address of another cluster."""
     for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 
 
 @pytest.mark.parametrize("before", ["", "env ", "nohup env "])
 def test_variables_for_one_of_several_machines_are_removed_and_named(before: str) -> None:
-    """With RANK=0 in env of all nodes they wait for each other, or for a machine of another cluster."""
+    """RANK=0 in env must be removed and named, because all nodes would wait for each other."""
     own = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1"
     result = of_command(f"{before}{own} LR=1 python m.py")
     words = [*before.split(), *(["LR=1"] if before else []), "python", "m.py"]
@@ -1010,10 +1010,10 @@ def as_kubectl_prints(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["List", "PyTorchJobList"])
 def test_a_list_that_kubectl_prints_is_read_item_by_item(kind: str) -> None:
-    """`kubectl get pytorchjobs -o yaml` prints a List of everything that is to be migrated."""
+    """Each item of a List must be read, because `kubectl get pytorchjobs -o yaml` prints a List."""
     items = [as_kubectl_prints(pytorchjob(runPolicy={"schedulingPolicy": {"queue": name}})) for name in "ab"]
     items[1]["metadata"]["name"] = "second"
-    if kind != "List":  # the API server's own list has items without a kind
+    if kind != "List":  # the API server's own lists have items without a kind
         items = [{name: value for name, value in item.items() if name not in ("apiVersion", "kind")} for item in items]
     text = yaml.safe_dump({"apiVersion": "kubeflow.org/v1", "kind": kind, "items": items}, sort_keys=False)
     result = run("-", stdin=text)
@@ -1034,7 +1034,7 @@ def test_a_list_may_contain_the_runtime_of_its_trainjobs_and_without_jobs_its_ki
 
 
 def test_owners_and_finalizers_of_a_job_in_a_cluster_are_named() -> None:
-    """A CronJob's owner reference, or a finalizer that somebody handles, does not belong to the new object."""
+    """Owners and finalizers, for example of a CronJob, must be named, because they do not belong to the new object."""
     body = pytorchjob()
     body["metadata"]["ownerReferences"] = [{"kind": "Workflow", "name": "w"}]
     assert "metadata.ownerReferences" in remarks(checked(room.convert(body, [])))
@@ -1118,7 +1118,7 @@ def test_wrong_input_gives_one_line_with_its_position_and_no_output(text: str, s
 
 
 def test_run_and_check_name_the_convert_command(tmp_path: Path) -> None:
-    """Users of Kubeflow need the convert command. `kind: must be DDPJob` alone does not help them."""
+    """`run` and `check` must name the convert command for a Kubeflow job, and not only `kind: must be DDPJob`."""
     assert yamlfile.CONVERTED == room.KINDS
     file = tmp_path / "job.yaml"
     file.write_text(PYTORCHJOB)

@@ -65,7 +65,7 @@ def test_the_c_frames_that_python_3_14_adds_are_not_python_frames() -> None:
 
 
 def test_the_main_thread_is_unknown_if_there_are_a_hundred_threads_or_more() -> None:
-    """faulthandler writes at most 100 threads, so the last one that it writes need not be the main thread."""
+    """With 100 threads or more, no thread may count as the main thread: faulthandler writes at most 100 of them."""
     assert calls(OF_C + "...\n") == []
     assert calls(SEGFAULT + "...\n") == calls(SEGFAULT)
 

@@ -51,7 +51,7 @@ def test_the_yaml_equals_the_mapping_and_names_its_generator() -> None:
 
 
 def test_the_crd_fits_into_the_annotation_of_plain_kubectl_apply() -> None:
-    # All annotations of an object together have at most 256 KiB. A person can still review 52 kB.
+    # All annotations of an object may have 256 KiB together, and a person can still review 52 kB.
     assert len(crd.to_yaml().encode()) < 52_000
 
 
@@ -170,7 +170,7 @@ def test_the_template_is_kept_completely_and_needs_a_named_container() -> None:
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind: str) -> None:
-    """Otherwise a mistake in the template shows only when pods are created, hours later for a queued job."""
+    """A mistake in a template must be refused when the job is applied, not hours later with its first pod."""
     listed = SPEC["properties"]["template"]["properties"]["spec"]["properties"][kind]
     container = listed["items"]["properties"]
     assert listed["x-kubernetes-validations"] == [crd.ONE_OF_EACH_NAME]
@@ -185,7 +185,7 @@ def test_a_template_that_cannot_become_a_pod_is_refused_when_it_is_applied(kind:
 
 
 def test_no_other_controller_can_take_over_an_existing_job() -> None:
-    """A job with another controller is silently disowned: its pods continue, and nobody restarts a lost pod."""
+    """An existing job must not be given to another controller: its pods would continue without an operator."""
     assert rules_of(ROOT)[".spec.managedBy"] == crd.NEVER_CHANGES
 
 

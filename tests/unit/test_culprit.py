@@ -40,7 +40,7 @@ def ends(todo: Plan) -> list[tuple[str, str]]:
 
 
 def test_the_hanging_pod_is_ended_and_kept_and_its_peers_are_deleted() -> None:
-    """`kubectl logs` must find the pod, because only its output explains the hang."""
+    """The hanging pod must stay for `kubectl logs`, because only its output explains the hang."""
     world, todo = stalled()
     assert ends(todo) == [("DeletePod", "digits-1-1"), ("EndPod", "digits-1-0")]
     world.settle()
@@ -69,7 +69,7 @@ def test_the_log_tail_of_the_hanging_pod_is_in_the_status() -> None:
 
 
 def test_the_log_is_waited_for_if_the_kubelet_reports_the_deadline_before_the_container_end() -> None:
-    """Users must read the hang's log, not `Pod was active on the node longer than the specified deadline`."""
+    """The log of the hang must be waited for, and shown instead of the kubelet's message about the deadline."""
     world, _ = stalled()
     world.settle()
     why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
@@ -91,7 +91,7 @@ def test_a_kubelet_that_never_reports_the_container_end_delays_the_job_only_a_mi
 
 
 def test_the_log_tail_is_kept_even_if_the_pod_disappears() -> None:
-    """The watch shows the pod's end, with which its log is read, before it shows that the pod is gone."""
+    """The end of the log must be kept even if the pod disappears: it is read when the watch shows the pod's end."""
     world, _ = stalled()
     ended(world.settle()).stops(1)
     world.deleted_pods.append(world.pods.pop("digits-1-0"))
@@ -131,7 +131,7 @@ def test_a_pod_that_somebody_else_deletes_meanwhile_is_not_ended_again() -> None
 
 @pytest.mark.parametrize("code", [403, 404, 409, 422])
 def test_a_hanging_pod_is_deleted_if_the_server_forbids_its_end(code: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The role of an older chart has no right to patch a pod: the job must restart all the same."""
+    """If a role, as in an older chart, forbids a patch of the pod, the pod must be deleted and the job restarted."""
 
     class Server:
         asked: list[str]
@@ -159,7 +159,7 @@ def test_a_hanging_pod_is_deleted_if_the_server_forbids_its_end(code: int, caplo
 
 
 def test_a_clock_that_is_set_back_does_not_keep_an_unresponsive_pod() -> None:
-    """The job's GPUs must not be idle for as long as the clock was set back."""
+    """A clock that is set back must not keep a hanging pod, and with it the job's GPUs, for the time of the jump."""
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()
     again = world.plan().requeue_at

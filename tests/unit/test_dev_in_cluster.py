@@ -85,12 +85,12 @@ def pods(tmp_path: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_save_reaches_all_pods_and_then_the_ranks_start_again(pods: Pods) -> None:
-    """If ranks ran two versions of a script, they could wait for each other for ever."""
+    """A save must reach all pods before the ranks start: ranks with two versions of a script may hang."""
     (pods.source / "train.py").write_text("2")
     pods.dev.save()
     assert (pods.texts(), pods.signalled) == (["2", "2"], ["digits-1-0"])
     pods.dev.look()
-    pods.dev.save()  # Enter was pressed, but no file has changed
+    pods.dev.save()  # save() without a change, as if the user had only pressed Enter
     assert pods.signalled == ["digits-1-0"] * 2
 
 
@@ -106,7 +106,7 @@ def test_a_pod_that_cannot_be_reached_is_tried_again_and_no_rank_starts_before(p
 
 
 def test_pods_of_a_later_attempt_get_the_code_of_the_last_save(pods: Pods) -> None:
-    """Each pod begins with the code that was submitted; a lost node would bring the old version back."""
+    """Pods of a later attempt must get the code of the last save, not the code that was submitted."""
     before = read_code(pods.source)
     (pods.source / "train.py").write_text("2")
     pods.dev.save()
@@ -119,7 +119,7 @@ def test_pods_of_a_later_attempt_get_the_code_of_the_last_save(pods: Pods) -> No
 
 
 def test_a_terminal_is_lent_to_the_running_pod_of_a_node(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod that replaces another has the same node rank. A loan to a node without a pod ends at once."""
+    """A terminal must be lent to a node's running pod, also to a replacement. Without a pod the loan ends at once."""
     program = pods.folder / "kubectl"
     program.write_text(f'#!/bin/sh\necho "$@" > {pods.folder}/words\nexit 130\n')
     program.chmod(0o755)
@@ -191,7 +191,7 @@ def test_a_session_begins_with_a_deadline(
 def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
     pods: Pods, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sessions would send different code to the same pods, and the first to end would delete the job."""
+    """A second session for a job must be refused. It would send other code, and its end would delete the job."""
     monkeypatch.chdir(pods.source)
     code, _, err = ddpjob("dev", "--cluster", "--name", "digits", "train.py")
     assert code != 0
@@ -201,7 +201,7 @@ def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
 
 @given(CODES, CODES)
 def test_a_folder_with_the_changes_is_the_new_folder(before: Code, now: Code) -> None:
-    """A file may become a folder, a link or an executable, and the other way round."""
+    """A change of a folder must arrive exactly, also if a file becomes a folder, a link or an executable."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.chdir(folder)
         in_pod.write(changes({}, before))

@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_an_existing_file_and_heading(page: Path) -> None:
-    """A broken link is noticed only by the reader who needs its target."""
+    """Every link must lead to an existing file and heading."""
     broken = []
     for link in LINK.findall(documents.prose(page)):
         if re.match(r"[a-z]+:", link):
@@ -45,7 +45,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_no_line_of_prose_is_wider_than_a_terminal(page: Path) -> None:
-    """Lines of 150 columns can be read neither in a terminal nor in a diff."""
+    """Lines must have at most 120 columns, so that they can be read in a terminal and in a diff."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     wide = [line for line in text.splitlines() if len(line) > WIDEST and not line.lstrip().startswith("|")]
     assert wide == []
@@ -83,8 +83,8 @@ EXAMPLES = {str(path): path.read_text(encoding="utf-8") for path in sorted(docum
 
 
 def test_no_shown_job_pulls_the_image_that_the_reader_has_built() -> None:
-    """An image without a tag is always pulled, and this repository's is in no registry: on kind such a job waits for
-    ever although the image was loaded."""
+    """A shown job must not pull the image that its reader has built: without a tag it is always pulled, but from no
+    registry."""
     texts = EXAMPLES | {str(block): block.text for block in documents.blocks("yaml")}
     jobs = [(place, job) for place, text in texts.items() for job in yaml.safe_load_all(text) if isinstance(job, dict)]
     containers = [
@@ -115,14 +115,14 @@ def commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_command_in_a_page_has_the_shown_options(place: str, words: list[str]) -> None:
-    """A renamed option would leave a page that fails at its first line."""
+    """Every command in a page must have the options that the page shows."""
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"{place}: no such command: {words[0]}"
     command.make_context(words[0], words[1:])  # raises an error for an unknown option
 
 
 def test_the_tutorial_shows_the_real_output_of_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers look for the line that the tutorial names, and take any other output for their mistake."""
+    """The tutorial must show the output that its script prints, because readers compare the two."""
     page = documents.ROOT / "docs/tutorial.md"
     told = " ".join(page.read_text(encoding="utf-8").split())
     script, mistake = (block.text for block in documents.blocks("python") if block.page == page)

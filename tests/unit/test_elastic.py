@@ -37,7 +37,7 @@ def problems(command: list[str], **spec: Any) -> list[str]:
 
 
 def test_torchrun_gets_the_range_and_the_rendezvous_address() -> None:
-    """torchrun must get is_host. Otherwise it compares host names, and two nodes may open the store, or none."""
+    """torchrun must get is_host. Without it, torchrun compares host names: two nodes or none may open the store."""
     what = job(nodes=3, minNodes=2)
     first, second = variables(what), variables(what, 1)
     assert first["PET_NNODES"] == "2:3"
@@ -108,7 +108,7 @@ def trains_under_ddprun(nodes: int = 3, **spec: Any) -> World:
 
 
 def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
-    """The job must stay Running: a restart that nobody sees would stop goodput, and Kueue would count it as unready."""
+    """The job must stay Running while a lost pod is replaced, because its other ranks train."""
     world = trains_under_ddprun()
     since = world.status.state_time, world.status.running_time
     world.vanishes(1)
@@ -136,7 +136,7 @@ def test_a_lost_node_is_deleted_and_replaced_while_the_others_go_on() -> None:
 
 
 def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
-    """A pod may save for an hour after a drain. The others must not count as restarting for so long."""
+    """The other nodes must count as training while a deleted pod saves, which may take an hour."""
     world = trains_under_ddprun().deleted_first(2).settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
     assert world.status.message == "2 of 3 nodes are running, attempt 1; digits-1-2 on node-2 is stopping"
@@ -156,7 +156,7 @@ def test_reports_of_the_others_count_before_and_after_a_loss_is_seen() -> None:
 
 
 def test_a_pod_that_joins_nodes_that_train_wants_no_pre_flight() -> None:
-    """After two lost nodes each later one would stop the training for some seconds."""
+    """A pod that joins training nodes must skip the pre-flight, for which all ranks would have to stop."""
     world = trains_under_ddprun()
     for _ in range(3):
         world.after(60).evicted(2, "Evicted").settle()
@@ -172,7 +172,7 @@ def test_too_few_that_are_left_wait_for_the_replacement() -> None:
 
 
 def test_if_no_agent_asks_who_leads_the_others_wait_for_a_new_node_0() -> None:
-    """Agents that cannot reach the status receiver would wait for a leader that they do not know."""
+    """Agents that cannot reach the status receiver must wait for node 0: they would not learn of a new leader."""
     world = trains_under_ddprun()
     world.agents_ask = False
     world.vanishes(0).settle()
@@ -291,7 +291,7 @@ def led_by_node_2() -> World:
 
 
 def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_have_saved() -> None:
-    """An appointment ends the ranks of the other nodes at once, also while all save together."""
+    """The lead must move only after the ranks have saved, because an appointment ends all ranks at once."""
     world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle()
     before = world.status.leader
     assert before is not None
@@ -321,7 +321,7 @@ def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
 
 
 def test_a_node_whose_ranks_were_in_the_group_leads_rather_than_one_that_has_just_come() -> None:
-    """The newcomer holds no state, and does not know the number of the last generation."""
+    """A node whose ranks were in the group must lead: a newcomer has no state, and knows no generation's number."""
     world = trains_under_ddprun(minNodes=1).vanishes(1).settle().runs(1).settle().vanishes(0).settle()
     assert world.status.leader is not None
     assert world.status.leader.place == 2
@@ -342,7 +342,7 @@ def test_a_pod_that_was_scaled_away_and_still_saves_keeps_the_job_from_being_sus
 
 
 def test_the_pods_of_a_job_with_an_appointed_leader_ask_first() -> None:
-    """Otherwise a new pod of node 0 would lead a second group until it hears of the leader."""
+    """Pods of a job with an appointed leader must ask who leads: a new pod of node 0 would lead a second group."""
     world = trains_under_ddprun()
     assert "DDPJOB_LEADER_APPOINTED" not in agent_environment.environment(world.job, 1)
     world.vanishes(0).settle()
@@ -350,7 +350,7 @@ def test_the_pods_of_a_job_with_an_appointed_leader_ask_first() -> None:
 
 
 def test_a_pod_that_fails_again_and_again_is_not_created_without_a_pause() -> None:
-    """A kubelet may reject a pod at once. The steps of the other nodes must not make each try look like the first."""
+    """A pod that a kubelet rejects again and again must wait before each try, although the other nodes make steps."""
     world, made = trains_under_ddprun(), 0
     for step in range(60):
         world.after(1).reports_step(41 + step).settle()
@@ -370,7 +370,7 @@ def test_a_pod_that_fails_for_lack_of_memory_is_charged_and_ends_the_job_at_its_
 
 
 def test_restarts_in_place_do_not_count_a_node_that_never_came_as_started() -> None:
-    """Otherwise the job would wait for the completion of a node whose pod it never creates."""
+    """A node whose pod was never created must not count as started, or the job would wait for its completion."""
     world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle()
     counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
     failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
@@ -386,7 +386,7 @@ def trained(members: str) -> str:
 
 
 def test_a_pod_that_still_waits_to_join_when_the_group_has_ended_is_deleted_and_fails_nobody() -> None:
-    """The pod runs, but was in no group: it would look for node 0 for ten minutes, and then end with 75."""
+    """A pod that still waits to join must be deleted when the group has ended. It must not fail the job."""
     world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle().after(60).runs(2).settle()
     world.exits(0, message=trained("0-1")).settle()
     assert world.status.state == "Running", "node 1 has not ended"
@@ -411,7 +411,7 @@ def test_members_that_did_not_complete_are_not_left_out() -> None:
 
 
 def test_an_agent_that_ends_with_0_after_its_ranks_failed_for_torchrun_is_no_used_budget() -> None:
-    """Only torchrun is given all restarts that are left; ddprun reports each one."""
+    """An agent's exit must not count all restarts as used: ddprun reports each restart, unlike torchrun."""
     world = trains_under_ddprun(backoffLimit=3)
     message = json.dumps({"ddpjob": 1, "ended": True, "rank": 0, "exitCode": 1, "exception": "ValueError: x"})
     world.exits(0, 1, message=message).exits(1, 75).exits(2, 75).restarted()
@@ -431,14 +431,14 @@ def test_the_group_trains_with_minNodes_and_shows_what_the_others_wait_for() -> 
 
 
 def test_pods_that_start_within_the_last_call_of_torchrun_are_waited_for() -> None:
-    """torchrun accepts more nodes for some seconds. The start must have one Event, with the final number of nodes."""
+    """Pods that start within torchrun's last call are waited for, so that one Event has the final number of nodes."""
     world = elastic().started().runs(0, 1).after(29).settle()
     assert (world.status.state, world.status.message) == ("Starting", "waiting for node 2")
     assert world.after(1).settle().status.state == "Running"
 
 
 def test_fewer_than_minNodes_or_a_group_without_node_0_does_not_count_as_training() -> None:
-    """A group without node 0 cannot train, because node 0's torchrun holds the store for the rendezvous."""
+    """A group without node 0, whose torchrun has the store, or with fewer than minNodes does not train."""
     assert elastic().started().runs(0).settle().status.state == "Starting"
     assert elastic().started().runs(1, 2).settle().status.state == "Starting"
 
@@ -453,7 +453,7 @@ def test_a_late_node_joins_without_a_restart() -> None:
 
 
 def test_a_lost_pod_restarts_the_group_with_the_remaining_pods() -> None:
-    """All pods must restart: a new pod that joined a running rendezvous hung or failed in 6 of 12 trials."""
+    """All pods must restart after a loss: a pod that joined a running rendezvous hung or failed in 6 of 12 trials."""
     world = elastic().running().exits(1, code=137).restarted()
     assert world.status.attempt == 2
     assert world.runs(0, 2).settle().status.state == "Restarting"
@@ -485,7 +485,7 @@ def test_the_job_succeeds_when_all_nodes_that_trained_have_completed() -> None:
 
 
 def test_a_node_that_starts_after_the_end_of_training_does_not_fail_the_job() -> None:
-    """The late node finds no store and exits with 1, while the last of the others completes. The job must succeed."""
+    """A node that starts after the end must not fail the job, although its torchrun finds no store and exits with 1."""
     world = (
         elastic().started().runs(0, 1).after(31).settle().exits(0).settle().runs(2).settle().exits(2, code=1).settle()
     )
@@ -564,7 +564,7 @@ def test_a_node_that_started_with_the_others_must_complete_too(message: str) -> 
 
 
 def test_a_node_that_failed_before_the_others_completed_is_not_ignored() -> None:
-    """The failure of one node may have stopped the others, so it is recorded as the cause."""
+    """A node that failed before the others completed must be the cause, because it may have stopped them."""
     world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
     world.exits(2, 1, message=CLOSED).step()
     world.exits(0).exits(1).settle()
@@ -582,7 +582,7 @@ def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
 
 
 def test_an_exception_fails_the_job_because_torchrun_has_used_all_its_restarts() -> None:
-    """If the operator restarted after torchrun has used its restarts, 3 restarts in place would become ten runs."""
+    """An exception must fail the job: torchrun has used all restarts, and three more attempts would be ten runs."""
     world = elastic(backoffLimit=3).running()
     world = (
         world.exits(1, code=1, message="ValueError: no such shard: 7\n").exits(0, code=1).exits(2, code=1).restarted()
@@ -645,7 +645,7 @@ def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> No
 
 
 def test_scaling_during_a_start_back_off_does_not_end_the_back_off() -> None:
-    """If scaling ended a back-off, each step of an autoscaler would recreate all pods although there are no nodes."""
+    """Scaling must not end a back-off: each step of an autoscaler would create all pods again, without free nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])
@@ -695,7 +695,7 @@ def test_an_invalid_range_is_refused_by_the_option(tmp_path: Path) -> None:
 
 
 def test_the_pod_of_node_0_is_created_before_the_others() -> None:
-    """Another pod must not take the only free node, because this pod would wait for node 0 in vain."""
+    """Node 0's pod must be created first: a pod on the only free node would wait for node 0 in vain."""
     world = elastic()
     made = [[a.place for a in world.step().actions if isinstance(a, CreatePod)] for _ in range(4)]
     assert [places for places in made if places] == [[0], [1, 2]]

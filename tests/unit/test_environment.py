@@ -36,7 +36,7 @@ def test_every_node_gets_the_complete_environment(shape: str, golden: Callable[[
 
 
 def test_rank_and_world_size_are_set_only_if_a_node_has_one_process() -> None:
-    """Scripts that start several processes multiply WORLD_SIZE by their number, so it must not be set for these."""
+    """RANK and WORLD_SIZE must be set only for nodes with one process, because other scripts multiply them."""
     script = {"command": ["python", "train.py"]}
     one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
     many = environment.environment(job(nprocPerNode=4, container=script), 1, 1, naming.Endpoint("h", 1))
@@ -52,7 +52,7 @@ def test_rank_and_world_size_are_set_only_if_a_node_has_one_process() -> None:
 
 
 def test_an_attempt_never_meets_processes_of_an_earlier_one() -> None:
-    """A process that survives on a lost node resolves the same name, so each attempt has another port and run id."""
+    """Each attempt must have its own port and run id, because a process on a lost node resolves the same name."""
     what = job()
     first, second = (environment.environment(what, a, 0, naming.endpoint(what, a)) for a in (1, 2))
     assert first["PET_MASTER_ADDR"] == second["PET_MASTER_ADDR"]
@@ -101,13 +101,13 @@ BY_LAUNCHER = {"PET_NNODES", "PET_RDZV_ID"}
     ],
 )
 def test_variables_that_the_program_does_not_read_are_omitted(container: dict[str, Any], found: set[str]) -> None:
-    """Unused variables of 8 pods would take more space than the job's status. A missing variable fails the ranks."""
+    """Unused variables must be left out (those of 8 pods would be larger than the status), and no needed one."""
     env = environment.environment(job(container=container), 1, 0, naming.Endpoint("h", 1))
     assert ANY & set(env) == found
 
 
 def test_a_script_that_may_start_torchrun_gets_the_variables_of_torchrun() -> None:
-    """A script may start torchrun. Without the job's variables, this torchrun would train on each node alone."""
+    """A script must get torchrun's variables, because it may start torchrun, which would train on each node alone."""
     what = job(nprocPerNode=2, container={"command": ["python", "x.py"]})
     assert environment.environment(what, 1, 0, naming.Endpoint("h", 1)).keys() >= BY_LAUNCHER
 
@@ -144,7 +144,7 @@ def test_auto_resolves_to_what_really_runs_on_a_node(spec: dict, expected: int) 
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
 def test_a_job_with_gpus_uses_nccl_whatever_the_resource_is_called(name: str) -> None:
-    """A shared GPU has a resource name of its own. A job with it must use nccl, too."""
+    """A job with GPUs must use nccl, also if a shared GPU has a resource name of its own."""
     spec = job(container={"resources": {"limits": {name: 1}}}).spec
     assert (spec.facts.backend, spec.facts.nproc_per_node, build.wants_one_pod_per_node(spec)) == (
         "nccl", 1, True
@@ -152,7 +152,7 @@ def test_a_job_with_gpus_uses_nccl_whatever_the_resource_is_called(name: str) ->
 
 
 def test_threads_follow_the_cpu_limit_or_else_the_rule_of_torchrun() -> None:
-    """torchrun leaves a node's only process all cores, so one process without a CPU limit must not get one thread."""
+    """The number of threads must follow the CPU limit; without a limit, a node's only process gets all cores."""
 
     def threads(cpu: object, nproc: int) -> str:
         what = job(nprocPerNode=nproc, container={"resources": {"limits": {"cpu": cpu}}} if cpu else None)
@@ -181,7 +181,7 @@ def test_a_value_set_by_the_user_wins_and_is_named_if_it_breaks_the_rendezvous()
 
 
 def test_ddprun_keeps_each_node_rank_and_its_own_restarts_get_no_warning() -> None:
-    """torchrun's c10d numbers the nodes by arrival, and its own restart hangs when a node is lost."""
+    """ddprun's nodes keep their node ranks, so its options must cause no warning. torchrun's c10d renumbers nodes."""
     options = ["--preload", "torch", "--no-preload", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=x:1"]
     ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
     assert ours.facts.ranks_follow_nodes

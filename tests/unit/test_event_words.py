@@ -18,7 +18,7 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] C
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_failure_of_all_ranks_causes_one_warning(nodes: int) -> None:
-    """A failure must have one Event: RankFailed and Restarting in one second would both have the same text."""
+    """A failure of all ranks must cause one Event: RankFailed and Restarting would have the same text."""
     world = digits(nodes=nodes).running()
     before = len(world.events)
     for rank in range(nodes):
@@ -45,7 +45,7 @@ def test_a_failure_that_ends_a_job_of_one_node_causes_one_event() -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports: bool) -> None:
-    """Steps count even if a restart repeats all of them. Otherwise the job's next start may fail it for good."""
+    """Trained steps must count even if a restart repeats all of them. Otherwise a failed start may end the job."""
     world = digits(nodes=1).running()
     if reports:
         world.reports_step(1).settle()
@@ -57,7 +57,7 @@ def test_trained_steps_count_for_an_attempt_even_if_none_of_them_remain(reports:
 
 
 def test_failures_in_a_row_exclude_uncharged_ones() -> None:
-    """Two preemptions and three failures are not "5 failures in a row", because no limit counts preemptions."""
+    """Failures in a row must not include uncharged ones: three failures and two preemptions are not "5 failures"."""
     world = digits(nodes=1, backoffLimit=9).running().reports_step(5).settle()
     world.exits(0, code=1).settle()
     for code in (143, 143, 1, 1, 1):
@@ -69,7 +69,7 @@ def test_failures_in_a_row_exclude_uncharged_ones() -> None:
 
 @pytest.mark.parametrize("reason", [*root_cause.DISRUPTIONS, *sorted(rules.LOST_CONTAINER), *KNOWN])
 def test_the_restarting_message_gives_the_reason_of_the_restart_in_words(reason: str) -> None:
-    """`after DeletionByPodGC on rank 0` and `after SIGKILL on rank 0` do not say that a taint ended the pod."""
+    """The message must name the reason in words: `after DeletionByPodGC on rank 0` does not mention a taint."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, pod="a-1-0", node="n1", reason=reason, time=START)
     failure = replace(failure, exit_code=137, signal="SIGKILL")
     assert reason not in sentences.short(failure)

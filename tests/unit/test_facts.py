@@ -48,7 +48,7 @@ LAST = {"deletionTimestamp": stamp(14), "deletionGracePeriodSeconds": 0}
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_request(clock: int) -> None:
-    """A kubelet's last delete must not move the time of our request, or a peer that we stopped would be blamed."""
+    """A kubelet's last delete must not move the time of our stop request, or a stopped peer would be blamed."""
     ended = exited(143, 13 + clock, phase="Running")
     pod = seen((RUNNING, {}), (RUNNING, ASKED), (ended, ASKED), (ended, LAST))
     assert pod.deleted_first
@@ -57,14 +57,14 @@ def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_req
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: int) -> None:
-    """A rank that completed must not be trained again only because the clock of its node is ahead."""
+    """A pod that ended before its deletion must count as ended by itself, even if its node's clock is ahead."""
     done = exited(0, 9 + clock, phase="Succeeded")
     assert seen((RUNNING, {}), (done, {}), (done, ASKED), (done, LAST)).has_completed
 
 
 @pytest.mark.parametrize("clock", [-10, 0, 10])
 def test_exit_0_of_a_drained_pod_is_no_success_even_if_the_clock_of_its_node_is_wrong(clock: int) -> None:
-    """A drained pod that exits with 0 has saved but not completed. The job must not be Succeeded."""
+    """Exit code 0 of a drained pod must not count as success: the pod has saved, but not completed."""
     done = exited(0, 12 + clock, phase="Succeeded")
     for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
         assert not seen(*story).has_completed
@@ -88,13 +88,13 @@ DISRUPTIONS = ("TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionBySch
     ],
 )
 def test_exit_0_is_no_success_if_the_pod_has_a_failure_reason_or_is_disrupted(why: Raw) -> None:
-    """Many scripts save and exit with 0 at SIGTERM. A node shutdown must then not count as a success."""
+    """Exit code 0 is no success if the pod has a failure reason: many scripts save and exit with 0 at SIGTERM."""
     pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", **why), {}))
     assert (pod.has_completed, pod.has_failed) == (False, True)
 
 
 def test_exit_0_counts_as_success_only_once_the_phase_confirms_it() -> None:
-    """The kubelet reports the exit code first, and a shutdown of the node only later, together with the phase."""
+    """Exit code 0 must count as success only when the phase confirms it, because a node shutdown shows in the phase."""
     ended, shut = exited(0, 12, phase="Running"), exited(0, 12, phase="Failed", reason="Terminated")
     between = seen((RUNNING, {}), (ended, {}))
     assert (between.has_completed, between.has_failed, between.live) == (False, False, True)
@@ -104,7 +104,7 @@ def test_exit_0_counts_as_success_only_once_the_phase_confirms_it() -> None:
 
 
 def test_a_pod_remembers_that_its_node_did_not_report_for_a_while() -> None:
-    """Ranks may report a lost peer long after their node is healthy again. The script must not be blamed then."""
+    """A pod must be remembered as one whose node was silent, because its ranks may report lost peers much later."""
 
     def conditions(ready: str, **reason: str) -> Raw:
         listed = [{"type": "Ready", "status": ready, **reason}, {"type": "ContainersReady", "status": "True"}]
@@ -132,7 +132,7 @@ def test_a_trainer_recorded_as_completed_stays_completed_if_its_pod_is_evicted_l
 
 
 def test_a_container_that_cannot_be_found_keeps_its_recorded_exit() -> None:
-    """An exit code 3 must not become a lost node, which hides the cause and which backoffLimit does not count."""
+    """A recorded exit code 3 must not become a lost node when the kubelet no longer finds the container."""
     unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located"}
     pod = seen((RUNNING, {}), (exited(3, 5, phase="Failed"), {}), ({"state": {"terminated": unknown}}, ASKED))
     assert (pod.trainer.exit_code, pod.trainer.reason) == (3, "Error")
@@ -162,7 +162,7 @@ def forgotten(world: World, rank: int, phase: str) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
 def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwards(nodes: int, phase: str) -> None:
-    """The job must not restart every ten minutes for ever with a message that blames a restarted node."""
+    """A missing ConfigMap must fail the job. A later report of the kubelet must not turn it into endless restarts."""
     world = never_configured(digits(nodes=nodes))
     for rank in range(nodes):
         forgotten(world, rank, phase)
@@ -174,7 +174,7 @@ def test_a_missing_configmap_fails_the_job_whatever_the_kubelet_reports_afterwar
 
 
 def test_the_time_limit_of_the_pod_itself_is_charged_to_the_user() -> None:
-    """If backoffLimit did not count a pod's own deadline, the job would restart for ever: each pod has the same."""
+    """The pod's own deadline must count against backoffLimit: the next pod has the same one."""
     for code in (0, 137, 143):
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()

@@ -63,7 +63,7 @@ def test_long_texts_are_cut() -> None:
 
 
 def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> None:
-    """Users must not read half a word, nor miss the parameters at the message's end."""
+    """A long message must be cut between words, and keep its last sentence."""
     text = "RuntimeError: " + "a long explanation of how this came about " * 12 + "is there. The parameters are 4 and 5"
     short = failures.abridged(text, failures.BRIEF_MAX)
     assert short.startswith("RuntimeError: a long explanation")
@@ -91,7 +91,7 @@ UNUSED = (
 
 
 def test_the_ddp_error_about_unused_parameters_names_them() -> None:
-    """torch's longest error gives 700 characters of advice before the line about this model."""
+    """The text must name the unused parameters, which follow 700 characters of torch's advice."""
     said = (
         "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
         "Parameter indices which did not receive grad for rank 0: 4 5"

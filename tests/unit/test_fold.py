@@ -49,7 +49,7 @@ def test_lines_of_the_script_are_shown_unchanged() -> None:
 
 
 def test_the_report_of_torchrun_is_counted_and_later_output_of_the_shell_is_shown() -> None:
-    """In full, torchrun's report buries the one line that explains the failure."""
+    """torchrun's report must only be counted, because in full it hides the line that explains the failure."""
     fold = Fold()
     assert fold.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
     assert (fold.hidden, fold.held) == (len(LAUNCHER), [])
@@ -62,7 +62,7 @@ def test_a_stopped_torchrun_prints_nothing() -> None:
 
 
 def test_cpp_frames_of_torch_are_only_counted_and_useful_warnings_are_shown() -> None:
-    """A successful run must not end with 25 lines of torch's C++ frames."""
+    """torch's C++ frames must only be counted: a successful run must not end with 25 lines of them."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
     fold = Fold()
     assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
@@ -77,7 +77,7 @@ def test_an_uncaught_exception_is_held_until_the_culprit_is_known() -> None:
 
 
 def test_frames_of_libraries_are_counted_and_those_of_the_script_are_shown() -> None:
-    """A wrong shape has one line of the script and 20 of torch's modules, which say nothing about it."""
+    """Frames of libraries must only be counted: an error has one line of the script among 20 of torch."""
     begin, script, error = MISTAKE[0], MISTAKE[1:3], "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
     torch = ['  File "/x/site-packages/torch/nn/modules/module.py", line 1786, in _call_impl', "    return f(x)"] * 2
     hf = ['  File "/x/dist-packages/transformers/trainer.py", line 9, in step', "    loss(x)", "    ^^^^^^^"]
@@ -96,7 +96,7 @@ def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line()
 
 @pytest.mark.parametrize(("lines", "seconds"), [(MISTAKE, UNSURE_SECONDS), (of_rank(3, MISTAKE), HELD_SECONDS)])
 def test_a_traceback_is_shown_in_time_even_if_no_process_ends(lines: list[str], seconds: float) -> None:
-    """A thread may raise, or a rank may raise and then hang. Users must see the traceback although nothing ends."""
+    """A traceback must be shown in time, also if a thread raises or the rank hangs after it."""
     fold = Fold()
     assert fold.take(lines, T0) == []
     assert fold.due_in(T0 + 1) == seconds - 1
@@ -105,7 +105,7 @@ def test_a_traceback_is_shown_in_time_even_if_no_process_ends(lines: list[str], 
 
 
 def test_the_traceback_of_the_launcher_is_not_mixed_with_that_of_the_script() -> None:
-    """Before the process group exists, torch prints no prefix that distinguishes the two tracebacks."""
+    """The launcher's traceback must not mix with the script's, although torch prints no rank yet."""
     fold = Fold()
     assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
     assert [trace.lines for trace in fold.forget()] == [MISTAKE]
@@ -122,7 +122,7 @@ def test_chained_exceptions_are_one_traceback_with_all_lines_of_the_last() -> No
 
 
 def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> None:
-    """CUDA's error messages have five lines (torch 2.11 on an H100). All must appear after their traceback."""
+    """All lines of an exception's message must follow its traceback, such as five of CUDA (torch 2.11 on an H100)."""
     message = [
         "torch.AcceleratorError: CUDA error: device-side assert triggered",
         "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
@@ -148,7 +148,7 @@ def test_the_messages_of_ddprun_about_restarts_are_left_to_the_run() -> None:
 
 
 def test_the_stacks_of_a_stall_are_kept_by_rank_and_the_scripts_lines_are_shown() -> None:
-    """In full, sixty lines of stacks at each stall hide the one rank that caused it."""
+    """Stacks of a stall must be kept by rank, and only the script's lines shown: sixty lines hide the cause."""
     culprit = [
         "ddpjob: rank 1 (process 77) is stalled at step 2; innermost call first:",
         "  thread MainThread:",

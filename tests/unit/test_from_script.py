@@ -116,7 +116,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b",
 def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(
     names: str, command: list[str], default: str
 ) -> None:
-    """Without the option each rank would train its own model, or end with exit code 2."""
+    """A script that needs its local rank as an option must get it: otherwise each rank trains alone or exits with 2."""
     script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
     job = job_of(text)
@@ -137,7 +137,7 @@ def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accep
     ],
 )
 def test_a_library_that_forms_the_group_by_itself_gets_no_warning_about_training_alone(line: str) -> None:
-    """A false warning makes users look for a mistake that does not exist."""
+    """A library that forms the group by itself must cause no warning about ranks that train alone."""
     notes = from_script.read("train.py", f"{line}\n").notes
     assert notes[0] == "A framework forms the group: torchrun starts its processes."
 
@@ -161,7 +161,7 @@ def test_findings_are_written_as_comments() -> None:
     ],
 )
 def test_an_optional_argument_is_not_called_needed(nargs: str, said: str) -> None:
-    """PyTorch's imagenet example runs without a folder, so users must not be asked for one."""
+    """An optional argument must not be called needed, such as the folder of PyTorch's imagenet example."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
     assert f"# {said}\n" in from_script.job_yaml(Source("train.py"), script)
 
@@ -213,7 +213,7 @@ AWKWARD = (
 
 
 def test_arguments_stay_as_they_were_typed() -> None:
-    """Unquoted, YAML would read some arguments as true, null or a number."""
+    """Arguments must be quoted in YAML if it would read them as true, null or a number."""
     job = job_of(from_script.job_yaml(Source("train.py", arguments=AWKWARD), ""))
     assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
 
@@ -246,7 +246,7 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
 def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
-    """For bytes that are not UTF-8 users must not see a traceback."""
+    """Options in bytes that are not UTF-8 must be refused without a traceback."""
     with pytest.raises(InputError, match="not UTF-8"):
         sources.load(Source(str(mine), **words))
 
@@ -301,7 +301,7 @@ DO_NOT = [["--epochs", "5"], ["--log-dir", "x"], ["--log-level", "3"], ["x", "--
 
 @pytest.mark.parametrize("words", [*ABBREVIATE, *DO_NOT], ids=str)
 def test_arguments_that_resemble_torchrun_options_are_put_after_dashes(tmp_path: Path, words: list[str]) -> None:
-    """`ddpjob run x.py -- --log 5` would end with torchrun's usage: `ambiguous option`."""
+    """Arguments after `--` that look like torchrun's options must be separated: `--log 5` would end in its usage."""
     behind = ["--", *words] if words in ABBREVIATE else words
     file = tmp_path / "train.py"
     file.write_text("")
@@ -380,7 +380,7 @@ def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
 
 
 def test_no_yaml_is_written_for_a_command_that_starts_a_notebook(tmp_path: Path) -> None:
-    """A notebook is JSON, which is valid Python, so a job that starts a notebook as a script would do nothing."""
+    """No YAML must be written for a command that starts a notebook: as a script it would run without effect."""
     path = tmp_path / "try.ipynb"
     path.write_text('{"cells": []}')
     with pytest.raises(InputError, match=r"jupyter nbconvert --to script .*then ddpjob init .*try.py"):
@@ -409,7 +409,7 @@ def test_a_mistyped_process_count_does_not_start_a_thousand_processes() -> None:
 
 
 def test_a_dry_run_of_thousands_of_nodes_prints_a_part_of_its_like_pods() -> None:
-    """All of 5,000 pods have 400,000 lines and take seconds."""
+    """A dry run must print only some of many like pods: 5,000 pods are 400,000 lines."""
     many = JOB.replace("nodes: 2", "nodes: 66")
     done = CliRunner().invoke(cli, ["run", "-", "--dry-run"], input=many)
     assert (done.exit_code, done.stdout.count("kind: Pod")) == (0, 64)
@@ -426,14 +426,14 @@ def test_stdin_may_be_a_script_or_a_yaml_file(typed: str) -> None:
 
 
 def test_stdin_that_is_not_utf_8_is_an_error_of_one_line(tmp_path: Path) -> None:
-    """A user who forgot `iconv` must not see a traceback."""
+    """Stdin that is not UTF-8 must give an error of one line, not a traceback."""
     words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")
 
 
 def test_an_error_in_a_job_made_for_a_script_names_no_line_of_the_script(tmp_path: Path) -> None:
-    """`train.py:15: spec.template…` would send a new user to a line that the script does not have."""
+    """An error in a job made for a script must not name a line of the script, as in `train.py:15: spec.template…`."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     document, _ = sources.load(Source(str(script)))

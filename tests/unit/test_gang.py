@@ -57,7 +57,7 @@ def test_auto_takes_the_gang_api_that_is_served_and_gives_the_reason(
 
 
 def test_a_long_message_of_the_api_server_is_cut_and_the_end_of_the_job_is_kept() -> None:
-    """An RBAC error lists each missing role. A message beyond the status' bounds makes the status unreadable."""
+    """A long message must be cut, but keep its end about the job: an RBAC error lists each missing role."""
     why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
     world = digits()
     world.gang_apis = {"native": GangApi(why_not=why)}
@@ -92,7 +92,7 @@ def test_a_job_that_requires_a_gang_creates_no_pod_if_no_gang_api_exists() -> No
 
 
 def test_a_job_that_began_without_a_gang_gets_one_only_with_its_next_attempt() -> None:
-    """Jobs that are already running when gangs are switched on must not be restarted to get a gang."""
+    """A running job must not be restarted only to get a gang. It gets one with its next attempt."""
     world = digits().running().serves().settle()
     assert world.groups == {}
     world.exits(0, code=1).restarted()
@@ -116,7 +116,7 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
 def test_a_finished_or_suspended_job_leaves_no_group(end: str) -> None:
-    """A group that is left over counts against a quota, and users cannot know its purpose."""
+    """A job that has finished or is suspended must leave no group, because the group would count against a quota."""
     world = gang(backoffLimit=0).running().admits()
     if end == "suspended":
         world.change(suspend=True).settle()
@@ -188,7 +188,7 @@ def test_a_gang_for_one_rack_also_shows_how_many_racks_were_tried() -> None:
 
 
 def test_the_message_of_a_gang_shows_what_keeps_each_pod_from_its_node() -> None:
-    """If only the first pod's reason were shown, a missing volume of another pod would stay hidden."""
+    """The message must show each pod's reason: with only the first one, another pod's missing volume stays hidden."""
     world = gang().started().unschedulable(0, "Insufficient cpu").unschedulable(1, 'claim "data-1" not found').settle()
     assert world.status.message.endswith(
         'placed together: Insufficient cpu (digits-1-0); claim "data-1" not found (digits-1-1)'
@@ -196,7 +196,7 @@ def test_the_message_of_a_gang_shows_what_keeps_each_pod_from_its_node() -> None
 
 
 def test_a_reason_that_the_group_and_the_pods_share_is_shown_once() -> None:
-    """For a topology that no node has, Kubernetes 1.36 writes the same text to the group and to each pod."""
+    """A reason that the group and its pods share must be shown once: Kubernetes 1.36 writes it to all of them."""
     no, world = "no feasible placements found", gang(topologyKey="rack").started()
     world.unschedulable(0, no).unschedulable(1, no).admits("waiting", no).settle()
     assert world.status.message == f"Unschedulable: 2 of 2 pods wait to be placed together: {no}"
@@ -269,7 +269,7 @@ def test_a_pod_group_matches_the_kubernetes_documentation_in_each_version(versio
 
 
 def test_in_1_37_a_placed_group_stays_admitted_even_if_its_pods_are_preempted() -> None:
-    """A preempted group stays "scheduled" while its pods are evicted one by one. It must not look like waiting."""
+    """A preempted group of Kubernetes 1.37 stays "scheduled" until its pods are evicted. It must not seem to wait."""
     placed = {"type": "PodGroupInitiallyScheduled", "status": "True", "reason": "Scheduled"}
     preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "m"}
     assert native.read({"status": {"conditions": [preempted, placed]}}) == Admission("admitted")
@@ -323,7 +323,7 @@ def volcano() -> Adapter:
 
 
 def test_the_table_for_volcano_creates_the_objects_that_volcano_documents(volcano: Adapter) -> None:
-    """Readers who copy the page must get a gang, and not a job whose pods are placed one by one."""
+    """The page's table for Volcano must create the objects that Volcano documents, because readers copy it."""
     elastic = job(nodes=8, minNodes=6)
     body = volcano.body(elastic, 2, "scheduling.volcano.sh/v1beta1")
     assert (body["kind"], body["metadata"]["name"], body["spec"]) == ("PodGroup", "digits-2-00001", {"minMember": 6})

@@ -79,14 +79,14 @@ def test_a_pause_that_ends_by_itself_is_idle_and_the_steps_after_it_count_again(
 
 
 def test_a_step_that_takes_as_long_as_the_others_is_not_idle() -> None:
-    """If steps take four minutes, most reconciles see no new step. The job is healthy and must not count as idle."""
+    """A step that takes four minutes like the others must not count as idle, although most reconciles see none."""
     world = trains(digits().running(), *range(1, 21), seconds=240).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds, spent(world).ratio) == (4800, 0, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["stall", "application"])
 def test_time_from_the_last_step_to_the_first_after_a_restart_in_place_is_idle(kind: str) -> None:
-    """Under ddprun the state is Running in a hang, too. Ten hangs of half an hour must not give a ratio of 1.0."""
+    """Time without steps around a restart in place must count as idle, although the state stays Running."""
     world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 60)
     failure = Failure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_time_from_the_last_step_to_the_first_after_a_restart_in_place_is_idle(k
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])
 def test_waiting_for_a_lost_node_is_not_training(deleted: bool) -> None:
-    """The 40 s until Kubernetes gives up a killed node must not count as training."""
+    """The seconds until Kubernetes gives up a lost node (40 s) must not count as training."""
     world = trains(digits().running(), *range(1, 11), seconds=5).after(4)
     (world.node_deleted(1) if deleted else world.node_lost(1)).settle()
     world.after(30).settle()
@@ -107,7 +107,7 @@ def test_waiting_for_a_lost_node_is_not_training(deleted: bool) -> None:
 
 
 def test_a_node_that_only_stopped_reporting_trains_until_its_last_step() -> None:
-    """If only a node's kubelet has stopped, its containers keep training, so time until their last step counts."""
+    """A node that only stopped reporting must count as training until its last step: its containers continue."""
     world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
     trains(world, *range(11, 17), seconds=5).settle()
     assert world.status.reason == "NodeLost"
@@ -121,7 +121,7 @@ def test_a_long_step_that_a_lost_node_interrupts_is_training_until_the_node_may_
 
 
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
-    """Without reports nobody knows if a running job trains or hangs, so it has no ratio."""
+    """A job that reports no steps must have no goodput ratio, because nobody knows if it trains."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()
     assert (spent(world).starting_seconds, spent(world).unreported_seconds) == (20, 80)
     assert (spent(world).productive_seconds, spent(world).ratio) == (0, None)
@@ -165,7 +165,7 @@ def test_no_second_is_counted_twice_or_lost(events: list[tuple[str, int]]) -> No
 
 
 def test_a_script_that_reports_huge_step_numbers_leaves_a_readable_status() -> None:
-    """The lost steps must not exceed what a status may hold, or the operator cannot read its own status."""
+    """Lost steps must not exceed what a status may hold: the operator could not read its own status."""
     world = digits().running()
     for _ in range(2):
         world.reports_step(bounds.COUNT_MAX).settle().exits(0, code=75).restarted().after(400).running()
@@ -176,7 +176,7 @@ def test_a_script_that_reports_huge_step_numbers_leaves_a_readable_status() -> N
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_first_step_after_a_restart_is_written_at_once(in_place: bool) -> None:
-    """Right after a restart users check the columns of `kubectl get`, which must not be empty for 12 s."""
+    """The first step after a restart must be written at once, so that `kubectl get` is not empty for 12 s."""
     world = trains(digits(container=DDPRUN).running(), 100, 110, seconds=11).after(1).reports_step(111).settle()
     if in_place:
         failure = Failure(rank=1, node_rank=1, failure_class="application", charged_to="application", step=111)

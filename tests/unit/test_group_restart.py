@@ -124,7 +124,7 @@ def test_a_complete_restart_has_three_events() -> None:
 
 
 def test_a_pod_whose_only_container_has_ended_is_kept_while_its_phase_lags_behind() -> None:
-    """`kubectl logs` must find the pod of the rank that failed."""
+    """A pod whose only container has ended must stay for `kubectl logs`, although its phase is late."""
     world = digits().running().exits(1, code=3)
     world.pods["digits-1-1"] = replace(world.pods["digits-1-1"], phase="Running")
     world.settle()
@@ -147,14 +147,14 @@ def test_a_rank_that_completed_trains_again_with_its_group() -> None:
 
 @pytest.mark.parametrize(("given", "grace"), [(0, 1), (3, 3), (60, 60)])
 def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> None:
-    """With a grace of 0 s the API server removes a pod before its process has ended, and two attempts would run."""
+    """The grace period must be at least 1 s: with 0 the API server removes a pod before its process has ended."""
     world = digits(restartGraceSeconds=given).running().exits(1, code=1)
     world.step()
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
 def test_a_pod_that_started_and_disappeared_between_two_reconciles_is_not_recreated_under_its_name() -> None:
-    """The pod's process may still be running unobserved, so a new pod with its name could be a second rank 1."""
+    """The pod must not be created again under its name: its process may be running unobserved as the same rank."""
     world = digits().started().runs(0, 1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
     world.restarted()
@@ -177,7 +177,7 @@ def test_a_job_suspended_during_a_restart_stops_and_later_continues() -> None:
 
 @pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
 def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> None:
-    """Suspending and resuming a script that always fails must not give it more restarts than backoffLimit."""
+    """A failure before a suspension must be charged: suspend and resume must not give a script more restarts."""
     world = digits(backoffLimit=3).running().exits(1, code=1).settle().change(suspend=True).settle()
     if resumed == "before":
         world.change(suspend=False).settle().stops_all().settle()
@@ -200,7 +200,7 @@ def test_the_deadline_also_ends_a_restarting_job() -> None:
 
 
 def test_no_deadline_ends_a_job_that_will_be_suspended_after_its_failure_is_settled() -> None:
-    """The pods may take a minute to stop after the failure. The job's deadline must not end the job meanwhile."""
+    """No deadline may end a job that will be suspended, while its pods take a minute to stop after a failure."""
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.restarts and world.status.restarts.application) == ("Suspended", 1)
@@ -308,7 +308,7 @@ NO_START: dict[str, dict[str, object]] = {
 def test_a_job_that_has_trained_never_fails_because_it_cannot_start(
     how: dict[str, object], nodes: int, broken: int, reports: bool
 ) -> None:
-    """A broken GPU, or a file system that is briefly away, must not end a job that has trained for two days."""
+    """A start that fails, for example on a broken GPU, must never fail a job that has trained before."""
     world = digits(nodes=nodes).running()
     if reports:
         world.reports_step(50_000).settle()
@@ -356,7 +356,7 @@ LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
 
 
 def test_the_time_without_a_config_map_counts_across_starts_that_took_too_long() -> None:
-    """The time must count across starts. Otherwise a job with a short startDeadlineSeconds restarts for ever."""
+    """The time without a ConfigMap must count across starts, or a job with a short start deadline restarts for ever."""
     world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
     assert world.status.reason == "StartBackOff"
     assert world.status.attempt_time is not None
@@ -387,7 +387,7 @@ def test_a_config_map_that_exists_in_between_restarts_the_wait() -> None:
 
 
 def test_a_config_map_that_is_briefly_missing_after_a_long_pull_fails_no_job() -> None:
-    """The kubelet reports the same error while its copy of the ConfigMap is late, as after a long image pull."""
+    """A ConfigMap that is late in the kubelet's cache, as after a long pull, must not fail the job."""
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
     assert world.settle().status.reason == "CannotStart"
@@ -408,7 +408,7 @@ def test_the_cause_is_the_rank_that_failed_and_not_the_first_peer_that_noticed()
 
 
 def test_an_attempt_with_only_complaints_about_peers_is_free_once() -> None:
-    """If all ranks only lost a peer, a network failure may be the cause. backoffLimit counts only the second one."""
+    """An attempt in which all ranks only lost a peer is not charged the first time: the network may be the cause."""
     world = digits(backoffLimit=1).running().exits(0, code=1, message=PEER_GONE).restarted()
     assert charges(world) == (0, 1, 0)
     world.runs(0, 1).settle().after(3600).exits(0, code=1, message=PEER_GONE).restarted()
@@ -428,7 +428,7 @@ def cut_off_for_a_while(world: World, place: int) -> World:
 
 
 def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while() -> None:
-    """A network switch that restarts daily must not end a training of weeks, so backoffLimit must not count this."""
+    """Lost peers must not be charged if a node of the attempt was silent: a switch may restart every day."""
     world = digits(backoffLimit=0)
     for attempt in range(1, 6):
         world.running()
@@ -443,7 +443,7 @@ def test_complaints_are_free_if_a_node_of_the_attempt_did_not_report_for_a_while
 
 
 def test_a_node_that_did_not_report_explains_complaints_even_after_its_pod_is_gone() -> None:
-    """The operator may restart. It then knows only the recorded failure, which must show that a node was silent."""
+    """The recorded failure must show that a node was silent, because a new operator knows nothing else."""
     world = digits(backoffLimit=0, nodes=3).running().exits(0, code=1, message=PEER_GONE).restarted().running()
     cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
     world.pods["digits-2-1"] = replace(world.pods["digits-2-1"], was_silent=False)
@@ -458,7 +458,7 @@ def test_an_error_of_the_script_is_charged_even_if_a_node_did_not_report() -> No
 
 
 def test_a_rank_that_exits_with_0_while_its_peer_waits_for_it_is_charged_as_the_cause() -> None:
-    """A rank with less data exits early with 0. backoffLimit must count this, and the message must name the rank."""
+    """A rank that exits with 0 while its peer waits must be charged as the cause, and named in the message."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
     world.after(2).exits(1, code=1, message=PEER_GONE).settle()
@@ -487,8 +487,8 @@ def test_a_rank_that_exits_early_with_0_is_named_even_without_reports(nodes: int
     [(["torchrun", "train.py"], "EndedEarly"), (["sh", "-c", "torchrun train.py; date"], "PeerLost")],
 )
 def test_a_sigkill_proves_an_early_end_only_of_a_torchrun_that_got_the_sigterm(command: list[str], reason: str) -> None:
-    """A torchrun whose ranks ended with 0 does not answer SIGTERM, but neither does a shell. If both counted, each
-    network failure would cost a restart."""
+    """An unanswered SIGTERM proves an early end only of torchrun: a shell does not answer SIGTERM either, and each
+    network failure would be charged."""
     world = digits(container={"command": command}).running().exits(1, code=1, message=PEER_GONE).settle()
     world.after(30).exits(0, code=137).settle()
     assert cause(world).reason == reason
@@ -501,8 +501,7 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
 
 
 def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """The cluster notices a lost node only after a minute. Until then only its peers complain, which counts the second
-    time against backoffLimit; a lost node must not count."""
+    """A node that is found lost a minute after its peers reported it must be the cause, and not the script."""
     world = digits(nodes=3, backoffLimit=0).running()
     for lost in range(1, 4):
         world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
@@ -519,7 +518,7 @@ def test_a_node_lost_while_a_failed_group_stops_is_not_the_cause() -> None:
 
 
 def test_a_port_in_use_that_the_script_chose_is_charged_to_the_script_and_named() -> None:
-    """Another pod may have taken a port that the operator chose. A port that the script chose is the script's fault."""
+    """A port in use that the script has chosen must be charged to the script; the operator's own port must not."""
     sentence = (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
     )
@@ -548,7 +547,7 @@ def test_the_cause_is_kept_after_its_pod_is_gone() -> None:
 
 
 def test_the_message_of_a_pod_that_is_being_stopped_is_the_cause_even_after_its_object_is_gone() -> None:
-    """After a peer's end a launcher may wait for other ranks, and end only when the operator sends SIGTERM."""
+    """The message of a pod that is being stopped must be the cause, even after its object is gone."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
     world.exits(1, code=1, message="ValueError: no such shard").settle()
@@ -636,8 +635,8 @@ def test_without_the_right_to_read_nodes_the_report_of_the_node_controller_count
 
 @pytest.mark.parametrize(("ran", "seconds"), [(False, 60), (True, 30 + HELD_SECONDS)])
 def test_without_the_right_to_read_nodes_a_pod_that_outlives_its_grace_is_given_up(ran: bool, seconds: int) -> None:
-    """If the node controller does not report a running trainer's node, the kernel may be holding the process, and the
-    next group would train next to it."""
+    """Without the right to read nodes, a pod that outlives its grace period must be given up, but not as long as its
+    process may be running next to the new group."""
     world = digits().running() if ran else digits().settle().runs(0)._change(1, node="node-1").settle()
     world.nodes = None
     world.deleted_first(1).settle().stops(0).after(seconds - 1).settle()
@@ -754,7 +753,7 @@ def test_avoidance_is_lifted_even_if_the_start_gives_up_sooner() -> None:
 
 
 def test_the_minute_starts_when_the_pod_finds_no_node_whoever_is_leader() -> None:
-    """A quota or a queue may hold the pod back before it is scheduled, and a new leader has not observed it yet."""
+    """The minute must start when no node is found, and not when the pod is held back by a quota or queue."""
     world = twice_lost(digits()).after(300).runs(0).unschedulable(1, NO_NODE).settle()
     attempt = world.status.attempt
     world.after(30).settle()
@@ -819,7 +818,7 @@ def test_goodput_excludes_waiting_and_repeated_steps() -> None:
 
 
 def test_a_lost_node_shows_since_when_and_an_operator_restart_keeps_the_times() -> None:
-    """The status must have everything that a restart needs, so that another operator can continue it."""
+    """The status must have everything that a restart needs, so that another operator can continue the restart."""
     world = digits().running().exits(1, code=1).settle()
     other = World(world.job)
     other.pods, other.service, other.now = dict(world.pods), True, world.now
@@ -829,7 +828,7 @@ def test_a_lost_node_shows_since_when_and_an_operator_restart_keeps_the_times() 
 
 
 def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:
-    """A pod on a node that is not ready yet, as after an outage, gets more time. It must not cost an attempt."""
+    """A pod on a node that is not ready yet must get more time, and not cost an attempt."""
     world = digits().started()
     world.nodes = {"node-1": Node(ready=False, since=world.now)}
     world.after(25).runs(0, 1)
@@ -838,7 +837,7 @@ def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:
 
 
 def test_a_disappeared_rank_is_not_recreated_after_its_peers_have_completed() -> None:
-    """The rank completed unobserved. A new pod would find no peers, and its rank would be blamed as "ended early"."""
+    """A rank that disappeared after its peers completed must not be created again: it has completed unobserved."""
     world = digits().started().settle()
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
@@ -851,7 +850,7 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 @LAUNCHERS
 def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_completed(command: str) -> None:
-    """The others may complete before the last pod is created. A new attempt must not repeat their work."""
+    """A rank whose pod was never created must get its pod, even if the others have completed meanwhile."""
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).vanishes(2).exits(0)
@@ -864,7 +863,7 @@ def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_complete
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """Rank 1 may have completed unobserved, so its new pod waits in vain. backoffLimit must not count this."""
+    """A rank that starts after a peer ended waits in vain. This must not count as an early end of the peer."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
@@ -874,7 +873,7 @@ def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ende
 
 
 def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
-    """The pod is only stopping slowly because another rank ended early. That rank must still be named as the cause."""
+    """A pod that only stops slowly must not explain an earlier failure: the rank that ended early is the cause."""
     world = digits(nodes=3).running().reports_step(5)
     world.nodes = None
     world.exits(1).exits(
@@ -886,8 +885,7 @@ def test_a_slowly_stopping_pod_does_not_explain_an_earlier_failure() -> None:
 
 @pytest.mark.parametrize(("word", "code"), [("seccomp killed", 159), ("Signaled", 139), ("Exited", 3)])
 def test_the_reason_that_a_container_runtime_gives_for_an_exit_code_is_no_disruption(word: str, code: int) -> None:
-    """CRI-O reports `seccomp killed`. backoffLimit must count a script that makes a forbidden call,
-    or the script restarts a hundred times."""
+    """An exit code with a runtime's own reason, such as CRI-O's `seccomp killed`, must be charged to the script."""
     world = digits(backoffLimit=0).running().exits(0, code, reason=word).restarted()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
     assert f"({word})" in world.status.message
@@ -905,7 +903,7 @@ def waits_in_vain(world: World, seconds: float) -> World:
 
 @pytest.mark.parametrize("min_nodes", [None, 2])
 def test_a_rank_that_timed_out_waiting_for_a_node_without_a_gpu_is_not_charged(min_nodes: int | None) -> None:
-    """torch gives up after ten minutes. Three hours in a full cluster must not end as TooManyInfrastructureFailures."""
+    """A rank that timed out waiting for a node must not be charged: three hours in a full cluster are no failure."""
     elastic = {} if min_nodes is None else {"minNodes": min_nodes}
     world = digits(backoffLimit=1, **elastic).started()
     for attempt in range(2, 40):
@@ -935,7 +933,7 @@ def test_the_message_names_which_rank_gave_up_waiting_and_for_what(other: str, l
 
 
 def test_a_rank_that_timed_out_waiting_for_an_image_is_not_charged_and_the_slow_pod_is_named() -> None:
-    """Pulling an image of 20 GB takes longer than torchrun's ten minutes, and is not a lost peer."""
+    """A time-out while another pod pulls a large image must not be charged, and the message must name that pod."""
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")
@@ -950,7 +948,7 @@ def test_a_rank_that_timed_out_waiting_for_an_image_is_not_charged_and_the_slow_
 
 
 def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() -> None:
-    """If each attempt restarted the deadline, two jobs that each hold half of a cluster would wait for ever."""
+    """The start deadline must count from the first attempt without nodes: otherwise two jobs could block each other."""
     world = waits_in_vain(digits(startDeadlineSeconds=1500).started(), 600)
     waits_in_vain(world, 600)
     world.runs(0).unschedulable(1, NO_GPU).settle().after(299).settle()
@@ -963,7 +961,7 @@ def test_the_start_deadline_counts_from_the_first_attempt_that_found_no_nodes() 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
 def test_a_script_that_fails_by_itself_while_another_pod_is_unschedulable_is_charged(seconds: float, said: str) -> None:
-    """A script that fails in its first second must count against backoffLimit, or it restarts for ever."""
+    """A script that fails by itself must be charged even if another pod cannot be scheduled."""
     world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
     world.exits(0, code=1, message=f"{said}\n").settle()
     assert cause(world).exception == said
@@ -987,7 +985,7 @@ def _again(world: World, line: int, text: str = "no such shard") -> World:
 
 @pytest.mark.parametrize(("line", "is_over"), [(7, True), (8, False)])
 def test_repeating_an_exception_at_the_same_line_ends_the_job_only_on_one_machine(line: int, *, is_over: bool) -> None:
-    """On one machine a repeated exception is the script's fault; in a cluster a file system may be at fault."""
+    """A repeated exception must end the job only on one machine: in a cluster a file system may be the cause."""
     world = _again(_again(digits(), 7), line, "another text")
     assert (world.status.state == "Failed") == is_over
     if is_over:

@@ -48,7 +48,7 @@ def reasons_of(world: World) -> list[str]:
 
 
 def test_a_failure_that_ddprun_has_reported_is_one_although_the_command_ended_with_0() -> None:
-    """`ddprun train.py | tee log` exits with tee's code 0. If a rank has failed, the job must not succeed."""
+    """A failure that ddprun has reported must count although the command ended with 0, as in `ddprun … | tee log`."""
     world = ended(by_agent(), told(exitCode=75, ended=True, failed=True))
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
     failure = world.status.last_failure
@@ -65,7 +65,7 @@ def test_it_is_charged_to_the_backoff_limit_as_any_failure() -> None:
 
 
 def test_one_node_is_enough_while_the_other_still_runs() -> None:
-    """The peers of the failed rank wait in a collective for ever, so the attempt must fail at once."""
+    """A failure of one node must fail the attempt at once, because the other node's ranks wait for ever."""
     world = digits(container=PIPE).running().exits(0, 0, message=by_agent()).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Restarting", "")
 
@@ -86,7 +86,7 @@ def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message:
 @pytest.mark.parametrize(
     "message",
     [
-        told(exitCode=75, resumable=True, step=41),  # timeout 1h torchrun train.py || true
+        told(exitCode=75, resumable=True, step=41),  # from `timeout 1h torchrun train.py || true`
         told(exitCode=143, signal="SIGTERM", failed=False),  # ddprun itself was ended by a signal
         told(exitCode=130, signal="SIGINT", exception="KeyboardInterrupt"),
         told(agent={"restarts": {"application": 1}}, ended=True),  # the agent restarted its rank, which recovered
@@ -104,7 +104,7 @@ def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(messa
 
 
 def test_a_launcher_that_may_have_run_since_decides_by_its_exit_code() -> None:
-    """In `ddprun train.py || torchrun train.py` torchrun leaves no message, so ddprun's message may be outdated."""
+    """In `ddprun a.py || torchrun a.py` the exit code must decide, because torchrun leaves no message."""
     assert ended(by_agent(), **FALLBACK).status.state == "Succeeded"
 
 
@@ -132,7 +132,7 @@ def test_what_agents_find_makes_the_success_suspicious() -> None:
 
 
 def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_once() -> None:
-    """torchrun cannot see that each rank trained its own model, so a rank's own report must make this suspicious."""
+    """A rank's own report must make the success suspicious, because torchrun cannot see that ranks train alone."""
     by_ddprun = told(findings=[trained_alone(2)._asdict()])
     for message in ("", by_ddprun):
         world = digits().running().reports_step(9, world_size=2, alone=True, final=True)
@@ -142,8 +142,8 @@ def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_
 
 
 def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
-    """If `torchrun --standalone` is in a script of the image, each node trains its own model. This is suspicious."""
-    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: a parent that spawns the ranks
+    """Nodes with a group each must make the success suspicious, as after `torchrun --standalone` in the image."""
+    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: from a parent that spawns the ranks
         world = digits(nprocPerNode=2).running().reports_step(9, world_size=size)
         world.exits(0, 0).exits(1, 0).settle()
         assert [found.reason for found in world.status.findings] == reasons
@@ -152,7 +152,7 @@ def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
 def test_a_launcher_without_the_jobs_variables_makes_the_success_suspicious() -> None:
     sudo = {"command": ["sudo", "torchrun", "train.py"]}
     assert condition(ended("", **sudo)) == ("True", "LauncherOption")
-    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo may keep the variables
+    world = digits(container=sudo).running().reports_step(9, world_size=2)  # sudo may have kept the variables
     assert condition(world.exits(0, 0).exits(1, 0).settle()) is None
 
 
@@ -176,7 +176,7 @@ def test_findings_of_many_nodes_are_one_line() -> None:
     [
         (TABLE, None, True),
         (TABLE + "done\n", None, True),
-        (TABLE, True, False),  # torchrun a.py || torchrun b.py
+        (TABLE, True, False),  # as after `torchrun a.py || torchrun b.py`
         (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), None, True),
         (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
         (TRACE + BOOM + "\nepoch 2 loss 0.1\n", None, False),  # the script handled it and continued
@@ -214,11 +214,11 @@ def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_fo
     ],
 )
 def test_any_traceback_counts_if_the_shell_hides_how_the_ranks_ended(log: str, reasons: list[str]) -> None:
-    """In `python train.py; echo done` the output after a traceback is not the script's, so any traceback counts."""
+    """Any traceback must count if a shell hides the exit code: in `python train.py; echo done` output follows it."""
     assert [one.reason for one in termination_message.findings(log, trusted=False)] == reasons
 
 
 def test_the_shell_that_loses_an_exit_code_is_warned_of_when_the_job_starts() -> None:
-    """Jobs that were applied with kubectl need the warning as an Event, because `ddpjob check` did not see them."""
+    """A shell that loses the exit code must cause a warning Event at the start, for jobs applied with kubectl."""
     assert "ExitCodeLost" in reasons_of(digits(container=PIPE).started())
     assert "ExitCodeLost" not in reasons_of(digits().started())

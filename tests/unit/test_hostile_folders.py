@@ -97,7 +97,7 @@ def pointing_elsewhere(folder: Path, ran: Path) -> None:
     ids=" ".join,
 )  # fmt: skip
 def test_no_program_named_by_a_folder_is_executed(folder, no_program, made, words, monkeypatch) -> None:
-    """If `ddpjob check FOLDER` called git, git would call the program in core.fsmonitor."""
+    """No program that a folder names may be executed: `git status` would call the program in core.fsmonitor."""
     made(folder, no_program)
     for name in ("GIT_DIR", "GIT_CONFIG_GLOBAL", "GIT_EXTERNAL_DIFF", "GIT_SSH_COMMAND"):
         monkeypatch.setenv(name, str(folder))
@@ -115,7 +115,7 @@ def test_a_folder_is_checked_even_without_git(folder, monkeypatch) -> None:
 
 
 def test_modules_of_the_folder_are_not_imported(folder) -> None:
-    """A stranger's yaml.py would replace the library that reads jobs."""
+    """Modules of the folder must not be imported: a stranger's yaml.py would replace the library that reads jobs."""
     for name in ("yaml", "click", "json", "ast", "msgspec", "rich", "sitecustomize", "ddpjob"):
         (folder / f"{name}.py").write_text("raise SystemExit('it was imported')\n")
     program = "import sys; sys.path[0] = sys.path[0] or '/nowhere'; from ddpjob_cli.commands.main import main; main()"
@@ -192,7 +192,7 @@ def test_a_folder_replaced_by_a_link_during_packing_leaks_no_file(folder, monkey
 @pytest.mark.parametrize("name", ["pipe.py", "pipe.yaml", "pipe.ipynb", "pipe"])
 @pytest.mark.parametrize("words", ["check", "init", "convert", "run --dry-run", "submit --dry-run"])
 def test_a_named_pipe_is_refused_without_waiting(folder, words, name) -> None:
-    """Reading a pipe would block for ever. An archive can contain a pipe with the name of a script."""
+    """A named pipe must be refused without reading it: a read would block for ever."""
     os.mkfifo(folder / name)
     if (words, name) != ("init", "pipe.ipynb"):  # a command cannot start a notebook, so it is not read
         assert "is a pipe" in said(ran(*words.split(), name))
@@ -209,7 +209,7 @@ def test_a_gitignore_that_is_not_a_file_is_an_error_of_one_sentence(folder) -> N
 
 
 def test_a_folder_that_is_too_deep_is_skipped_and_named(folder) -> None:
-    """1,000 nested folders must not cause a traceback."""
+    """A folder of 1,000 levels must be skipped and named, without a traceback."""
     here = os.open(".", os.O_RDONLY)
     for _ in range(1200):
         os.mkdir("d")
@@ -234,7 +234,7 @@ def test_a_folder_that_is_too_deep_is_skipped_and_named(folder) -> None:
     ids=lambda line: line[:6],
 )
 def test_no_pattern_blocks_submit_or_check(folder, line) -> None:
-    """A pattern like `*a*a*a…` could block `submit --code` for half a minute for a single file."""
+    """A pattern like `*a*a*a…` must not block `submit` or `check`; it could take half a minute for a single file."""
     deep = "/".join(["a"] * 99)
     (folder / deep).mkdir(parents=True)
     for name in ("a" * 250, f"{deep}/{'a' * 200}", "ab" * 120):

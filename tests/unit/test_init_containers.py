@@ -22,7 +22,7 @@ def init_fails(
 
 
 def test_the_failure_names_the_init_container_its_output_and_its_log() -> None:
-    """The message must name the init container: `rank 0 ended with exit code 5` points to the wrong log."""
+    """The message must name the init container and its log: `rank 0 ended with exit code 5` points to the wrong log."""
     world = init_fails(digits(backoffLimit=0).started(), 0).restarted()
     failure = world.status.last_failure
     assert (failure.init_container, failure.exit_code, failure.exception) == ("fetch", 5, "cannot fetch data")

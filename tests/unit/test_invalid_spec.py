@@ -35,7 +35,7 @@ def is_mended(world: World, **spec: Any) -> World:
 
 
 def test_a_job_whose_spec_became_invalid_still_succeeds() -> None:
-    """A completed training must not stay Running for ever and hold its GPUs."""
+    """A job whose spec has become invalid must still succeed, and free its GPUs, when its nodes have completed."""
     world = becomes(digits().running(), **WRONG).settle().exits(0).exits(1).settle()
     assert (world.status.state, world.status.reason) == ("Succeeded", "AllNodesCompleted")
 
@@ -111,14 +111,14 @@ def test_events_do_not_repeat_the_remark() -> None:
 def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest_allowed_one(
     spec: dict[str, Any], read: dict[str, Any]
 ) -> None:
-    """If a newer operator allows less, a running job's deadline must not disappear, nor its budget be the default."""
+    """A number that a newer operator forbids must be read as the nearest allowed one, and not as the default."""
     world = becomes(digits().running(), **spec).settle()
     assert {name: getattr(world.job.spec, name) for name in read} == read
 
 
 @pytest.mark.parametrize("nodes", ["two", None, 0, 10**9, {}])
 def test_an_unreadable_number_of_nodes_is_taken_from_the_status(nodes: object) -> None:
-    """With the default of 1, a job of two nodes would be complete when node 0 has completed."""
+    """An unreadable number of nodes must be taken from the status: with the default of 1, one node would be enough."""
     world = digits().running()
     parsed, _ = validation.parse({**manifest(), "spec": {**manifest()["spec"], "nodes": nodes}})
     world.job = replace(world.job, spec=parsed.spec)
@@ -152,7 +152,7 @@ NO_POD = {"template": {"spec": True}}
     [{"spec": manifest()["spec"] | wrong} for wrong in (TOO_LARGE, NO_POD)] + [{"spec": None}, {"spec": []}, {}],
 )
 def test_an_unreadable_spec_does_not_reduce_two_nodes_to_one(spec: dict[str, Any]) -> None:
-    """With one node the job would succeed when rank 0 ends, and rank 1 would be stopped in its training."""
+    """An unreadable spec must not turn two nodes into one: the job would succeed when rank 0 ends."""
     world = digits().running()
     without = {name: value for name, value in manifest().items() if name != "spec"}
     parsed, world.problems = validation.parse({**without, **spec})

@@ -50,7 +50,7 @@ ALL = {"script": SCRIPTS, "job": JOBS, "program": PROGRAMS}
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, texts in ALL.items() for name in texts])
 def test_the_content_of_a_file_without_a_suffix_decides_its_kind(kind: str, name: str, tmp_path: Path) -> None:
-    """`ddpjob run ./train` must not read a script with a shebang as YAML."""
+    """A shebang must decide the kind of a file without a suffix: `ddpjob run ./train` must not read it as YAML."""
     text = ALL[kind][name]
     path = tmp_path / "train"
     path.write_bytes(text.encode("latin-1" if name == "latin-1" else "utf-8"))
@@ -60,7 +60,7 @@ def test_the_content_of_a_file_without_a_suffix_decides_its_kind(kind: str, name
 
 
 def test_irregular_files_are_not_read(tmp_path: Path) -> None:
-    """`ddpjob run <(make-job)` passes a pipe, which can be read only once."""
+    """A pipe, as in `ddpjob run <(make-job)`, must not be read to find its kind, because it can be read only once."""
     for path in (tmp_path, tmp_path / "missing", Path("/dev/null")):
         assert (kinds.of(str(path)), kinds.of(str(path), "script")) == ("job", "script")
 

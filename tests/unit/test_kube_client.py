@@ -157,7 +157,7 @@ def test_a_long_list_is_read_page_by_page() -> None:
 
 
 def test_a_list_of_large_objects_is_requested_in_pages_that_fit() -> None:
-    """Pages that are too long are given up and requested again, so a list of 560 MB would take half as long again."""
+    """A list of large objects must be requested in pages that fit: too long ones are given up and requested again."""
     listed, asked = [{"n": n, "spec": "x" * 50_000} for n in range(30)], 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -175,7 +175,7 @@ def test_a_list_of_large_objects_is_requested_in_pages_that_fit() -> None:
 
 @pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
 def test_metadata_paths_of_the_api_server_are_not_read_as_lists(path: str) -> None:
-    """A path with token keys resembles a collection's path. If it were read as a list, each report would get 503."""
+    """Metadata paths with token keys must not be read as lists of a collection: each report would get a 503."""
     said = {"keys": [{"kid": "a"}]}
 
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -185,8 +185,7 @@ def test_metadata_paths_of_the_api_server_are_not_read_as_lists(path: str) -> No
 
 
 def test_a_release_mark_of_a_megabyte_still_counts_as_a_mark() -> None:
-    """A tenant may create a ConfigMap of 600 kB with the name of a release's mark. Operators must start
-    all the same."""
+    """A ConfigMap of 600 kB with the name of a release's mark must count as a mark, and not stop the operator."""
     large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
     small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
     script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))
@@ -204,7 +203,7 @@ def test_a_release_mark_of_a_megabyte_still_counts_as_a_mark() -> None:
 
 
 def test_managed_fields_are_never_kept() -> None:
-    """managedFields are as long as the rest of an object, so they would double the memory for 10,000 pods."""
+    """managedFields must not be kept: they would double the memory for 10,000 pods."""
     pod = {"metadata": {"name": "a", "managedFields": [{"manager": "kubelet"}]}, "spec": {}}
     listed = {"items": [pod], "metadata": {"resourceVersion": "7"}}
     kept = {"metadata": {"name": "a"}, "spec": {}}
@@ -213,7 +212,7 @@ def test_managed_fields_are_never_kept() -> None:
 
 
 def test_a_create_request_asks_only_for_metadata_and_keeps_the_sent_object() -> None:
-    """The full answer would be three times as long as the pod in the request, for each pod of each job."""
+    """A create request must ask only for metadata: the full answer is three times as long as the pod."""
     metadata = {"name": "a-1-0", "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}}
     more = {"managedFields": [{"manager": "ddpjob-operator"}], "creationTimestamp": "2026-01-01T00:00:00Z"}
     script = Script(lambda: web.json_response({"kind": "PartialObjectMetadata", "metadata": metadata | more}))

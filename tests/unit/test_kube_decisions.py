@@ -61,7 +61,7 @@ def test_progress_and_a_reconcile_without_changes_have_no_line() -> None:
 
 
 def test_output_of_programs_adds_no_second_line_and_shows_no_password() -> None:
-    """A line break in a termination message could pass for a line of the operator."""
+    """Output of programs must not add a line: it could pass for a line of the operator's log."""
     world = digits().running()
     (line,) = told(world.exits(1, 3, message="ValueError: password=hunter2\n2026 INFO default/other: deleted"))
     assert "\n" not in line
@@ -146,7 +146,7 @@ def test_a_plan_for_two_thousand_pods_is_one_line_of_bounded_length() -> None:
 
 
 def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
-    """With fields, a log store finds the lines about a job or a pod without a regular expression."""
+    """As JSON each decision must have the fields job, attempt and pod, so that a log store finds it."""
     ((job, todo), *_) = plans(digits().running().exits(1, 3, message="password=hunter2\nnext"))
     (line, *_) = decisions.lines(job, todo)
     record = logging.LogRecord("ddpjob_operator", logging.INFO, "", 0, "%s", (line.text,), None)
@@ -165,7 +165,7 @@ def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
 def test_a_failing_reconcile_is_a_line_with_job_attempt_and_pod(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A search for attempt 3 of a job must find the error that stopped it."""
+    """A failing reconcile must be a line with job, attempt and pod, so that a search finds it."""
 
     async def story() -> None:
         def delay(verb: str, _path: str) -> float:

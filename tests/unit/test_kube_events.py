@@ -115,7 +115,7 @@ DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=
 
 
 def test_a_job_that_just_trains_has_no_events_and_a_job_with_any_event_has_all() -> None:
-    """If Brief dropped all routine Events, the last Event of a completed job that started slowly is CreatingPods."""
+    """A job that trains must have no Events at the level Brief, and a job with any Event all of them."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
     assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]
@@ -130,7 +130,7 @@ def test_an_administrator_may_choose_all_events_or_only_warnings(level: str, arr
 
 
 def test_normal_events_wait_while_pods_are_created_but_not_for_ever() -> None:
-    """In a burst of jobs each Event would delay other jobs' pods, and most are out of date before they are sent."""
+    """Normal Events must wait while pods are created, because they would delay other jobs' pods, but not for ever."""
     assert play((0, RUN), (LATER_SECONDS - 1, None), busy=True) == []
     assert play((0, RUN), (LATER_SECONDS, None), busy=True) == ["AllNodesRun"]
     assert play((0, CREATING), (PASSING_SECONDS + 5, RUN), busy=True) == []
@@ -146,7 +146,7 @@ def test_a_server_that_refuses_events_blocks_nothing() -> None:
 
 
 def test_waiting_events_are_bounded_and_no_job_takes_all_the_room() -> None:
-    """Thousands of Events about restarts in one namespace must leave room for Warnings in others."""
+    """Waiting Events must be limited per job: thousands of one namespace must leave room for Warnings of others."""
     events = Events(Server(), SYSTEM)  # type: ignore[arg-type]
     for number in range(QUEUE_MAX // QUEUE_OF_JOB_MAX + 5):
         job = api.Metadata(name=f"loud-{number}", namespace="loud", uid=f"loud-{number}")

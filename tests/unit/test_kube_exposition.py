@@ -76,8 +76,8 @@ class Large(Meter):
 
 
 def test_an_answer_is_held_in_memory_once_however_many_clients_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 clients that do not read would need 450 MB for the metrics of 8,000 jobs. The operator's limit is 512 MB."""
-    # A shorter limit would close the connection before the test sees that it is waiting.
+    """An answer must be in memory once, however many clients do not read it: 60 copies would need 450 MB."""
+    # With a shorter limit the server would close the connection before the test sees it waiting.
     monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 60.0)
 
     async def story(server: Exposition, _: list[int]) -> None:
@@ -102,7 +102,7 @@ def test_an_answer_is_held_in_memory_once_however_many_clients_do_not_read_it(mo
 
 
 def test_simultaneous_requests_share_one_answer() -> None:
-    """Writing an answer costs CPU, which a client that asks in a loop must not exhaust."""
+    """Simultaneous requests must share one answer, because a client that asks in a loop must not use up the CPU."""
 
     async def story(server: Exposition, asked: list[int]) -> None:
         began = time.monotonic()
@@ -114,7 +114,7 @@ def test_simultaneous_requests_share_one_answer() -> None:
 
 
 def test_reconciles_continue_while_a_large_answer_is_written() -> None:
-    """The answer is written in a thread, so the event loop waits at most for Python's switch of threads."""
+    """Reconciles must continue while a large answer is written, because a thread writes it."""
 
     async def story(server: Exposition, _: list[int]) -> None:
         loop, waits = asyncio.get_running_loop(), []

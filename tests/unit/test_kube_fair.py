@@ -24,7 +24,7 @@ from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.actions import Plan
 
-# Seconds of one round trip. A small job needs four in sequence before it is running.
+# Seconds of one round trip; a small job needs four of them in sequence until it is running.
 QUICK = 0.01
 
 
@@ -47,7 +47,7 @@ async def small_jobs_start(town: Town, *namespaces: str) -> float:
 
 
 def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
-    """A small job must not wait half a minute for somebody else's thousand pods."""
+    """A small job must start at once, and not wait half a minute for the thousand pods of another job."""
 
     async def story() -> None:
         town = Town(of_the_big_job({"create": 0.5}))
@@ -71,8 +71,8 @@ def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
 def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(
     slow: dict[str, float], jobs: int, nodes: int
 ) -> None:
-    """A webhook of one namespace must not hold up all reconciles, nor make the probe restart the operator after ten
-    minutes."""
+    """A slow webhook in one namespace must delay no other namespace, nor make the liveness probe restart the
+    operator."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", slow))
@@ -106,7 +106,7 @@ def test_a_job_of_one_pod_gets_it_within_a_second_if_five_hundred_are_applied_at
 
 
 def test_a_restarting_job_does_not_wait_behind_many_new_jobs() -> None:
-    """A restart must come before new jobs, because all its ranks are idle until its pods are created."""
+    """A restart must come before new jobs, because its ranks are idle until their pods are created."""
 
     async def story(others: int) -> None:
         town = Town(SlowServer(lambda verb, _path: STORM[verb]))
@@ -142,7 +142,7 @@ def test_a_waiting_job_stops_as_soon_as_it_is_suspended() -> None:
 
 
 def test_writing_the_running_status_does_not_delay_the_pods_of_other_jobs() -> None:
-    """A status write costs the API server as much as two creates of pods, so it must wait for pods of other jobs."""
+    """A status write must wait for pods of other jobs, because it costs the API server as much as two creates."""
     took: list[float] = []
 
     async def story(*, pods_run: bool) -> None:
@@ -167,7 +167,7 @@ def test_writing_the_running_status_does_not_delay_the_pods_of_other_jobs() -> N
 
 @pytest.mark.parametrize("nodes", [8, 100])
 def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int) -> None:
-    """Pods of a new job are created in batches, to let others in. At a restart, ranks are idle until the last pod."""
+    """A new job must get its pods in batches, so that other jobs get theirs. A restart gets all pods at once."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: QUICK))
@@ -198,7 +198,7 @@ def test_a_new_job_gets_its_pods_in_batches_and_a_restart_all_at_once(nodes: int
 
 
 def test_after_a_refused_first_pod_no_other_is_tried_and_the_next_reconcile_starts_with_one() -> None:
-    """If the quota is used up, a job of 1,000 pods would otherwise send 1,000 refused requests each time."""
+    """After a refused pod no other may be tried: without quota, a job of 1,000 pods would send 1,000 requests."""
 
     async def story() -> None:
         tried: list[int] = []
@@ -252,7 +252,7 @@ def test_running_is_reported_at_once_while_creates_hang_in_a_webhook() -> None:
 
 
 def test_slow_deletes_of_one_job_delay_no_other() -> None:
-    """The API server throttles clients that send a thousand deletes at once."""
+    """Slow deletes of one job must delay no other job: the API server throttles a client with a thousand deletes."""
 
     async def story() -> None:
         server = of_the_big_job({"delete": 0.5})
@@ -269,7 +269,7 @@ def test_slow_deletes_of_one_job_delay_no_other() -> None:
 
 
 def test_a_job_that_is_suspended_during_slow_pod_creation_stops_soon() -> None:
-    """The reconcile must not continue until all pods are created, which takes ten minutes with a slow webhook."""
+    """A suspended job must stop soon, and not when all its pods are created: a webhook may take ten minutes."""
 
     async def story() -> None:
         town = Town(in_namespace("slow", {"create": 10.0}))
@@ -284,7 +284,7 @@ def test_a_job_that_is_suspended_during_slow_pod_creation_stops_soon() -> None:
 
 
 def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing() -> None:
-    """The API server would be busy with 30 writes of progress per second, and starts and failures would wait."""
+    """Progress must be written at most ten times a second, so that starts and failures need not wait."""
 
     async def story() -> None:
         server = SlowServer(lambda _verb, _path: QUICK)
@@ -303,7 +303,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing(
                 sender = Sender("team", f"job-{number}", node_rank=0, attempt=1)
                 town.operator.report(sender, Report(step=step, attempt=1, received_at=now))
 
-        all_report(2)  # an attempt's first report is written at once, because it shows the start-up time
+        all_report(2)  # the first report of an attempt is written at once, because it shows the start-up time
         await asyncio.sleep(60)
         before = len(server.done)
         all_report(3)
@@ -339,7 +339,7 @@ def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(
                 assert len(quick) <= 6
                 try:
                     await asyncio.sleep(min(seconds, 0.99))
-                    quick.remove(number)  # a call counts as slow from now on, or has ended
+                    quick.remove(number)  # from now on the call counts as slow, or it has ended
                     await asyncio.sleep(max(0.0, seconds - 0.99))
                 finally:
                     quick.discard(number)
@@ -366,7 +366,7 @@ AFTER_SECONDS = 5.0
 
 
 def test_while_every_write_is_rejected_each_job_retries_as_rarely_as_the_server_demands() -> None:
-    """Twenty jobs that retry at once would keep an overloaded API server from recovering."""
+    """While the server rejects every write, each of twenty jobs must retry only as often as the server allows."""
 
     async def story() -> None:
         turned_away: dict[str, list[float]] = collections.defaultdict(list)

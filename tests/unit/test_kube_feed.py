@@ -39,16 +39,16 @@ def told(feed: Feed) -> list[tuple[str, str]]:
 
 
 def test_kopf_gets_the_beginning_and_the_end_of_jobs_and_our_copy_gets_everything() -> None:
-    """An edit that reaches neither our copy nor kopf is never acted on, and one that reaches both costs twice."""
+    """Each edit must reach exactly one of our copy and kopf: in none it has no effect, in both it costs twice."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append)
     feed = Feed(jobs)
     feed.put(job(4))
-    assert changed == []  # kopf's handler adds the job to our copy
+    assert changed == []  # kopf's handler will add the job to our copy
     feed.put(job(5))
     assert (jobs.get(KEY), changed) == (job(5), [KEY])
     feed.remove(*KEY, "u1")
-    assert jobs.get(KEY) == job(5)  # until kopf's handler has run
+    assert jobs.get(KEY) == job(5)  # the old job, until kopf's handler has run
     feed.put(job(7, "u2"))
     assert jobs.get(KEY) == job(7, "u2")
     assert told(feed) == [("ADDED", "u1"), ("DELETED", "u1"), ("ADDED", "u2")]
@@ -60,8 +60,8 @@ def nested(levels: int) -> Any:
 
 @pytest.mark.parametrize("template", ["x" * 100_000, nested(900)], ids=["large", "deep"])
 def test_kopf_gets_only_the_name_of_a_job(template: Any) -> None:
-    """kopf's queue has no limit: 2,000 new jobs of 280 kB would fill the operator's memory. And kopf parses events with
-    Python's json, which fails at 1,000 levels and would end the operator."""
+    """kopf must get only the name of a job: 2,000 new jobs of 280 kB in its queue would fill the memory, and its JSON
+    parser fails at 1,000 levels."""
     feed = Feed(Jobs(lambda _key: None))
     feed.put(job(4) | {"spec": {"template": template}})
 
@@ -72,7 +72,7 @@ def test_kopf_gets_only_the_name_of_a_job(template: Any) -> None:
 
 
 def test_a_list_updates_our_copy_and_removes_what_it_lacks() -> None:
-    """If a deletion was missed while no watch was open, the job would be restarted for ever."""
+    """A list must remove objects that it lacks. Otherwise a job whose deletion was missed would restart for ever."""
     jobs = Jobs(lambda _key: None)
     feed = Feed(jobs)
     taken(feed, [job(4)], 4)
@@ -83,7 +83,7 @@ def test_a_list_updates_our_copy_and_removes_what_it_lacks() -> None:
 
 
 def test_a_list_causes_no_reconcile_of_a_job_that_is_only_partly_kept() -> None:
-    """Thousands of ended jobs must not be read again, one by one, after every list."""
+    """A list must cause no reconcile of ended jobs that are partly kept, because each would be read again."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append, limits=storage.StoredLimits(0, 0, 0, 0, 0))
     feed = Feed(jobs)

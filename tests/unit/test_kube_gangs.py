@@ -100,7 +100,7 @@ def runs(gang: GangWatch, true: Callable[[], object]) -> None:
 
 
 def test_a_gang_watch_ends_when_the_first_of_its_watches_ends() -> None:
-    """If one watch ends, the gang watch must end, so that the operator notices. Otherwise jobs would wait for ever."""
+    """The gang watch must end when one of its watches ends, so that the operator notices and no job waits for ever."""
 
     async def run() -> None:
         told: list[str] = []
@@ -127,7 +127,7 @@ def test_a_gang_watch_ends_when_the_first_of_its_watches_ends() -> None:
     ],
 )
 def test_the_best_served_version_is_used(adapter: Adapter, served: tuple[str, ...], taken: str) -> None:
-    """An upgrade of the cluster removes old versions. For Kueue the version that was tested is preferred."""
+    """The best served version must be used: for Kueue the tested one, for others one that the upgrade keeps."""
     gang = found(Server(*served), adapter=adapter)
     assert gang.api.api_version == f"{adapter.group}/{taken}"
     assert gang.path("team") == f"/apis/{adapter.group}/{taken}/namespaces/team/{adapter.plural}"
@@ -155,7 +155,7 @@ def test_a_missing_right_is_logged_and_nothing_is_created() -> None:
 
 
 def test_an_unavailable_api_server_is_asked_again_and_does_not_count_as_lacking_the_api() -> None:
-    """A restart of the API server must not count as a missing API. Otherwise jobs would start without their gang."""
+    """An unavailable API server must be asked again. It must not count as lacking the API: no gang would be used."""
     server = Server("v1alpha2")
     server.errors[f"{GROUP}/v1beta1"] = ApiError(0, "NoAnswer", "away")
 
@@ -213,8 +213,8 @@ WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/workloads"
 def test_a_queue_api_that_answers_with_errors_counts_as_unavailable_until_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Kueue's conversion webhook may be down while the operator starts. Other jobs must be reconciled, and the log must
-    name the cause."""
+    """A queue API that answers with errors, as when Kueue's webhook is down, must count as unavailable until it works.
+    Other jobs must be reconciled."""
     server, waits = Server("v1beta1"), list[float]()
     server.errors[WORKLOADS] = CONVERSION
 
@@ -236,7 +236,7 @@ def test_a_queue_api_that_answers_with_errors_counts_as_unavailable_until_it_wor
 
 
 def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
-    """One API that does not answer must not stop the jobs of other teams, and jobs without a queue."""
+    """Only jobs that need an API may wait for its first answer; jobs without a queue must start."""
     gangs = {"kueue": gang_of(Server(), adapter=kueue.ADAPTER), "native": gang_of(Server())}
     one = job()
     in_queue = replace(one, metadata=replace(one.metadata, labels={kueue.QUEUE_LABEL: "main"}))
@@ -293,7 +293,7 @@ def test_an_operator_without_any_gang_api_switched_on_sends_no_request() -> None
 
 
 def test_an_admission_missed_by_the_watch_is_found_by_a_later_list() -> None:
-    """The job must not wait in its queue for ever while it holds its quota."""
+    """A later list must find an admission that the watch missed: otherwise the job holds quota and waits for ever."""
     server, seen = Server("v1beta1"), []
     settings = OperatorSettings(health_port=0, gangs=("kueue",))
 

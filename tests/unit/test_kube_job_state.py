@@ -19,8 +19,7 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 
 def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> None:
-    """A clock that is ahead must not make the operator give up a healthy node, and start the next attempt next to the
-    last one."""
+    """Seconds until a node is lost must count from our first observation, because the server's clock may be ahead."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
@@ -30,7 +29,7 @@ def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> No
 
 
 def test_a_pod_bound_in_the_future_by_the_server_clock_counts_as_bound_when_we_saw_it() -> None:
-    """A node that failed soon after the binding must not count as lost only when our clock reaches that time."""
+    """A pod bound "in the future" must count as bound when we saw it. Otherwise a failed node is noticed too late."""
     memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
     for seconds in (0, 20, 40, 24 * 60):
         assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].bound_since == START
@@ -39,8 +38,8 @@ def test_a_pod_bound_in_the_future_by_the_server_clock_counts_as_bound_when_we_s
 
 
 def test_pod_times_that_are_compared_come_from_one_clock() -> None:
-    """After a jump of our clock, one pod would have our time and its peer the API server's. The peer would seem to be
-    created after its end, and the rank that left first would not be blamed."""
+    """Times of pods that are compared must come from one clock. After a jump of our clock, a peer would seem to be
+    created after its end, and the wrong rank would be blamed."""
     memory = JobState("uid")
     (first,) = memory.by_own_clock([pod(scheduled_at=START + AHEAD)], START)
     later, peer = START + 2 * AHEAD, pod("b", scheduled_at=START + AHEAD)
@@ -49,8 +48,8 @@ def test_pod_times_that_are_compared_come_from_one_clock() -> None:
 
 
 def test_a_pod_whose_kubelet_is_back_gets_its_full_grace_before_it_is_given_up() -> None:
-    """A pod must get its full grace after its node is connected again. If it were given up just as its kubelet returns,
-    two groups would run at once (seed 3441 of the simulation with memory)."""
+    """A pod must get its full grace period after its kubelet is back. Without it two groups would run at once (seed
+    3441 of the simulation with memory)."""
     memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
     stopping = pod(deletion_requested_at=START, deletion_deadline=START + dt.timedelta(seconds=1))
     silent = replace(stopping, silent_since=START)
@@ -67,8 +66,8 @@ def test_the_wait_for_a_pod_whose_node_reports_again_starts_from_zero() -> None:
 
 
 def test_the_time_that_a_sidecar_runs_on_is_counted_by_our_clock() -> None:
-    """By a node's clock that is ahead, a job would wait too long for a sidecar. By one that is behind, an eviction
-    would count as success."""
+    """The time for which a sidecar runs on must be counted by our clock: with a node's clock a job waits too long, or
+    an eviction counts as success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)
     beside = replace(pod(), trainer=done, sidecars_run=True)
     assert memory.by_own_clock([beside], START)[0].done_since == START

@@ -51,7 +51,7 @@ def lives(pods: Pods, pod: str, story: Callable[[LeaderLabel], Any], seconds: fl
 
 
 def test_the_leader_gets_the_label_and_the_former_leader_loses_it() -> None:
-    """A leader that hangs cannot remove its label, and half of all reports would go to its pod."""
+    """The new leader must remove the label of the former one, because a leader that hangs cannot. Reports follow it."""
     pods = Pods(a="true")
     lives(pods, "b", lambda label: label.take_from("a"))
     assert pods.labels == {"a": None, "b": "true"}
@@ -65,7 +65,7 @@ def test_the_leader_gets_the_label_whoever_was_leader_before(former: str) -> Non
 
 
 def test_a_restarted_container_removes_the_label_from_its_pod_until_it_is_leader() -> None:
-    """A pod keeps its labels when its container restarts, so reports would go to a standby operator."""
+    """A restarted container must remove the label of its pod until it leads, because reports would go to a standby."""
     pods = Pods(a="true")
     lives(pods, "a", lambda _: None)
     assert pods.labels == {"a": None}
@@ -79,7 +79,7 @@ def test_a_refused_label_is_tried_again() -> None:
 
 
 def test_a_missing_right_is_logged_once_and_retried_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    """An older chart's role lacks this right. Then reports are lost, and the log must name the reason."""
+    """A missing right, as in an older chart, must be logged once: without the label, reports are lost."""
     pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
     lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
     assert pods.asked <= 11

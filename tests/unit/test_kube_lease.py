@@ -70,7 +70,7 @@ def test_a_lease_is_taken_only_after_it_did_not_change_for_its_whole_duration(
 
 
 def test_an_absent_lease_is_not_trusted_if_it_was_not_read_for_a_while() -> None:
-    """An operator that was cut off must not act next to the operator that has created the Lease meanwhile."""
+    """An operator that was cut off must wait before it takes an absent Lease: another one may have created it."""
     one, other = candidate(), Candidate(THEIRS, DURATIONS)
     one.saw(None, START)
     other.took(lease(1), START + 50, START + 51)
@@ -193,7 +193,7 @@ class Process:
         """End the operator as SIGKILL does."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        # A dead process holds no Lease.
+        # A process that has ended holds no Lease.
         self.leader._candidate.held_until = float("-inf")
 
 
@@ -252,7 +252,7 @@ def test_after_a_lease_release_the_other_operator_leads_within_two_retries() -> 
 
 
 def test_a_lease_is_released_even_if_a_renewal_arrives_meanwhile() -> None:
-    """The request of a cancelled renewal may still arrive, and change the version that the release names."""
+    """The Lease must be released even if a renewal arrives meanwhile and changes the version in the release."""
 
     async def story() -> None:
         async with two() as (server, _, a, b):
@@ -351,7 +351,7 @@ fates = st.one_of(
         lost=st.booleans(),
     ),
 )
-# Each fault lasts for seconds, because the loss of a single request never costs the Lease.
+# Each fault lasts for seconds, because the loss of one request never costs the Lease.
 weather = st.lists(st.tuples(st.floats(0.5, 15.0), fates), min_size=10, max_size=16)
 # Clocks run up to 15 % too fast or too slow. DURATIONS allow for that: 15 s against 10 s.
 operators = st.fixed_dictionaries(
@@ -380,7 +380,7 @@ def test_two_operators_never_hold_the_lease_at_once_and_one_holds_it_after_the_f
         if deleted_at is not None:
             asyncio.get_running_loop().call_later(deleted_at, lambda: setattr(server, "lease", None))
         await asyncio.sleep(TROUBLE_SECONDS)
-        # A delayed request may still arrive 40 s later. After that there are no more faults.
+        # A delayed request may arrive up to 40 s later; from then on there are no faults.
         await asyncio.sleep(40 + QUIET_SECONDS)
         for task in tasks:
             assert not task.done() or task.exception() is None, task.exception()

@@ -64,8 +64,8 @@ def timed(clock: Clock) -> NodeCache:
 
 
 def test_the_listener_is_called_once_if_many_nodes_change_at_once() -> None:
-    """The listener checks every pod. Called for each of 5,000 nodes, it would block the operator for 6 s with 10,000
-    pods, just when most nodes are cut off, and delay its Lease."""
+    """The listener, which checks all pods, must be called once for many changed nodes. Called for each of 5,000 nodes,
+    it would block the operator for 6 s."""
     told: list[int] = []
     nodes = NodeCache(lambda names: told.append(len(names)), lambda: NOW)
     for number in range(100):
@@ -102,7 +102,7 @@ def test_the_time_a_node_is_not_ready_is_counted_by_our_own_clock(nodes: NodeCac
 
 
 def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, clock: Clock) -> None:
-    """If a cloud deletes the Node of a lost spot VM, the status must show at once that the node is missing."""
+    """A deleted node must count as not ready at once, for example a lost spot VM whose Node a cloud deletes."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
     timed.remove("", "b", "b")
@@ -110,7 +110,7 @@ def test_a_deleted_node_counts_as_not_ready_from_its_deletion(timed: NodeCache, 
 
 
 def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: NodeCache, clock: Clock) -> None:
-    """The deletion of the Node must not restart the countdown and delay the job's recovery."""
+    """The deletion of a Node that is not ready must not restart its countdown, and delay the job's recovery."""
     taken(timed, [node("a"), node("b")], 1)
     timed.put(node("b", "Unknown"))
     since = clock.now
@@ -122,7 +122,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
 
 
 def test_a_node_deleted_while_most_are_silent_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
-    """If most nodes are silent, this proves nothing. The silent time before the deletion must not count."""
+    """The time while most nodes are silent must not count: a node deleted then is lost from its deletion on."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
         timed.put(node(name, "Unknown"))
@@ -134,7 +134,7 @@ def test_a_node_deleted_while_most_are_silent_is_lost_from_then_on(timed: NodeCa
 
 @pytest.mark.parametrize("uid", ["b", "another"])
 def test_a_node_that_returns_under_its_name_is_ready_again(timed: NodeCache, clock: Clock, uid: str) -> None:
-    """A restarted machine has a new Node object, and its kubelet reports the pods that are on it."""
+    """A node that returns under its name must be ready again: a restarted machine has a new Node object."""
     taken(timed, [node("a"), node("b")], 1)
     timed.remove("", "b", "b")
     gone_since = clock.now
@@ -150,7 +150,7 @@ def test_a_node_that_returns_under_its_name_is_ready_again(timed: NodeCache, clo
 
 
 def test_the_late_deletion_of_an_old_node_object_does_not_affect_the_new_one(nodes: NodeCache) -> None:
-    """A direct read may bring the new object before the watch brings the end of the old one."""
+    """The late deletion of an old Node must not affect the new one, which a direct read may have shown already."""
     back = node("b")
     back["metadata"]["uid"] = "new"
     taken(nodes, [node("a"), node("b")], 1)
@@ -171,7 +171,7 @@ def test_nodes_removed_by_an_autoscaler_do_not_count_as_an_outage(nodes: NodeCac
 
 
 def test_the_api_server_is_queried_once_for_each_missing_node(nodes: NodeCache) -> None:
-    """The watch of nodes may be late. A pod on a new node must not count as lost, so the operator reads the Node."""
+    """The operator must read each missing Node once, because the watch may be late, and the pod is not lost then."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
     taken(nodes, [node("a"), node("b")], 1)
     nodes.remove("", "b", "b")
@@ -187,7 +187,7 @@ def test_the_api_server_is_queried_once_for_each_missing_node(nodes: NodeCache) 
 def test_no_node_counts_as_lost_if_most_are_silent_at_once(
     nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If most nodes are silent, the control plane is at fault, and healthy jobs must not be killed."""
+    """No node may count as lost if most are silent at once: the control plane is at fault, and jobs are healthy."""
     taken(nodes, [node(n) for n in "abcde"], 1)
     nodes.put(node("a", "Unknown"))
     nodes.put(node("b", "Unknown"))
@@ -255,9 +255,8 @@ def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -
 
 @pytest.mark.parametrize(("ready", "version"), [("True", "7"), ("Unknown", "8")], ids=["node", "pod"])
 def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeCache, ready: str, version: str) -> None:
-    """A deletion without grace removes the object while the container is still running: two groups would train into one
-    folder. The API server may execute it 19 s later; a kubelet that is back by then has updated the pod (seed 701187 of
-    the simulation with memory)."""
+    """A pod whose kubelet returns must be kept: a deletion without grace removes the object while the container is
+    running, and two groups would write one folder (seed 701187 of the simulation with memory)."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1", ready), version=version)
     with pytest.raises(ConflictError):
@@ -269,7 +268,7 @@ def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeC
 
 @pytest.mark.parametrize("there", [(), (node("gpu-1", "Unknown"),)], ids=["gone", "not ready"])
 def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
-    """Nobody else deletes a pod on a lost node, and the next attempt needs its name."""
+    """A pod on a lost node must be removed, because nobody else deletes it and the next attempt needs its name."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(*there)
     gives_up_its_pod(server, nodes)
@@ -278,7 +277,7 @@ def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[st
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache, phase: str) -> None:
-    """From the fourth attempt on, a job whose old pods cannot be deleted creates no pods."""
+    """A pod that ended long ago must be removed from a ready node: a job with such pods starts no fourth attempt."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes, phase)

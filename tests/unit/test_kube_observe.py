@@ -109,8 +109,8 @@ def test_the_state_of_the_trainer_is_that_of_its_container_or_of_what_blocks_it(
 
 
 def test_a_sidecar_that_a_webhook_inserts_first_is_not_taken_for_the_trainer() -> None:
-    """The sidecar of GKE's Cloud Storage FUSE ends with 0 after the trainer: failed ranks must not look like a
-    success."""
+    """A sidecar that a webhook inserts first must not be taken for the trainer: its exit code 0 would hide failed
+    ranks."""
     made = build.pod(job(container={"name": "pytorch"}), attempt=1, place=0)
     made["metadata"]["uid"] = "u"
     made["spec"]["containers"].insert(0, {"name": "gke-gcsfuse-sidecar"})
@@ -163,7 +163,7 @@ def test_a_deletion_was_requested_one_grace_period_before_its_timestamp() -> Non
 def test_the_message_of_the_scheduler_is_kept_while_it_searches_for_a_node(
     status: str, reason: str, shown: str, since: dt.datetime | None
 ) -> None:
-    """A queue may hold a pod back for hours before a node is searched for: that time does not count."""
+    """The scheduler's message must count from the search for a node: a queue may hold the pod for hours before it."""
     condition = {"type": "PodScheduled", "status": status, "reason": reason, "lastTransitionTime": AT}
     seen = observe.pod(pod({"conditions": [condition | {"message": "0/3 nodes are available"}]}))
     assert (seen.unschedulable, seen.unschedulable_since) == (shown, since)

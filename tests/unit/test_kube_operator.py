@@ -125,7 +125,7 @@ def test_only_reports_of_a_pod_of_the_current_job_are_accepted() -> None:
         assert made.locate(BoundPod("other", "digits-1-1", "uid-digits-1-1")) is None
         made.caches.pods.put(pod(1, owner="the uid of a deleted job", version=2))
         assert made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1")) is None
-        made.report(found, Report(step=1))  # this job was not reconciled yet, so the report is ignored
+        made.report(found, Report(step=1))  # ignored, because this job was not reconciled yet
 
     asyncio.run(run())
 
@@ -158,7 +158,7 @@ def test_the_answer_to_an_agent_costs_little_whatever_the_job_holds(monkeypatch:
 
 
 def test_hundreds_of_jobs_deleted_at_once_leave_nothing_and_cost_no_request() -> None:
-    """When a namespace is emptied, leftovers of each job would fill the operator's memory."""
+    """Hundreds of jobs deleted at once, as with their namespace, must leave nothing in memory and cost no request."""
 
     def refused() -> kopf.ConnectionInfo:
         raise LoginError("nothing is asked for")
@@ -229,8 +229,8 @@ def test_only_a_404_that_names_the_object_means_that_it_was_deleted() -> None:
 
 @pytest.mark.parametrize("reads_nodes", [False, True])
 def test_the_time_a_pod_is_in_a_state_is_counted_by_our_clock(reads_nodes: bool) -> None:
-    """If a node's clock were used that is a minute behind, a trainer that was evicted next to its sidecar would count
-    as completed."""
+    """The time of a pod in a state must be counted by our clock: with a node's clock, an eviction may look
+    completed."""
     done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
     beside = [_state(terminated=done), {"name": "proxy", "state": {"running": {}}}]
 
@@ -271,13 +271,13 @@ def test_the_probe_names_an_idle_watch_and_a_task_that_has_ended() -> None:
 
 
 def test_an_operator_that_is_stopped_ends_in_time_and_for_one_reason() -> None:
-    """kopf may wait for ever for a task that has ended, so the operator limits the time for its own end."""
+    """An operator that is stopped must end in time, because kopf may wait for ever for a task that has ended."""
     limits: list[float] = []
 
     async def run() -> Operator:
         made = Operator(OperatorSettings(), Client(), end_within=limits.append)
         tasks = [made.run("first", asyncio.sleep(0)), made.run("second", asyncio.sleep(0))]
-        await asyncio.gather(*tasks)  # the operator's callbacks run before the callbacks of gather
+        await asyncio.gather(*tasks)  # let the operator's callbacks run before those of gather
         made.end()
         return made
 
@@ -325,7 +325,7 @@ def test_a_standby_queues_nothing_and_the_leader_reconciles_every_job() -> None:
 
 
 def test_an_operator_that_loses_its_lease_exits_as_if_it_had_been_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The operator must exit as after SIGTERM. Another exit code would mean a crash, and an alert in every cluster."""
+    """An operator that loses its Lease must exit as after SIGTERM: another exit code looks like a crash."""
 
     class Brief(Election):
         async def gained(self) -> str:
@@ -358,7 +358,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 @pytest.mark.parametrize(("count", "found"), [(512, "512 1024"), (16_384, "1024 1024"), (100, "256 1024")])
 def test_the_operator_raises_its_limit_of_connections_to_that_of_its_container(count: int, found: str) -> None:
-    """The operator must raise its limit of open files: containerd 2 sets 1,024, too few for a thousand trainers."""
+    """The operator must raise its limit of open files: containerd 2 sets 1,024, and a thousand trainers connect."""
     done = subprocess.run(
         [sys.executable, "-c", LOWERED.format(count=count)], capture_output=True, text=True, timeout=60, check=True
     )

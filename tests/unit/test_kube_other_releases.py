@@ -33,7 +33,7 @@ class Marks:
 
 
 class World:
-    """Operator for all namespaces that reads these marks."""
+    """Operator for all namespaces that reads the marks of other releases."""
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
@@ -56,7 +56,7 @@ class World:
 def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two releases that act on one namespace restart the same jobs and delete each other's pods."""
+    """A namespace with its own release must be left alone, or both releases restart its jobs and delete their pods."""
     marks = Marks(team="team/theirs")
 
     async def story() -> None:
@@ -82,7 +82,7 @@ def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_go
 
 
 def test_a_release_that_may_not_read_the_marks_acts_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The role of an older chart forbids the read. Two active releases are better than jobs that no release handles."""
+    """A release that may not read the marks must act and log it: two active releases are better than none."""
     marks = Marks(team="team/theirs")
     marks.fails, marks.error = True, ApiError(403, "Forbidden", "cannot list configmaps")
 
@@ -98,7 +98,7 @@ def test_a_release_that_may_not_read_the_marks_acts_and_logs_it(caplog: pytest.L
 
 
 def test_the_mark_of_a_tenant_affects_only_jobs_of_its_own_namespace(caplog: pytest.LogCaptureFixture) -> None:
-    """A tenant's mark that changes every ten seconds must not make all jobs of the cluster reconcile each time."""
+    """A tenant's mark must affect only jobs of its own namespace, however often it changes."""
     marks = Marks(team="a")
 
     async def story() -> None:

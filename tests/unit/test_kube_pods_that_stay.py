@@ -148,7 +148,7 @@ class Cluster:
 
 
 def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A webhook may refuse to delete pods. From the fourth attempt on, a pod that stays would block the job."""
+    """An old pod that cannot be deleted, because a webhook refuses it, must not block the fourth attempt."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
     cluster.refuses_deletes = True
@@ -171,13 +171,12 @@ def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
 
 
 def test_a_pod_that_lost_the_label_of_the_job_gets_it_back_and_training_continues() -> None:
-    """A user may remove a pod's label to inspect the pod. Its group must not restart while the pod is
-    running, because both attempts would write the same checkpoint."""
+    """A pod without its job's label must get the label back. A restart would start a second group next to it."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
     del aside["metadata"]["labels"][naming.LABEL_JOB]
-    cluster.caches.pods.remove("default", "digits-1-0", aside["metadata"]["uid"])  # as the watch reports it
+    cluster.caches.pods.remove("default", "digits-1-0", aside["metadata"]["uid"])  # the watch reports the pod as gone
     assert cluster.reconciles(3) == ["PATCH digits-1-0"]
     assert aside["metadata"]["labels"][naming.LABEL_JOB] == "digits"
     assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
@@ -185,7 +184,7 @@ def test_a_pod_that_lost_the_label_of_the_job_gets_it_back_and_training_continue
 
 
 def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles() -> None:
-    """A job of 1,000 nodes must not keep a worker busy with 2,000 requests."""
+    """Thousands of pods without the label must get it back in several reconciles, not by 2,000 requests at once."""
     nodes = 40
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
@@ -193,7 +192,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
     for pod in pods:
         del pod["metadata"]["labels"][naming.LABEL_JOB]
         cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    del cluster.objects["digits-1-0"]  # this pod is really gone
+    del cluster.objects["digits-1-0"]  # this pod is gone
     cluster.answers_in = RECONCILE_SECONDS / 10
     asked = cluster.reconciles()
     assert 0 < len(asked) < nodes / 2
@@ -208,7 +207,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
 
 
 def test_only_some_of_many_disappeared_pods_are_queried() -> None:
-    """Only some pods are queried in a reconcile, because thousands of requests would delay the restart."""
+    """Only some of many disappeared pods may be queried in a reconcile: thousands of requests delay the restart."""
     nodes = 3 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     for place in range(nodes):
@@ -220,7 +219,7 @@ def test_only_some_of_many_disappeared_pods_are_queried() -> None:
 
 
 def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
-    """A deleted pod is common, so its disappearance must cost only one request."""
+    """A disappeared pod must cost only one request, because deletions are common."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
@@ -230,8 +229,8 @@ def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
 
 
 def test_pods_left_by_a_job_deleted_with_cascade_orphan_block_the_new_job_until_they_have_ended() -> None:
-    """The message must name these pods and the Service. If users delete the Service alone, two groups train into one
-    checkpoint."""
+    """The message must name the pods and the Service that `--cascade=orphan` has left. If users delete the Service
+    alone, two groups train into one checkpoint."""
     world: World = digits()
     orphan = Pod(
         "digits-3-0", "o", "", 3, 0, job="digits", node="n", phase="Running", trainer=Container("running", ready=True)
@@ -257,7 +256,7 @@ def test_our_labels_in_a_template_copied_from_a_pod_change_nothing() -> None:
 
 
 def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
-    """A copied volume must not be added twice, because the API server refuses two volumes of one name."""
+    """A volume of ours in a template copied from a pod must not be added again: a pod cannot have it twice."""
     raw = manifest()
     raw["spec"]["template"]["spec"]["volumes"] = [{"name": "ddpjob-shm", "emptyDir": {}}]
     job, _ = validation.parse(raw)
@@ -265,7 +264,7 @@ def test_our_volume_in_a_template_copied_from_a_pod_occurs_once() -> None:
 
 
 def test_a_pod_that_is_already_gone_when_deleted_is_forgotten() -> None:
-    """An operator that remembers the pod would try to delete it again, with a request per minute."""
+    """A pod that is already gone must be forgotten, or the operator would try to delete it every minute."""
     cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
     cluster.has(1, 0, ENDED)
     for place in range(2):

@@ -66,7 +66,7 @@ class Port(Served):
         self.name, self.pods = name, 0
 
     def head(self, *lines: bytes, line: bytes | None = None) -> bytes:
-        """Return the head of a request. Each is from another pod, because reports of one pod are limited in rate."""
+        """Return the head of a request, each from another pod, because the rate of reports is limited per pod."""
         self.pods += 1
         token = b"Authorization: Bearer %d" % self.pods
         return b"\r\n".join([line or self.line + b" HTTP/1.1", b"Host: x", token, *lines, b"", b""])
@@ -77,7 +77,7 @@ class Port(Served):
         return self.head(b"Content-Length: %d" % len(REPORT), *lines) + REPORT
 
     def ask(self, request: bytes) -> tuple[list[int], bytes]:
-        """Return the statuses of all answers until the port closes the connection, and all bytes that it sent."""
+        """Send a request. Return the statuses of all answers until the port closes the connection, and all bytes."""
         answer = self.raw(request)
         return [int(status) for status in re.findall(rb"(?:^|[\n#])HTTP/1\.[01] (\d{3}) ", answer)], answer
 
@@ -210,7 +210,7 @@ def test_head_has_the_headers_of_get_and_no_body(port: Port, method: bytes) -> N
 
 
 def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: Port) -> None:
-    """curl and Go's client wait for 100 Continue before they send the body. Some clients wait for ever."""
+    """A client that expects 100 Continue, like curl and Go's, must get it or the answer, because some wait for ever."""
     with closing(port.connect()) as connection:
         connection.sendall(port.head(b"Expect: 100-continue", b"Content-Length: %d" % len(REPORT)))
         if port.name == "progress":
@@ -220,7 +220,7 @@ def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: 
 
 
 def test_requests_on_one_connection_are_answered_in_order(port: Port) -> None:
-    """Some proxies send further requests before the first answer (pipelining)."""
+    """Pipelined requests, which some proxies send, must be answered in order."""
     both = port.good_request() + port.good_request(b"Connection: close")
     assert port.ask(both)[0] == [port.good, port.good]
 
@@ -260,11 +260,11 @@ def test_a_slow_client_is_disconnected(port: Port, slow: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
 def test_a_client_that_opens_endless_connections_locks_out_nobody(port: Port, attacker: str) -> None:
-    """The kubelet must always get an answer, or it restarts the operator. Pods with hostNetwork have its address."""
+    """A client that opens connections endlessly must not lock out the kubelet, which would restart the operator."""
     with ExitStack() as stack:
         for number in range(400):
             connection = stack.enter_context(closing(port.connect(attacker)))
-            with suppress(ConnectionError):  # the port closes this connection to accept a newer one
+            with suppress(ConnectionError):  # the port has closed this connection to accept a newer one
                 connection.sendall([b"", b"GET", port.head()[:-2]][number % 3])
             if number % 100 == 99:
                 assert port.serves()
@@ -286,7 +286,7 @@ def test_all_addresses_together_have_a_limit_and_the_probe_still_connects(
 def test_a_peer_that_disconnects_in_the_middle_leaves_nothing(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     for sent in (b"", b"GET", port.head(b"Content-Length: 11") + b"{", port.good_request()):
         with closing(port.connect()) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing sends a reset
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close() sends a reset
             connection.sendall(sent)
     port.run(port.few())
     assert port.serves()

@@ -89,7 +89,7 @@ def test_the_wait_after_failures_doubles_up_to_the_limit() -> None:
 def test_a_failing_job_waits_as_long_as_the_server_demands_within_the_limit_despite_events(
     asked: float, waits: float
 ) -> None:
-    """A proxy in maintenance may send 503 with Retry-After: 3600. The job must not stand still for an hour."""
+    """A job must wait as long as the server demands, but at most to the limit: a proxy may say Retry-After: 3600."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
     assert jobs.failed("a", START, at_least=asked) == waits
@@ -134,7 +134,7 @@ def test_the_longest_reconcile_is_recorded() -> None:
 
 
 def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
-    """After a restart of the operator a job must not wait for all 5,000 jobs of another namespace."""
+    """Namespaces must take turns, so that a job need not wait for all 5,000 jobs of another namespace."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(5000):
         jobs.add(("crowded", str(number)), START)
@@ -143,7 +143,7 @@ def test_namespaces_take_turns_however_many_jobs_are_due_in_one() -> None:
 
 
 def test_kinds_of_jobs_in_a_namespace_take_turns_and_jobs_of_one_kind_wait_in_order() -> None:
-    """A restart, or a job of one pod, must not wait for hundreds of new jobs of eight pods in its namespace."""
+    """Kinds of jobs in a namespace must take turns: a restart must not wait for hundreds of new jobs."""
     jobs: Schedule[tuple[str, str]] = Schedule(kind=lambda key: {"restarts": 0, "small": 1}.get(key[1], 4))
     for number in range(500):
         jobs.add(("team", str(number)), START)
@@ -154,7 +154,7 @@ def test_kinds_of_jobs_in_a_namespace_take_turns_and_jobs_of_one_kind_wait_in_or
 
 
 def test_further_pods_wait_behind_events_and_news_with_a_guaranteed_turn_in_eight() -> None:
-    """Without a guaranteed share, a steady stream of new jobs would stop the creation of a large job's further pods."""
+    """Further pods of a large job must get one turn in eight, or a stream of new jobs would stop them."""
     jobs: Schedule[tuple[str, str]] = Schedule()
     for number in range(100):
         for priority in Priority:
@@ -175,7 +175,7 @@ def test_a_failure_does_not_wait_behind_earlier_news_of_its_job(first: Priority)
 
 
 def test_changes_that_a_reconcile_has_seen_itself_cause_no_further_reconcile() -> None:
-    """Old pods disappear in a reconcile. If their events caused another one, each restart would write twice."""
+    """Changes that a reconcile has made itself must cause no other one, or each restart writes its status twice."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START + 1)
@@ -189,7 +189,7 @@ def test_changes_that_a_reconcile_has_seen_itself_cause_no_further_reconcile() -
 
 
 def test_a_request_during_a_reconcile_is_not_delayed_by_a_later_one() -> None:
-    """A failure during a reconcile is due at once, even if a later event of another pod may wait for 3 s."""
+    """A request during a reconcile must be due at once, even if a later request may wait for 3 s."""
     jobs = schedule(("a", 0))
     assert jobs.pop(START) == "a"
     jobs.add("a", START)
@@ -235,7 +235,7 @@ class Reconciles:
 
 
 def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None:
-    """If only its reconcile is cancelled, the job must not stay marked as busy: its events would have no effect."""
+    """If only a job's reconcile is cancelled, the job must not stay busy, or its events would have no effect."""
     tries: list[str] = []
 
     async def reconcile(key: str) -> None:
@@ -263,7 +263,7 @@ def test_the_number_of_simultaneous_reconciles_is_limited() -> None:
         for i in range(10):
             queue.add(f"job-{i}")
         async with running(queue.run(reconciles)):
-            await turns(100)  # every reconcile that can start has started after 100 iterations
+            await turns(100)  # after 100 iterations every reconcile that can start has started
             reconciles.go.set()
             await until(lambda: len(reconciles.seen) == 10)
         return reconciles

@@ -70,7 +70,7 @@ class Kueue:
 
 
 def test_a_job_learns_how_many_jobs_are_ahead_of_it_in_the_cluster_queue() -> None:
-    """The position must be that in the ClusterQueue, because jobs of other LocalQueues wait for the same quota."""
+    """The position must be that in the ClusterQueue, because jobs of other LocalQueues wait for its quota, too."""
     queue = Kueue("v1beta1")
     queue.answers[MAIN] = {"items": [item("first", 0), item("digits", 4, 1)]}
     queue.look()
@@ -78,7 +78,7 @@ def test_a_job_learns_how_many_jobs_are_ahead_of_it_in_the_cluster_queue() -> No
 
 
 def test_a_queue_is_queried_once_a_minute_however_many_jobs_wait() -> None:
-    """A request for each of a thousand waiting jobs would load the API server without need."""
+    """A queue must be queried once a minute, however many jobs wait in it."""
     queue = Kueue("v1beta1")
     queue.jobs = [(("team", f"job-{number}"), "main") for number in range(1000)]
     queue.answers[MAIN] = {"items": [item(f"job-{number}", number) for number in range(1000)]}
@@ -128,11 +128,11 @@ def test_a_cluster_without_the_visibility_api_is_queried_once_a_minute(versions:
 
 
 def test_the_tested_version_is_used_and_the_newer_one_if_it_is_gone() -> None:
-    """Kueue 0.15 serves two versions of the API. v1beta1 is preferred, because it was tested."""
+    """The tested version v1beta1 must be preferred if the server has two, as Kueue 0.15 does."""
     both, newer = Kueue("v1beta2", "v1beta1"), Kueue("v1beta2")
     assert both.look().asked == [API, MAIN]
     assert newer.look().asked == [API, MAIN.replace("v1beta1", "v1beta2")]
-    both.look(after=ASK_SECONDS)  # the answer is 404 if the queue is gone, or this version of the API
+    both.look(after=ASK_SECONDS)  # 404 means that the queue is gone, or this version of the API
     both.answers |= newer.answers
     assert both.look(after=ASK_SECONDS).asked[-1] == MAIN.replace("v1beta1", "v1beta2")
 
@@ -163,7 +163,7 @@ def test_an_answer_without_a_position_is_logged_once_and_the_job_keeps_waiting(
 
 
 def test_the_message_of_a_waiting_job_has_its_position_which_is_approximate_far_from_the_front() -> None:
-    """Far from the front the position is rounded. Otherwise each start would change the status of every waiting job."""
+    """Far from the front the position must be rounded, or each start would change the status of every waiting job."""
     plain = job(gang="kueue")
     world = World(plain).serves("kueue", "kueue.x-k8s.io/v1beta1").settle()
     texts = []

@@ -17,7 +17,7 @@ LONG = 3600.0
 
 
 def test_the_first_answer_of_the_server_wakes_everyone_who_waits_for_it() -> None:
-    """An operator that has its Lease again must not wait 30 s for its watches, and decide on outdated objects."""
+    """The first answer of the server must wake all watches, so that a leader does not use old objects for 30 s."""
 
     async def run() -> None:
         reach = Reach()
@@ -31,7 +31,7 @@ def test_the_first_answer_of_the_server_wakes_everyone_who_waits_for_it() -> Non
 
 
 def test_a_watch_that_is_refused_while_other_requests_succeed_waits_its_full_time() -> None:
-    """A proxy that cuts every watch must not get a new watch at each renewal of the Lease."""
+    """A watch that is refused must wait its full time, although other requests, such as for the Lease, succeed."""
 
     async def run() -> None:
         reach = Reach()
@@ -44,7 +44,7 @@ def test_a_watch_that_is_refused_while_other_requests_succeed_waits_its_full_tim
         assert not waiting.done()
         waiting.cancel()
         reach.failed()
-        await asyncio.wait_for(reach.wait(0.01), 5)  # the wait also ends if the server stays away
+        await asyncio.wait_for(reach.wait(0.01), 5)  # the wait ends although the server stays away
 
     asyncio.run(run())
 
@@ -73,7 +73,7 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.Log
 
 
 def test_the_client_reports_the_beginning_and_the_end_of_an_outage() -> None:
-    """The Lease and the watches have different clients, which share this state."""
+    """Two clients, such as those of the Lease and of the watches, must share the state of an outage."""
 
     async def run() -> None:
         reach, port = Reach(), free_port()

@@ -143,7 +143,7 @@ def test_a_pod_of_the_job_is_told_who_leads_and_no_stranger_is(world: World, tmp
 def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_report(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library keeps its connection, because a new one costs the operator more than a report."""
+    """The library must keep its connection, because a new one costs the operator more than a report."""
     (tmp_path / "token").write_text("token-of-rank-0\n")
     with closing(Library(world.url, {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")})) as library:
         assert [library.send(b'{"step": 1}'), library.send(b'{"step": 2}')] == [None, None]
@@ -159,8 +159,8 @@ def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_rep
 def test_a_connection_beyond_the_limit_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    """A kept connection must not be closed at any time just because another client connects."""
-    monkeypatch.setattr(*bound, 2)  # one connection is then kept open: three quarters of the limit
+    """A connection beyond the limit must be closed with its answer, not at any time while another client connects."""
+    monkeypatch.setattr(*bound, 2)  # so one connection is kept open: three quarters of the limit
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
         assert (first.sock is None, second.sock is None) == (False, True)
@@ -227,7 +227,7 @@ def test_while_the_keys_of_the_cluster_are_unavailable_the_answer_is_to_retry_la
 
 
 def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connection(world: World) -> None:
-    """A leader that is cut off must not swallow the reports of all trainers connected to it."""
+    """An operator that does not lead must refuse a report, so that the trainer connects to the leader."""
     with closing(http.client.HTTPConnection("127.0.0.1", world.receiver.port)) as kept:
         for leads, status, closes in ((True, 204, False), (False, 503, True)):
             world.leads = leads

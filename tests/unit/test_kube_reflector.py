@@ -83,8 +83,8 @@ class Copy:
 
 
 def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> tuple[Server, Copy, list[float]]:
-    """Run until all prepared answers were given; return the waits between them. woken[i]: the end of an outage cuts
-    wait i short."""
+    """Run until all prepared answers were given; return the waits between them. woken[i]: True if the end of an outage
+    ends wait i early."""
     waits: list[float] = []
 
     async def run() -> tuple[Server, Copy]:
@@ -130,7 +130,7 @@ NEEDS_A_LIST = {
 
 @pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
 def test_a_watch_that_cannot_be_resumed_causes_a_new_list_within_seconds(error: ApiError) -> None:
-    """The error may be the answer to the watch request, or a watch event. kopf never retries after the answer."""
+    """A watch that cannot be resumed must cause a new list within seconds, whether the answer or an event says so."""
     server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
     assert copy.calls == ["put a", "drop []", "put b", "drop ['a']"]
@@ -138,8 +138,8 @@ def test_a_watch_that_cannot_be_resumed_causes_a_new_list_within_seconds(error: 
 
 
 def test_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
-    """A starting server answers 429 and 403 for some seconds. With the long waits of an outage the operator would
-    decide on outdated objects for 40 s."""
+    """A server that answers 429 or 403 while it starts must be asked again within seconds, not after the long waits of
+    an outage."""
     starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
     woken = [False] * 7 + [True] + [False] * 9
     _, _, waits = follow([*[AWAY] * 8, starting, starting, ([], 10)], [], woken)
@@ -150,7 +150,7 @@ def test_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -
 def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A dozen lines about each short outage must not hide the line about a watch that stays refused."""
+    """A watch that fails briefly must be logged only after seconds, so that the line about a missing right is seen."""
     busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
     follow([([], 10)], [[busy], [busy]])
     assert caplog.messages == []
@@ -180,7 +180,7 @@ def test_a_list_older_than_the_known_version_replaces_nothing() -> None:
 
 
 def test_a_cluster_restored_from_a_backup_is_accepted_after_a_while() -> None:
-    """Restored objects have older versions than known objects. Their jobs must not wait a day to start."""
+    """Restored objects, whose versions are older than known ones, must be accepted after a while, not after a day."""
     server, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
     assert copy.calls[-3:] == ["begin anew in team", "put old", "drop ['a']"]
     assert server.asked.count("list") == 1 + STALE_LISTS_MAX + 1
@@ -191,7 +191,7 @@ class Held(dict[str, Any]):
 
 
 def test_an_object_of_a_list_is_freed_as_soon_as_it_is_stored() -> None:
-    """Ten thousand pods at once need more memory than the operator has, so it would be killed at each start."""
+    """An object of a list must be freed when it is stored: ten thousand pods at once need too much memory."""
     listed: list[weakref.ref[Held]] = []
     held: list[int] = []
 
@@ -279,7 +279,7 @@ def neglected() -> Neglected:
 def test_a_change_missed_by_the_watch_is_found_named_and_counted(
     neglected: Neglected, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a proxy loses the last event of a job's last pod, the job must not run for ever."""
+    """A change that the watch missed must be found by a list: otherwise a job whose pods have ended runs for ever."""
     assert neglected.missed() == 0
 
     def lose() -> None:
@@ -299,7 +299,7 @@ def test_a_deletion_missed_by_the_watch_is_found(neglected: Neglected) -> None:
 
 
 def test_a_change_between_a_watch_and_the_list_is_not_counted_as_missed(neglected: Neglected) -> None:
-    """If changes since the last event counted as missed, the alert would fire in every busy cluster."""
+    """A change between a watch and the list must not count as missed, or the alert fires in every busy cluster."""
     neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
     assert neglected.names() == ["a", "b", "new"]
     assert neglected.missed() == 0
@@ -343,7 +343,7 @@ class SlowToList(Lossy):
 
 
 def test_a_change_is_seen_while_a_long_list_arrives(neglected: Neglected) -> None:
-    """Thousands of large jobs of one tenant must not hide new jobs of all others for minutes, at each list."""
+    """A change must be seen while a long list arrives, which takes minutes with thousands of large jobs."""
     neglected.server = SlowToList()
     neglected.server.there = {"a": 7}
     neglected.runs(lambda: None, seconds=315)

@@ -89,7 +89,7 @@ class Desk:
     ids=["ranks start in place", "and make a step", "a start that was lost", "a resume from a snapshot"],
 )
 def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """STEP, PROGRESS and ETA must not be blank for 12 s of training, just when users look."""
+    """The first step after a restart must be shown at once: STEP, PROGRESS and ETA would be blank for 12 s."""
     desk = Desk()
     desk.hears(**before)
     assert desk.after(1).hears(**after) == FIRST_REPORT_SECONDS
@@ -109,8 +109,8 @@ def test_an_unknown_phase_is_refused_with_its_field_and_a_missing_one_means_trai
 
 
 def test_reports_of_a_job_whose_progress_waits_to_be_written_cause_one_reconcile_a_minute() -> None:
-    """With 2,000 jobs the progress of each job is written every 200 s. Planning each job every 10 s would waste a tenth
-    of a CPU."""
+    """Reports of a job whose progress waits to be written must cause one reconcile a minute, because plans of 2,000
+    jobs every 10 s take a tenth of a CPU."""
     desk = Desk()
     for number in range(300):
         desk.reports.wait_for_write(JobState(f"other-{number}"))
@@ -141,7 +141,7 @@ def test_repeated_reports_of_hundreds_of_ranks_cause_no_reconcile_and_no_write()
 
 
 def test_a_report_of_an_agent_before_the_first_reconcile_of_its_job_is_kept() -> None:
-    """An agent does not repeat a confirmed report. If it were lost, backoffLimit would not count its restarts."""
+    """An agent's report before the first reconcile of its job must be kept, because agents do not repeat it."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
     agent = AgentReport(restarts=AgentCounts(application=1))
@@ -282,7 +282,7 @@ def test_jobs_that_have_ended_or_are_being_stopped_may_be_silent(caplog: pytest.
 
 
 def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> None:
-    """A pod may report only its own ranks. Reports for 100,000 ranks would take 468 MB of the operator's 512 MB."""
+    """A pod may report only its own ranks, because reports for 100,000 ranks would fill the operator's memory."""
     desk = Desk()
     desk.after(5).running(nproc=4)
     for rank in range(8, 12):
@@ -296,7 +296,7 @@ def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> No
 
 
 def test_if_ranks_do_not_follow_nodes_a_pod_reports_for_as_many_ranks_as_it_has() -> None:
-    """torchrun with c10d numbers nodes by arrival, so a pod may report any ranks, but only as many as it has."""
+    """If torchrun numbers the nodes, a pod may report any ranks, but only as many as it has."""
     desk = Desk()
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):

@@ -51,8 +51,8 @@ def test_an_object_that_is_not_newer_changes_nothing(store: Store[str], version:
 
 
 def test_fields_added_by_an_admission_webhook_come_from_the_watch(store: Store[str]) -> None:
-    """The answer to our create lacks what webhooks added. If it replaced the watched object, the job's message would
-    not say that Kueue holds the pod back."""
+    """Fields that a webhook adds must come from the watch. The answer to our create lacks them, such as the gate by
+    which Kueue holds a pod back."""
     store.put(raw(shown="as it was sent"), is_whole=False)
     store.put(raw(shown="with a gate"))
     assert store.of(KEY) == ["with a gate"]
@@ -61,8 +61,8 @@ def test_fields_added_by_an_admission_webhook_come_from_the_watch(store: Store[s
 
 
 def test_all_objects_of_a_list_count_as_seen_at_once_and_events_of_other_jobs_keep_their_order() -> None:
-    """All pods of one list count as seen at the same time. Pods of other jobs keep the order of their events, because a
-    later failure must not look like the cause."""
+    """All pods of one list must count as seen at the same time, and pods of other jobs must keep their order: a later
+    failure must not look like the cause."""
     seen: dict[str, int] = {}
 
     def noted(_: str | None, name: str, number: int) -> str:
@@ -100,7 +100,7 @@ def test_all_objects_of_a_list_count_as_seen_at_once_and_events_of_other_jobs_ke
 def test_a_job_continues_when_its_object_becomes_readable_again_unchanged(
     store: Store[str], changes: list[Any]
 ) -> None:
-    """A user may break an object and undo the edit. The job is then as before, but must be reconciled again."""
+    """A job must be reconciled when its object is readable again, even if it is the same as before the mistake."""
     store.put(raw(version=5))
     unreadable, store._cut = store._cut, refuses
     store.put(raw(version=6))
@@ -172,7 +172,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
 
 
 def test_changes_of_a_job_in_our_copy_are_taken_and_those_of_unknown_jobs_are_not() -> None:
-    """An edit must reach either our copy or kopf. If it reaches none, it is lost; if both, it costs twice."""
+    """Each edit must reach exactly one of our copy and kopf: in none it is lost, in both it costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     assert not jobs.take(job(4)), "kopf is told of it first"
@@ -185,7 +185,7 @@ def test_changes_of_a_job_in_our_copy_are_taken_and_those_of_unknown_jobs_are_no
 
 
 def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
-    """The writer of a change already knows the result. A second reconcile would double the cost of many starts."""
+    """The answer to our own write must cause no reconcile, because the writer knows the result already."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5))
@@ -197,7 +197,7 @@ def test_the_answer_to_our_own_write_causes_no_reconcile() -> None:
 
 
 def test_the_event_of_our_own_write_causes_no_reconcile_even_if_it_precedes_the_answer() -> None:
-    """The event of a status write must cause no reconcile, because that could write again."""
+    """The event of our own write must cause no reconcile, even if it arrives before the answer."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5) | {"spec": {"nodes": 2}})

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
 
 
 def forged_with_the_public_key() -> str:
-    """Return a classic forgery: HS256 with the public key as the secret. PyJWT refuses to sign like this, but an
+    """Return a token forged with HS256 and the public key as the secret. PyJWT refuses to sign like this, but an
     attacker can do it."""
     parts = [{"alg": "HS256", "typ": "JWT", "kid": "one"}, claims()]
     return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).rstrip(b"=").decode() for p in parts), "c2ln"])
@@ -202,7 +202,7 @@ def test_a_key_that_the_cluster_withdrew_is_accepted_for_at_most_an_hour() -> No
 
 
 def test_a_token_is_verified_once_until_it_expires_or_the_keys_are_read_again() -> None:
-    """A pod sends one token for an hour. Verifying it with each report takes a fifth of the report's time."""
+    """A token must be verified only once until it expires: each check takes a fifth of a report's time."""
     cluster, text = Cluster(), token()
     for _ in range(3):
         assert cluster.whose(text) == POD

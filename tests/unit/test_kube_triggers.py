@@ -73,7 +73,7 @@ CASES = {
 def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_collected(
     old: Pod | None, new: Pod | None, others: list[Pod], seconds: float | None
 ) -> None:
-    """A reconcile may write the status, so good news is collected. A failure that waits costs GPU time."""
+    """Good news must be collected, because a reconcile may write the status. Failures must be reconciled at once."""
     pods = others if new is None else [new, *others]
     assert pod_changed(old, new, pods, nodes=2) == seconds
 
@@ -95,7 +95,7 @@ def test_a_change_of_a_node_affects_the_jobs_with_a_live_pod_on_it() -> None:
 
 
 def test_an_admission_is_reconciled_at_once_and_messages_of_a_scheduler_are_collected() -> None:
-    """Each message of a scheduler causes a write of the status. A deleted group is urgent: pods wait for it."""
+    """An admission or a deleted group must be reconciled at once. A scheduler's messages are collected."""
     group = ObservedGroup("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
     assert group_changed(True, group) == 0.0
     assert group_changed(False, group) == SOME_CHANGED_SECONDS

@@ -136,7 +136,7 @@ def ask(config: str, context: str | None = None) -> None:
 def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(
     server: Server, cluster: dict[str, Any], authority: Authority, tmp_path: Path
 ) -> None:
-    """kubeadm uses certificates, inside the file or next to it. Managed clusters use plugins."""
+    """Certificates (kubeadm), inside the file or next to it, tokens and plugins must all identify the user."""
     pem, key = authority.sign("jane")
     for name, content in (("jane.crt", pem), ("jane.key", key), ("token", b"from-file\n"), ("ca.crt", authority.pem)):
         (tmp_path / name).write_bytes(content)
@@ -164,7 +164,7 @@ def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(
 def test_a_server_without_a_trusted_certificate_gets_no_request(
     server: Server, cluster: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A stranger's server would get the user's token. Only `insecure-skip-tls-verify` allows such a server."""
+    """A server without a trusted certificate must get no request, because it would get the user's token."""
     wrong = base64.b64encode(Authority().pem).decode()
     for other in (
         {"server": server.url},
@@ -204,7 +204,7 @@ def test_a_plugin_gets_the_cluster_information_if_it_requests_it(
 def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
     server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files in `KUBECONFIG=a:b` form one kubeconfig. Users with many clusters keep one file for each cluster."""
+    """Files in `KUBECONFIG=a:b` must form one kubeconfig, in which the first value wins."""
     first = write(tmp_path / "a", cluster, {"token": "a"}, "one")
     other = write(tmp_path / "b", cluster, {"token": "b"}, "two")
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")
@@ -215,7 +215,7 @@ def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
 
 
 def test_a_pod_uses_its_service_account(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook in a pod submits jobs with the pod's token, which Kubernetes replaces each hour."""
+    """In a pod, the client must use the pod's token, which Kubernetes replaces each hour."""
     (tmp_path / "ca.crt").write_bytes(authority.pem)
     (tmp_path / "namespace").write_text("team-a\n")
     (tmp_path / "token").write_text("first")
@@ -243,7 +243,7 @@ def test_a_pod_uses_its_service_account(authority: Authority, tmp_path: Path, mo
 def test_the_proxy_of_a_kubeconfig_or_of_the_environment_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_proxy: str, own: dict[str, str], through: str | None
 ) -> None:
-    """A cluster behind a bastion can be reached only by a proxy."""
+    """The proxy of the kubeconfig or of the environment must be used, for example for a cluster behind a bastion."""
     monkeypatch.setenv("https_proxy", "http://proxy.corp:3128")
     monkeypatch.setenv("no_proxy", no_proxy)
     config = write(tmp_path / "config", {"server": "https://127.0.0.1:9", **own}, {"token": "x"})

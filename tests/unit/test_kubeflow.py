@@ -42,7 +42,7 @@ def test_steps_and_metrics_of_the_trainer_are_read() -> None:
 
 
 def test_a_fraction_has_six_digits_as_in_our_own_reports() -> None:
-    """`loss 0.48397613525390626` must not take half of a line of the terminal, nor of `kubectl describe`."""
+    """A fraction must have six digits, because `loss 0.48397613525390626` takes half of a terminal's line."""
     given = {"loss": "0.48397613525390626", "learning_rate": "1.220703125e-06", "epoch": "5.0", "n": "12345678901",
              "digest": "1.5e99x", "nothing": "nan"}  # fmt: skip
     report = read(body({"current_step": 1} | given))

@@ -67,7 +67,7 @@ def admitted(**spec: Any) -> World:
 def test_a_queue_label_means_kueue_if_the_operator_has_it_switched_on(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], kind: str
 ) -> None:
-    """A job with a queue's label must not take nodes without the queue's admission."""
+    """A queue's label must mean Kueue if it is switched on: a job must not take nodes without admission."""
     assert choice.choose(labelled(job(**spec), **labels), apis)[0] == kind
 
 
@@ -85,7 +85,7 @@ def test_a_queue_label_means_kueue_if_the_operator_has_it_switched_on(
 def test_a_queue_label_that_the_operator_ignores_gets_a_warning_when_the_job_starts(
     labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], is_warned: bool
 ) -> None:
-    """With the chart's defaults no queue is managed. The job gets a warning, because it runs outside every quota."""
+    """A queue's label that the operator ignores must cause a warning, because the job runs outside every quota."""
     world = World(labelled(job(**spec), **labels))
     world.gang_apis = dict(apis)
     sent = [event for event in world.settle().events if event.reason == "QueueNotServed"]
@@ -99,7 +99,7 @@ def test_spec_gang_kueue_is_valid_and_means_the_queue_default() -> None:
 
 
 def test_a_job_that_another_cluster_runs_is_left_alone() -> None:
-    """MultiKueue runs the job in a worker cluster and writes its status back. Here it must not be trained again."""
+    """A job that MultiKueue runs in another cluster must be left alone, although its object is also here."""
     world = queued(managedBy="kueue.x-k8s.io/multikueue")
     assert world.plan().actions == ()
     assert world.plan().status is None
@@ -187,7 +187,7 @@ def test_in_v1beta2_a_workload_differs_only_in_its_priority_class() -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 def test_a_workload_has_a_priority_even_if_the_job_names_none(version: str) -> None:
-    """Kueue writes 0 for its own kinds. Without a priority its visibility API (0.14.8) shows nobody in the queue."""
+    """A Workload must have a priority, as Kueue's own kinds: without one its visibility API (0.14.8) lists no job."""
     assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
 
 
@@ -211,7 +211,7 @@ def test_an_elastic_job_may_be_admitted_partially() -> None:
 def test_a_topology_is_requested_by_the_field_of_the_job_or_by_the_kueue_annotations(
     key: str | None, annotations: dict[str, str], wanted: dict[str, Any]
 ) -> None:
-    """Annotations of a job's template mean the same as for Kueue's own kinds, so users can keep their template."""
+    """Annotations in a job's template must request a topology as for Kueue's own kinds."""
     named = {f"kueue.x-k8s.io/podset-{name}-topology": value for name, value in annotations.items()}
     template = {"metadata": {"annotations": named}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
     (podset,) = kueue.body(job(topologyKey=key, template=template), 0, V1BETA1)["spec"]["podSets"]
@@ -320,7 +320,7 @@ def test_a_workload_is_read_with_its_admission_and_its_recorded_conditions() -> 
 
 
 def test_a_pod_consumes_what_its_provisioning_request_has_provisioned() -> None:
-    """A pod names its ProvisioningRequest in annotations. Otherwise the autoscaler provisions machines twice."""
+    """A pod must name its ProvisioningRequest in annotations, or the autoscaler provisions machines twice."""
     consume = {
         "autoscaling.x-k8s.io/consume-provisioning-request": "digits-provisioning-1",
         "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
@@ -360,7 +360,7 @@ V1BETA2_TOPOLOGY = {
 
 @pytest.mark.parametrize("topology", [V1BETA1_TOPOLOGY, V1BETA2_TOPOLOGY], ids=["v1beta1", "v1beta2"])
 def test_if_kueue_assigns_the_nodes_of_each_pod_the_pod_waits_for_the_assignment(topology: dict[str, Any]) -> None:
-    """v1beta1 and v1beta2 write nodes differently, so the operator sets a gate and lets Kueue assign the nodes."""
+    """If Kueue assigns the nodes, a pod must wait for it: the operator only sets a gate."""
     assigned = copy.deepcopy(ASSIGNED)
     assigned["podSetAssignments"][0]["topologyAssignment"] = topology  # type: ignore[index]
     group = observe.group(kueue.ADAPTER)(workload(RESERVED, ADMITTED, admission=assigned))
@@ -386,7 +386,7 @@ def test_kueue_assigns_nodes_if_the_lowest_level_of_its_topology_is_the_node(lev
 def test_a_pod_avoids_a_bad_node_only_if_kueue_has_not_assigned_that_node(
     names_nodes: bool, avoided: tuple[str, ...]
 ) -> None:
-    """A pod that avoids its assigned node fits nowhere, and the job holds its quota until the avoidance is over."""
+    """A pod must not avoid the node that Kueue has assigned: it would fit nowhere while the job holds its quota."""
     world = admitted()
     placement = Placement(by_topology=True, names_nodes=names_nodes)
     world.groups = {n: replaced(g, placement=placement) for n, g in world.groups.items()}
@@ -406,7 +406,7 @@ def seen(body: dict[str, Any]) -> Pod:
 
 
 def test_a_pod_that_kueue_queues_by_itself_gets_a_message_with_the_fix() -> None:
-    """kubectl only shows that gates block the scheduling, while the job's other pods may hold their GPUs for ever."""
+    """A pod that Kueue queues by itself must cause a message with the fix: kubectl only shows a scheduling gate."""
     body = build.pod(job(), 1, 1)
     body["metadata"]["uid"] = "u"
     why = "Scheduling is blocked due to non-empty scheduling gates"
@@ -432,7 +432,7 @@ def told(raw: dict[str, Any], what: Any) -> dict[str, dict[str, Any]] | None:
 
 
 def test_quota_is_released_with_the_admission_and_the_job_queues_again() -> None:
-    """If another controller owns an evicted Workload, Kueue does not free its quota, so the operator must do this."""
+    """The quota must be released with the admission: Kueue does not do this for a Workload of another controller."""
     ready = condition("PodsReady", "True", reason="Started")
     raw = workload(RESERVED, ADMITTED, PREEMPTED, ready, admission=ASSIGNED)
     status = kueue.tell(raw, "quota returned", "waiting in the queue", LATER)
@@ -465,8 +465,8 @@ def test_quota_is_released_with_the_admission_and_the_job_queues_again() -> None
     "reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated", "DeactivatedDueToRequeuingLimitExceeded"]
 )
 def test_a_reason_after_which_kueue_itself_requeues_the_job_is_kept_exactly(reason: str) -> None:
-    """Kueue finds these Workloads by the exact reason. With a longer reason the job would be admitted again at once,
-    and a reactivated one would wait for ever."""
+    """A reason after which Kueue requeues a job must be kept exactly, because Kueue compares it. With another reason
+    the job would be admitted at once or never."""
     conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
     assert conditions is not None
     assert (conditions["Requeued"]["status"], conditions["Requeued"]["reason"]) == (
@@ -481,7 +481,7 @@ def test_an_admission_that_arrived_meanwhile_is_not_withdrawn() -> None:
 
 
 def test_pods_ready_is_true_when_all_nodes_run_and_again_after_a_restart() -> None:
-    """Kueue's waitForPodsReady evicts a job unless the condition PodsReady becomes true in time."""
+    """The condition PodsReady must be true when all nodes run, or Kueue's waitForPodsReady evicts the job."""
     raw = workload(RESERVED, ADMITTED)
     seen = []
     for what in ("ready", "unready", "ready"):
@@ -531,7 +531,7 @@ def test_a_finished_job_releases_its_quota_when_the_last_pod_has_ended(end: str)
 
 
 def test_a_preemption_stops_all_pods_with_full_grace_and_releases_the_quota_afterwards() -> None:
-    """Pods need their full grace period to save. If their quota were released earlier, two jobs would get one node."""
+    """A preemption must stop pods with their full grace period, and release the quota only after their end."""
     world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
     world.step()
     assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
@@ -569,7 +569,7 @@ def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_leaves_
 
 
 def test_a_failure_before_an_eviction_is_charged_and_fails_a_job_without_restarts_left() -> None:
-    """A script that always fails must not take the nodes again and again because its queue is often preempted."""
+    """A failure before an eviction must be charged: otherwise a failing script in a preempted queue never ends."""
     world = admitted(backoffLimit=0).exits(1, 1)
     world.step()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle().stops_all().settle()
@@ -578,7 +578,7 @@ def test_a_failure_before_an_eviction_is_charged_and_fails_a_job_without_restart
 
 
 def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again() -> None:
-    """The next attempt must get no pods until the job is admitted again, because other jobs have its quota."""
+    """After an eviction the next attempt must wait for an admission, because other jobs have the quota."""
     world = admitted(backoffLimit=3).exits(1, 1)
     world.step()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
@@ -593,7 +593,7 @@ def test_a_failure_before_an_eviction_uses_up_a_restart_and_the_job_queues_again
 
 
 def test_an_eviction_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
-    """Under ddprun nodes wait for a replacement, which an evicted job never gets. They must not use others' quota."""
+    """An eviction must stop nodes that wait for a replacement: they would use the quota of others."""
     world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
     world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
@@ -633,7 +633,7 @@ def test_a_suspended_job_releases_its_quota_when_its_pods_have_ended_and_queues_
 
 
 def test_a_job_that_is_resumed_while_its_pods_stop_keeps_its_quota() -> None:
-    """The job must not go to the end of the queue for quota that its own pods have just released."""
+    """A job that is resumed while its pods stop must keep its quota, and not go to the end of the queue."""
     world = admitted().change(suspend=True).settle().change(suspend=False).settle()
     assert world.status.message == "resumes when 2 pods have ended"
     world.stops_all().settle()
@@ -651,7 +651,7 @@ def test_a_job_evicted_while_it_waits_to_resume_releases_its_quota_when_its_pods
 
 
 def test_deleting_a_workload_by_hand_is_an_eviction() -> None:
-    """Other jobs get the quota of a deleted Workload at once, so the pods must stop."""
+    """A Workload that is deleted by hand must count as an eviction, because other jobs get its quota at once."""
     world = admitted()
     world.groups.clear()
     world.settle()
@@ -672,7 +672,7 @@ def test_a_job_keeps_running_while_its_queue_api_is_unavailable_and_delays_a_res
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_waiting_job_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -> None:
-    """An invalid job makes no pods, so an admission would hold its quota for ever."""
+    """A waiting job must leave its queue while its spec is invalid: it would hold quota and create no pods."""
     world = queued().settle()
     if begun:
         world.admits().running().admits("evicted", "preempted", holds_quota=True).settle()
@@ -694,7 +694,7 @@ def test_a_running_job_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
 
 
 def test_a_waiting_job_starts_no_pod_while_its_queue_api_is_unavailable() -> None:
-    """Without the API the operator cannot see if the admission was withdrawn, so it must not create pods."""
+    """While the queue's API is unavailable, a waiting job must create no pod: its admission may be withdrawn."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
         world.gang_apis["kueue"] = GangApi(why_not="the API server cannot list Workloads")
         known = list(world.groups)
@@ -706,7 +706,7 @@ def test_a_waiting_job_starts_no_pod_while_its_queue_api_is_unavailable() -> Non
 
 
 def test_a_refusal_of_kueue_is_shown_and_retried() -> None:
-    """While Kueue is down, its webhook refuses all changes of a Workload. The status must show this."""
+    """A refusal of Kueue, such as of its webhook, must be shown in the status and retried."""
     world = queued()
     later = world.now + dt.timedelta(seconds=10)
     world.refusals = [Refusal(WORKLOADS, "digits", "failed calling webhook", later)]
@@ -725,7 +725,7 @@ def test_a_refusal_of_kueue_is_shown_and_retried() -> None:
 
 
 def test_a_refused_service_does_not_delay_the_release_of_the_quota() -> None:
-    """The Service has the Workload's name: its back-off must not delay the return of an evicted job's quota."""
+    """A refused Service must not delay the release of the quota, although it has the Workload's name."""
     world = queued().settle().admits()
     world.refusals = [Refusal("Service", "digits", "exceeded quota: services", world.now + dt.timedelta(seconds=300))]
     assert world.settle().status.message == "digits was refused: exceeded quota: services"
@@ -741,7 +741,7 @@ def admitted_in_part() -> World:
 
 
 def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() -> None:
-    """With more pods a job uses others' quota; with fewer, nodes are idle. The same holds after a failure."""
+    """A job that was admitted with fewer nodes must run and restart with exactly these, also after a failure."""
     world = admitted_in_part()
     assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
     assert (world.status.state, world.status.attempt) == ("Running", 1)
@@ -753,7 +753,7 @@ def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() ->
 
 
 def test_a_partially_admitted_job_keeps_running_if_a_new_operator_cannot_reach_its_queue() -> None:
-    """If the pods were stopped to let the job grow to spec.nodes, nobody could admit the new pods."""
+    """A partially admitted job must keep running if its queue cannot be reached: nobody could admit new pods."""
     world = admitted_in_part()
     known, world.groups = world.groups, {}
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
@@ -786,7 +786,7 @@ def relabelled(world: World, **labels: str) -> World:
 def test_the_workload_of_a_waiting_job_follows_changes_of_the_job(
     labels: dict[str, str], topology: str | None, asked: tuple[str, str, str]
 ) -> None:
-    """Users may change labels and topology at any time. The Workload of a waiting job must not keep the old ones."""
+    """The Workload of a waiting job must follow changes of the job's labels and topology."""
     world = relabelled(queued(topologyKey="rak").settle(), **labels).change(topology_key=topology).settle()
     assert world.groups["digits"].asked == asked
 
@@ -803,7 +803,7 @@ def test_a_job_in_a_missing_queue_moves_to_the_right_one_when_its_label_is_fixed
 
 @pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])
 def test_a_workload_is_compared_with_the_same_values_that_are_written(version: str) -> None:
-    """If the read Workload seems to differ from the written one, the job is queued again and again, at the end."""
+    """A read Workload must be compared with the same values that are written, or the job is queued again and again."""
     pod = {"containers": [{"name": "trainer", "image": "i"}]}
     annotations = {"kueue.x-k8s.io/podset-required-topology": "block", "kueue.x-k8s.io/podset-preferred-topology": "a"}
     jobs = [
@@ -852,7 +852,7 @@ def test_a_restart_keeps_the_quota_even_if_the_job_will_leave_its_queue(how: str
 
 
 def test_a_running_job_joins_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
-    """A failure must not take the job's nodes away for as long as the queue is full."""
+    """A running job must join a queue when it is resumed, and not at a failure, where it would lose its nodes."""
     world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
     world.exits(1, code=1).restarted().running()
     assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
@@ -881,7 +881,7 @@ def test_a_waiting_job_leaves_its_queue_if_the_user_removes_it(how: str) -> None
 
 
 def test_pods_stopped_by_an_eviction_keep_their_full_grace_if_the_job_leaves_its_queue() -> None:
-    """With a shorter grace period the ranks could not save, and the steps since the last snapshot would be lost."""
+    """Pods of an evicted job must keep their full grace period to save, even if the job leaves its queue."""
     world = admitted().admits("evicted", "preempted", holds_quota=True)
     world.step()
     world = relabelled(world)

@@ -36,7 +36,7 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
 
 
 def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
-    """ddprun gives users fast restarts and reports of hangs without a YAML file."""
+    """ddprun must start a script by default, without a line about it."""
     assert run(cli, INIT) == run(cli, INIT, "--nodes", "1:2") == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
     assert run(cli, INIT, "-m", "train") == (["ddprun", "-m", "train"], "")
@@ -71,9 +71,9 @@ def test_a_module_is_analyzed_like_a_script(cli: Cli) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # applied when the script imports torch
-        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # torch reads it later
-        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # has no effect under torchrun, so none is lost
+        "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + INIT,  # works: applied when the script imports torch
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" + INIT,  # works: torch reads the variable later
+        INIT + "import os\nos.environ['KMP_AFFINITY'] = 'none'\n",  # has no effect under torchrun either
         STORE + "TCPStore(host, port, 2, os.environ['RANK'] == '0')\n",
         STORE + "TCPStore(host, port, is_master=True)\nTCPStore(host, port)\n",
         "print(1)\n",
@@ -87,7 +87,7 @@ def test_code_that_works_after_a_fork_is_left_to_ddprun(cli: Cli, script: str) -
 
 
 def test_ddprun_passes_the_local_rank_to_a_script_that_has_it_as_an_option(cli: Cli) -> None:
-    """ddprun must pass the local rank as an option. Under torchrun only a shell can do this."""
+    """ddprun must pass the local rank as an option to a script that has it; under torchrun only a shell can."""
     command, _ = run(cli, LOCAL_RANK)
     assert command == ["ddprun", "train.py", "--", "--local_rank=${local_rank}"]
     assert run(cli, LOCAL_RANK, "--launcher", "torchrun")[0][:2] == ["torchrun", "--no-python"]
@@ -107,12 +107,12 @@ def test_a_launcher_for_a_command_that_has_one_is_refused(cli: Cli, name: str, t
 
 
 def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_use(tmp_path: Path) -> None:
-    """If an environment has torch but not ddpjob, our ddprun would import another torch, or none."""
+    """ddprun must use the Python that torchrun would use: another environment may have another torch, or none."""
     for name in ("torchrun", "python"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     environ = {"PATH": str(tmp_path)}
-    if launchers.missing_here(environ):  # this interpreter has no torch next to it
+    if launchers.missing_here(environ):  # True if there is no torch next to this interpreter
         assert f"{tmp_path}, where PyTorch is installed, has no ddprun" in launchers.missing_here(environ)
         (tmp_path / "ddprun").symlink_to(tmp_path / "torchrun")
     assert launchers.missing_here(environ) == ""

@@ -60,7 +60,7 @@ def test_every_launch_example_is_a_valid_job(path: Path) -> None:
 
 
 def test_a_command_that_contains_a_long_script_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command must be parsed once, and not for each report: 10 kB of script take the operator 18 ms."""
+    """A command with a long script must be parsed once, and not for each report: 10 kB take 18 ms."""
     read = 0
 
     def counted(words: list[str]) -> command.Command:
@@ -102,7 +102,7 @@ OF_JOB = [{"PET_NNODES": "2", "PET_NODE_RANK": str(node)} for node in range(2)]
     ],
 )
 def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dict[str, str], expected: str) -> None:
-    """A launcher in a script of the image may wait for ever. Only its process shows this, so a warning must name it."""
+    """A launcher that waits in vain must be named by its process: the operator cannot read the image's script."""
     (sentence,) = in_vain(("torchrun train.py", OF_JOB[0]), (words, environ))
     assert sentence.startswith("node 1 waits for others in vain: ")
     assert expected in sentence

@@ -89,7 +89,7 @@ def test_remains_of_the_torchrun_report_are_not_the_last_message_of_a_rank(name:
 
 @pytest.mark.parametrize("prefix", ["[rank0]: ", "[default0]:[rank0]: "])
 def test_the_last_exception_of_another_rank_is_not_the_message_of_this_one(prefix: str) -> None:
-    """Only rank 1's own last line, sys.exit("no data"), may be its message, not rank 0's exception."""
+    """Rank 1's message must be its own last line, such as sys.exit("no data"), and not rank 0's exception."""
     log = f"data folder is empty\n{prefix}RuntimeError: Connection closed by peer [127.0.0.1]:56017\n"
     assert log_lines.of(log, 1, rank=1) == "last line: data folder is empty"
     assert log_lines.of(log, 1, rank=0) == "last line: RuntimeError: Connection closed by peer [127.0.0.1]:56017"
@@ -107,7 +107,7 @@ def test_the_status_quotes_the_message_passed_to_sys_exit() -> None:
 
 
 def test_the_last_line_of_a_rank_does_not_outweigh_an_exception_of_another() -> None:
-    """Rank 0 only ended because its peer was gone, so it must not be named for the peer's exception."""
+    """A rank that ended because its peer was gone must not be named for the peer's exception."""
     world = (
         digits()
         .running()

@@ -43,7 +43,7 @@ def test_a_place_that_is_not_a_member_has_no_node_rank_and_no_ranks() -> None:
 
 @pytest.mark.parametrize("number", [-1, 3, None])
 def test_an_unassigned_node_rank_has_no_place(number: int | None) -> None:
-    """Reports use -1 for "no rank". It must not be used as an index, which would give the last member."""
+    """Rank -1 ("no rank" in reports) must have no place. As an index it would give the last member."""
     assert LATER.place(number) is None
     assert LATER.place_of_rank(6 if number is None else 2 * number, 2) is None
 

@@ -64,7 +64,7 @@ def scraped(meter: Meter, now: Moment, *, openmetrics_text: bool = True) -> Seri
 
 
 def test_jobs_are_counted_by_namespace_and_state_and_an_unused_state_is_zero() -> None:
-    """An unused state must have a series with 0, because an alert on a missing series never fires."""
+    """An unused state must have a series with 0: an alert on a missing series never fires."""
     jobs = [job(state="Running"), job("b", state="Running"), job("c", "other", state="Failed"), job("d")]
     found = scraped(Meter(), moment(*jobs, MeteredJob("team", "e", "u", None)))
     assert found['ddpjob_jobs{namespace="team",state="Running"}'] == 2
@@ -74,7 +74,7 @@ def test_jobs_are_counted_by_namespace_and_state_and_an_unused_state_is_zero() -
 
 
 def test_both_formats_have_the_same_series() -> None:
-    """Prometheus reads OpenMetrics, other scrapers the older text format, and dashboards must work with both."""
+    """OpenMetrics and the older text format must have the same series, because scrapers read either."""
     progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
     now = moment(job(state="Running", state_time=NOW, progress=progress))
     assert scraped(Meter(), now) == scraped(Meter(), now, openmetrics_text=False)
@@ -113,7 +113,7 @@ def test_the_dashboard_of_kubebuilder_has_data_in_each_panel() -> None:
 
 
 def test_the_time_in_the_current_state_is_counted_while_it_lasts() -> None:
-    """A job that has been running for a week must count now, and not only at its end."""
+    """The time in the current state must be counted while it lasts, and not only at its end."""
     running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
     found = scraped(Meter(), moment(running, seconds=100))
     assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'] == 100
@@ -121,7 +121,7 @@ def test_the_time_in_the_current_state_is_counted_while_it_lasts() -> None:
 
 
 def test_the_total_seconds_of_all_jobs_never_fall_when_jobs_are_deleted() -> None:
-    """Prometheus takes a falling counter for a reset, and adds its whole value again."""
+    """The total seconds must never fall when a job is deleted: Prometheus would add the whole value again."""
     meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
     one = job(state="Running", state_time=NOW, first_step_time=NOW)
     two = job("b", created=15, state="Running", state_time=at(20), first_step_time=at(20))
@@ -143,7 +143,7 @@ def trained(seconds: float, created: float = 5, *, name: str = "digits", over: b
 
 
 def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
-    """Short jobs that are deleted at their end must not be missing from the total time."""
+    """A job that begins and ends between two scrapes must be counted."""
     meter = Meter()
     meter.leads(NOW)
     meter.spends(trained(5), at(5))
@@ -156,7 +156,7 @@ def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
 
 
 def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> None:
-    """The time between the election and the first scrape must not be missing for each running job."""
+    """A leader must count from its election: otherwise each running job lacks the time until the first scrape."""
     meter = Meter()
     meter.leads(at(100))
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -179,7 +179,7 @@ def test_a_leader_counts_from_its_election_and_not_from_its_first_scrape() -> No
     ],
 )
 def test_the_seconds_of_one_job_never_fall(later: MeteredJob) -> None:
-    """The seconds must not fall: increase() would add the whole value again, such as a week without training."""
+    """A job's seconds must never fall: increase() would add the whole value again, such as a week."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
     assert scraped(meter, moment(running, seconds=100))[mine] == 100
@@ -255,7 +255,7 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
 
 
 def test_every_possible_end_of_a_job_has_a_zero_counter_before_the_first() -> None:
-    """A counter that appears with value 1 shows no increase, so the dashboard would miss the first failed job."""
+    """Every possible end of a job must have a counter at 0, or the dashboard misses the first failed job."""
     found = scraped(Meter(), moment())
     ends = {name for name, value in found.items() if name.startswith("ddpjob_jobs_finished_total") and value == 0}
     why = ["AllNodesCompleted", "DeadlineExceeded", *filter(None, typing.get_args(budget.Stop))]
@@ -315,7 +315,7 @@ def test_an_edited_status_does_not_remove_the_metrics_of_another_job(status: obj
 
 
 def test_no_label_contains_a_uid() -> None:
-    """A label with a uid would give a new series for each recreated pod and job, and Prometheus keeps all of them."""
+    """No label may contain a uid, because Prometheus keeps a series for each."""
     assert not {label for metric in names.ALL for label in metric.labels} & {"uid", "pod", "node", "message"}
 
 
@@ -353,7 +353,7 @@ def test_jobs_of_another_release_do_not_count_as_deleted(monkeypatch: pytest.Mon
 
 
 def test_requests_for_a_queue_or_gang_scheduler_are_counted_under_its_name() -> None:
-    """Under the name "other" no alert would show that Kueue's webhook refuses every Workload."""
+    """Requests for a queue must be counted under its name: under "other" no alert shows that Kueue refuses them."""
     rights = [*access.RIGHTS, *itertools.chain(*access.GANG_RIGHTS.values()), access.PLACES_RIGHT]
     assert {right.resource for right in rights} <= set(names.RESOURCES)
     assert {adapter.plural for adapter in ADAPTERS.values()} <= set(names.CACHES)

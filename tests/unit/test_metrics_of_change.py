@@ -112,7 +112,7 @@ def test_replacing_a_single_pod_counts_as_a_pod_restart() -> None:
 
 @pytest.mark.parametrize("kind", ["application", "infrastructure", "stall"])
 def test_ranks_restarted_by_an_agent_are_timed_from_the_failure_that_it_saw(kind: str) -> None:
-    """A restart by an agent is timed from the failure, and not from the later report to the operator."""
+    """A restart by an agent must be timed from the failure that it saw, not from its later report."""
     counted = Counted(digits(**DDPRUN)).runs().steps(10)
     world = counted.world
     failed_at = world.now.timestamp()

@@ -27,7 +27,7 @@ def warnings(world: World) -> list[str]:
 
 
 def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_command_to_inspect_it() -> None:
-    """A missing Secret must not show as `waiting for node 0-1` for thirty days, without a Warning."""
+    """A volume that never mounts, as without its Secret, must be shown, and not only `waiting for node 0-1`."""
     world = digits().started().waits(0, "ContainerCreating").waits(1, "ContainerCreating").settle()
     assert world.status.message == "0 of 2 nodes are running; waiting for nodes 0-1"
     lives_on(world, 83)
@@ -43,7 +43,7 @@ def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_comma
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) -> None:
-    """CannotStart must be the only Warning. A WaitsLong within the same second would be about the same fact."""
+    """A container that is not created for ten minutes must cause one Warning, CannotStart, and no WaitsLong."""
     world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
     lives_on(world, 700)
     assert warnings(world) == ["CannotStart"]
@@ -51,7 +51,7 @@ def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) ->
 
 @pytest.mark.parametrize("why", ["4 Insufficient nvidia.com/gpu", "4 node(s) didn't match pod anti-affinity rules"])
 def test_one_pod_per_node_is_named_only_if_it_separates_the_pods(why: str) -> None:
-    """If nodes have 4 GPUs and the job wants 8, onePodPerNode is not the reason and must not be named."""
+    """onePodPerNode must be named only if it keeps pods apart, and not if nodes have too few GPUs."""
     world = digits(onePodPerNode=True).started().unschedulable(0, f"0/4 nodes are available: {why}").settle()
     lives_on(world, 70)
     apart = "; onePodPerNode keeps them apart" if "anti-affinity" in why else ""
@@ -67,7 +67,7 @@ def test_a_pod_without_a_scheduler_message_for_ten_minutes_gets_a_warning_too() 
 
 
 def test_a_rank_that_hangs_silently_after_another_completed_is_shown_after_ten_minutes() -> None:
-    """The job must not stay Running for ever with the message `2 of 2 nodes are running` alone."""
+    """A rank that hangs silently after another completed must be shown, and not only `2 of 2 nodes are running`."""
     world = digits().running().exits(0).settle()
     lives_on(world, 590)
     assert world.status.reason == "AllNodesRun"
@@ -108,7 +108,7 @@ def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
 
 
 def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_an_unready_one() -> None:
-    """The message must not be `2 of 2 nodes are running` for 57 s, and then that the pod was deleted."""
+    """A node whose object was deleted must be named as gone, and be given up after the time of an unready one."""
     world = digits().running().after(5).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
     assert world.plan().requeue_at == START + dt.timedelta(seconds=35)
@@ -135,7 +135,7 @@ def test_a_node_with_two_pods_of_the_job_is_named_once() -> None:
 
 
 def test_a_pod_past_its_grace_on_an_unready_node_is_lost_whatever_the_other_nodes_do() -> None:
-    """If most of the cluster is powered off, the job must not hang in Restarting."""
+    """A pod past its grace period on an unready node must count as lost, even if most nodes are powered off."""
     world = digits().running()
     world.nodes = {"node-1": Node(ready=False, since=START, with_most=True)}
     world.settle().after(3600).settle()
@@ -152,7 +152,7 @@ VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
 
 
 def test_all_reasons_why_pods_find_no_node_are_shown_with_the_most_common_first() -> None:
-    """All reasons must be shown. A user who fixes only the first pod's reason would find the job still pending."""
+    """All reasons why pods find no node must be shown: after a fix of only one, the job would still be pending."""
     world = digits(nodes=4).started().unschedulable(0, VOLUME)
     world.unschedulable(1, CPU).unschedulable(3, CPU).runs(2).settle()
     assert world.status.message == f"Unschedulable: 3 of 4 pods: {CPU} (2 pods); {VOLUME} (digits-1-0)"
@@ -161,7 +161,7 @@ def test_all_reasons_why_pods_find_no_node_are_shown_with_the_most_common_first(
 
 
 def test_different_reasons_for_a_hundred_pods_give_a_message_of_limited_length() -> None:
-    """If a volume is missing for each of 100 pods, each message names another volume. The text must stay short."""
+    """Different reasons for a hundred pods, such as a volume for each, must give a message of limited length."""
     world = digits(nodes=100).started()
     for place in range(100):
         world.unschedulable(place, f'persistentvolumeclaim "data-{place}" not found' + 500 * "." * (place == 1))

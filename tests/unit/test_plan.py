@@ -71,7 +71,7 @@ def test_the_job_is_running_only_once_all_trainers_run() -> None:
 
 
 def test_a_completed_node_still_counts_in_the_nodes_column() -> None:
-    """`Running 0/2` just before `Succeeded 2/2` looks like a loss of both nodes."""
+    """A completed node must still count in the column NODES: 0/2 just before 2/2 looks like a loss of both nodes."""
     world = digits(nodes=3).running()
     for place, ready in ((0, 2), (2, 1)):
         world.exits(place).settle()
@@ -123,8 +123,7 @@ def test_a_sidecar_delays_the_end_of_the_job_only_for_its_grace_and_is_then_stop
 def test_a_trainer_that_exits_with_0_at_its_eviction_next_to_a_sidecar_has_not_completed(
     ends: str,
 ) -> None:
-    """The kubelet signals all containers at once, and only the sidecar uses its grace period. The job must not Succeed
-    in mid-training."""
+    """Exit code 0 at an eviction must not count as completed while a sidecar uses its grace period."""
     world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", "")
     world.evicted(0, ends).settle()
@@ -151,7 +150,7 @@ def test_a_suspension_is_recorded_before_the_pods_are_stopped_with_their_full_gr
 
 
 def test_the_suspended_condition_waits_for_the_last_pod() -> None:
-    """A user who waits for Suspended then uses the GPUs or the volume, to which no rank may be writing any more."""
+    """The condition Suspended must wait for the last pod, because the user may then use the GPUs and the volume."""
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     shown = find_condition(world.status, "Suspended")
@@ -190,7 +189,7 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
 
 
 def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all() -> None:
-    """If a delete's answer was lost, its pod stops anyway. If only this pod stopped, the others would wait for it."""
+    """A job that is resumed early must stop all its pods, because one may have got the stop request already."""
     world = digits().running().change(suspend=True)
     world.step()
     assert world.status.state == "Suspended"
@@ -200,7 +199,7 @@ def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all
 
 
 def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_have_ended() -> None:
-    """Ranks of the old attempt that save for an hour must not use up the new attempt's deadline."""
+    """The clocks of a resumed job must start when its old pods have ended, whose saves may take an hour."""
     world = digits(activeDeadlineSeconds=100, startDeadlineSeconds=20).running().change(suspend=True).settle()
     world.change(suspend=False).settle().after(3000).settle().stops_all().settle()
     assert world.status.attempt == 2
@@ -208,7 +207,7 @@ def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_hav
 
 
 def test_a_resumed_job_waits_for_a_pod_on_a_lost_node_only_until_the_time_in_its_message() -> None:
-    """The wait must end at the time in the message, because a lost node's kubelet never reports an ended pod."""
+    """A resumed job must wait for a pod on a lost node only until the time in its message: the kubelet is silent."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(1).settle()
     assert world.status.message == (
@@ -220,7 +219,7 @@ def test_a_resumed_job_waits_for_a_pod_on_a_lost_node_only_until_the_time_in_its
 
 
 def test_a_pod_on_a_lost_node_is_deleted_before_the_pods_of_a_resumed_job_are_created() -> None:
-    """The pod on the lost node must not continue to write into the same folder, next to the new pods (seed 1003759)."""
+    """A pod on a lost node must be deleted before new pods are created: it may still be writing (seed 1003759)."""
     world = digits().running().node_lost(1).change(suspend=True).settle().change(suspend=False).settle().stops(0)
     world.after(31)
     todo = world.step()
@@ -229,7 +228,7 @@ def test_a_pod_on_a_lost_node_is_deleted_before_the_pods_of_a_resumed_job_are_cr
 
 
 def test_a_resumed_job_whose_pods_do_not_end_shows_one_warning() -> None:
-    """A finalizer that nobody removes must not silently keep the job from starting."""
+    """A resumed job whose pods do not end, for example because of a finalizer, must show one warning."""
     world = digits().running().change(suspend=True).settle().change(suspend=False).settle().after(600).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "WaitsLong")
     assert world.status.message == "resumes when 2 pods have ended"
@@ -265,7 +264,7 @@ def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None
 
 
 def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_node_trains_again() -> None:
-    """A resume with more nodes must train a completed node again, because the others need it for the rendezvous."""
+    """A completed node must train again after a resume with more nodes: the others need it for the rendezvous."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
     assert world.status.state == "Suspended", "fewer nodes make no success of it"
@@ -296,7 +295,7 @@ def test_a_job_that_another_controller_manages_is_not_touched() -> None:
 
 
 def test_a_deadline_counts_from_the_start_also_when_it_was_moved_on() -> None:
-    """`ddpjob dev --cluster` postpones the deadline while its client is running. The start must stay the same."""
+    """The deadline must count from the start, which stays the same when `ddpjob dev --cluster` moves the deadline."""
     world = digits(activeDeadlineSeconds=60).running().after(50).change(active_deadline_seconds=110).settle()
     assert world.after(59).settle().status.state == "Running"
     assert world.after(1).settle().status.reason == "DeadlineExceeded"
@@ -317,7 +316,7 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
 
 
 def test_the_log_tail_of_a_rank_still_running_at_the_deadline_is_kept() -> None:
-    """activeDeadlineSeconds often ends a hang. The status must have the output, which alone explains the hang."""
+    """The end of the log of a rank that is running at the deadline must be kept, because it explains the hang."""
     world = digits(nodes=3, activeDeadlineSeconds=60).running().reports_step(812)
     world.reports_step(812, rank=1, node_rank=1).reports_step(811, rank=2, node_rank=2).after(60).settle()
     assert world.pods["digits-1-2"].deadline_set
@@ -395,7 +394,7 @@ def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> 
     ("policy", "left"), [("None", ["digits-1-0", "digits-1-1"]), ("Running", ["digits-1-1"]), ("All", [])]
 )
 def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(policy: str, left: list[str]) -> None:
-    """digits-1-0 still has a running sidecar, so the policies Running and All delete this pod."""
+    """The policies Running and All must delete digits-1-0, whose sidecar is still running."""
     world = (
         digits(cleanPodPolicy=policy)
         .running()
@@ -411,7 +410,7 @@ def test_clean_pod_policy_decides_which_pods_remain_after_the_end_of_the_job(pol
 
 
 def test_clean_pod_policy_all_also_removes_pods_of_earlier_attempts() -> None:
-    """A failed pod of attempt 1 must be deleted too, because it keeps its name, an IP and a local volume."""
+    """The policy All must also delete pods of earlier attempts, which keep a name, an IP and local volumes."""
     world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
     assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
     world.running().exits(0).exits(1).settle()
@@ -537,7 +536,7 @@ def test_a_message_about_one_node_uses_the_singular() -> None:
 
 
 def test_the_time_left_disappears_when_rank_0_is_silent_and_the_message_shows_since_when() -> None:
-    """If rank 0 is silent, the ETA must disappear, because an old ETA of 6m5s looks like a job that is nearly done."""
+    """If rank 0 is silent, the ETA must disappear: an old one of 6m5s looks like a job that is nearly done."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     assert world.plan().requeue_at == START + dt.timedelta(seconds=30)
     assert shown(world) == ("541/2000", "27%", "6m5s")
@@ -577,7 +576,7 @@ def test_a_new_operator_counts_silence_only_from_its_own_start() -> None:
 
 
 def test_after_a_restart_the_metrics_of_the_previous_attempt_are_not_shown() -> None:
-    """Numbers of the old attempt would look as if the new ranks were already training."""
+    """After a restart, metrics of the previous attempt must not be shown, as if the new ranks were training."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     world.exits(1, code=1).settle()
     assert shown(world) == ("541/2000", "27%", ""), "how far it had come, and no promise"
@@ -613,7 +612,7 @@ def test_a_complete_job_has_only_a_few_events() -> None:
 
 
 def routine(world: World) -> list[str]:
-    """Return the reasons of the Events that the operator does not send at the level Brief."""
+    """Return the reasons of the Events that are left out at the level Brief."""
     return [e.reason for e in world.events if e.is_routine]
 
 
@@ -687,7 +686,7 @@ def test_the_status_omits_empty_fields_and_keeps_the_restarts_by_class() -> None
 
 
 def test_wide_columns_show_the_restarts_by_their_class() -> None:
-    """Restarts for drained nodes need no action, but restarts for the script's own failures do."""
+    """The wide columns must show restarts by class, because only those for the script's failures need action."""
     world = digits()
     assert world.started().status.display.restarts == ""
     world.running().exits(0, code=1).restarted()
@@ -698,7 +697,7 @@ def test_wide_columns_show_the_restarts_by_their_class() -> None:
 
 @pytest.mark.parametrize(("limit", "kind"), [(0, "Failed"), (3, "Running")])
 def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> None:
-    """If all conditions had the message, `kubectl describe` would print the same 200 characters up to five times."""
+    """Only one condition may have the message, or `kubectl describe` prints its 200 characters up to five times."""
     world = digits(backoffLimit=limit).running().exits(0, code=1, message="ValueError: boom").settle()
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]
@@ -709,7 +708,7 @@ def test_exactly_one_condition_repeats_the_message(limit: int, kind: str) -> Non
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "is too late"])
 def test_a_finished_job_has_a_completion_time_however_it_ended(end: str) -> None:
-    """`kubectl wait --for=jsonpath='{.status.completionTime}'` ends after success and failure, as no condition does."""
+    """A finished job must have a completion time, for which `kubectl wait` can wait, however the job ended."""
     world = digits(backoffLimit=0, activeDeadlineSeconds=100).running()
     assert world.status.completion_time is None
     if end == "succeeds":

@@ -55,7 +55,7 @@ def test_under_torchrun_all_pods_of_the_group_are_recreated() -> None:
 def test_nodes_lost_one_after_the_other_are_not_all_replaced_within_one_attempt() -> None:
     world = digits(container=DDPRUN, nodes=2).running().node_lost(1).after(31).settle()
     assert (world.status.attempt, world.status.replacements) == (1, {"1": 1})
-    world.nodes = {}  # the new pod is on another node
+    world.nodes = {}  # so that the new pod is on another node
     world.runs(1).settle().node_lost(0).after(31).restarted()
     assert world.status.attempt == 2, "where they are both may train on, and only a new attempt keeps them from harm"
 
@@ -68,7 +68,7 @@ def test_losing_the_last_of_the_original_pods_starts_a_new_attempt() -> None:
 
 
 def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> None:
-    """If pods were replaced, both agents would begin with generation 0 in a folder of later generations."""
+    """A new attempt must start if no waiting pod was seen running: agents would begin with generation 0 again."""
     world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})
     world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
@@ -76,7 +76,7 @@ def test_a_new_attempt_starts_if_the_waiting_pods_were_never_seen_running() -> N
 
 
 def test_a_replacement_that_has_trained_waits_for_the_next_replacement() -> None:
-    """A replacement must wait too: otherwise each second loss of two pods costs the steps since the last save."""
+    """A replacement must wait for the next one, or each second loss costs the steps since the last save."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()
     world.reports_step(12, rank=1, node_rank=1, generation=1, replacement=1).settle()
     world.exits(0, code=137).settle()
@@ -166,7 +166,7 @@ def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
 
 
 def test_a_node_clock_that_is_ahead_counts_no_step_twice() -> None:
-    """The node's clock is ahead, so the failure seems later than the next step. Its lost steps must count once."""
+    """A node clock that is ahead must not count lost steps twice: the failure then seems later than the next step."""
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
@@ -175,7 +175,7 @@ def test_a_node_clock_that_is_ahead_counts_no_step_twice() -> None:
 
 @pytest.mark.parametrize("microseconds", [0, 400_000])
 def test_a_report_in_the_second_of_a_replacement_belongs_to_the_old_ranks(microseconds: int) -> None:
-    """Times in a status are whole seconds, so a step of the old ranks could count as the first of the new ranks."""
+    """A report in the second of a replacement must belong to the old ranks: a status has only whole seconds."""
     world = trained().reports_step(100, resumed_step=90, resumed_from="/ckpt")
     at = world.now + dt.timedelta(microseconds=microseconds)
     world.reports[0] = replace(world.reports[0], received_at=at)
@@ -234,7 +234,7 @@ def test_a_restart_in_place_is_counted_reported_and_named_while_the_job_keeps_ru
 
 
 def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
-    """The report arrives together with the resume. If it were lost, backoffLimit would allow one restart too many."""
+    """A restart in place that is reported after a resume must be charged to the attempt before it."""
     world = trained().change(suspend=True).settle().stops_all().settle()
     world.agent = charged(1)
     world.change(suspend=False).settle()
@@ -243,7 +243,7 @@ def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_r
 
 @pytest.mark.parametrize("how", ["report", "last word"])
 def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: str) -> None:
-    """Restarts that agents report while old pods stop must count, or each resume would allow new ones in place."""
+    """Restarts that agents report while old pods stop must count, or each resume allows further restarts in place."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
         world.agent = charged(1)
@@ -258,7 +258,7 @@ def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: s
 
 
 def test_a_restart_in_place_with_only_complaints_blames_no_rank_and_shows_that_it_was_free() -> None:
-    """Users must not debug the rank that lost its peer, nor see a restart counted that costs nothing."""
+    """A restart after lost peers alone must blame no rank, and be shown as one that is not charged."""
     world = trained()
     agent = charged(infrastructure=1)
     lost = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:4711"
@@ -299,7 +299,7 @@ TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to lis
     ],
 )
 def test_the_cause_known_to_an_agent_counts_more_than_the_exception_text(known: dict[str, Any], reason: str) -> None:
-    """Exceptions differ by backend and torch release, and could blame a rank that only lost its peer."""
+    """The cause that an agent knows must outweigh the exception's text, which differs by backend and release."""
     world = trained()
     agent = charged(infrastructure=1)
     failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
@@ -314,7 +314,7 @@ def test_a_repeated_report_is_not_charged_again_and_only_new_restarts_count() ->
         world.agent = agent
         world.settle()
         assert counted(world) == (expected, 0)
-    world.agent = None  # a new operator that has received no report yet
+    world.agent = None  # a new operator, which has received no report yet
     world.settle()
     assert counted(world) == (3, 0)
 
@@ -336,17 +336,17 @@ def test_the_agent_that_replaces_node_0_counts_from_zero() -> None:
 
 @pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
 def test_a_pod_whose_ranks_have_restarted_is_not_recreated_under_its_name(place: int) -> None:
-    """A new agent would begin with generation 0, in a folder that later generations have written to. That costs a
-    needless restart."""
+    """A pod whose ranks have restarted must not be created again under its name: its agent would begin with generation
+    0 again."""
     world = digits(container=DDPRUN, nodes=3).started()
-    world.agent = charged(1)  # the watch has not shown the pods as running yet
+    world.agent = charged(1)  # before the watch has shown the pods as running
     world.settle().vanishes(place).settle().after(2).settle()
     assert f"digits-1-{place}" not in world.names()
     assert f"digits-1-{place}-r1" in world.names()
 
 
 def test_a_late_report_of_a_restart_does_not_count_for_a_replacement_pod() -> None:
-    """The new pod may not exist yet. If it counted as started, its absence would count as a loss."""
+    """A late report of a restart must not mark a replacement pod as started: its absence would count as a loss."""
     world = trained().exits(2, code=137).settle()
     assert "2" in world.status.replacements
     world.agent = charged(1)
@@ -436,13 +436,13 @@ def test_a_new_pod_gets_the_remaining_budgets() -> None:
 
 
 def test_agents_get_the_restart_grace_set_by_the_user() -> None:
-    """Ranks that save in their SIGTERM handler need the configured time, not the default of 0.1 s."""
+    """Agents must get the restart grace period that the user has set, for ranks that save in a SIGTERM handler."""
     world = trained(restartGraceSeconds=20).settle().exits(1, code=137).settle()
     assert variables(world, rank=1, replacement=1)["DDPJOB_RESTART_GRACE"] == "20"
 
 
 def test_steps_that_agents_already_counted_are_no_new_progress_for_the_operator() -> None:
-    """A checkpoint that crashes every start must be tried three times, not backoffLimit times."""
+    """Steps that agents have counted must be no new progress: a bad checkpoint is tried 3 times, not backoffLimit."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
     world.settle()
@@ -502,7 +502,7 @@ def test_a_node_that_fails_the_pre_flight_is_avoided_at_once_without_a_charge() 
 
 
 def test_avoidance_by_the_pre_flight_is_lifted_too_and_the_pre_flight_does_not_repeat_meanwhile() -> None:
-    """If no other node is free, the avoidance ends. A new pre-flight would reject the same node again."""
+    """An avoidance after a pre-flight must end, and no new pre-flight may reject the same node again meanwhile."""
     world = trained()
     world.exits(0, code=75, message=ended(exitCode=75, exception="slow", resumable=True, badNodes=[2], preflight=True))
     world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended()).settle().settle()
@@ -517,7 +517,7 @@ def test_avoidance_by_the_pre_flight_is_lifted_too_and_the_pre_flight_does_not_r
 
 
 def test_a_single_pod_is_recreated_without_avoidance_while_the_other_agents_wait() -> None:
-    """The waiting agents have the state in memory. In a new attempt the job would resume from its last save."""
+    """A single pod must be created again without avoidance while the other agents wait with the state in memory."""
     world = trained()
     for _ in range(2):
         world.node_lost(1).after(30).settle().settle()
@@ -549,7 +549,7 @@ def test_after_two_infrastructure_failures_new_pods_run_the_pre_flight_first() -
 
 
 def test_after_an_out_of_memory_kill_pods_keep_no_state_in_memory_until_the_job_is_resumed() -> None:
-    """The state counts against the pod's memory limit: a training that just fits would be killed until it fails."""
+    """After an out-of-memory kill, pods must keep no state in memory, which counts against the same limit."""
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
     world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()
@@ -562,7 +562,7 @@ def test_after_an_out_of_memory_kill_pods_keep_no_state_in_memory_until_the_job_
 
 
 def test_an_out_of_memory_kill_on_a_node_whose_clock_is_behind_counts_too() -> None:
-    """By the clock of its node the pod was killed before the job started. The kill must count all the same."""
+    """An out-of-memory kill on a node whose clock is behind must count, although it seems older than the job."""
     world = digits(container=DDPRUN, nodes=2).running()
     world.after(-600).exits(1, code=137, reason="OOMKilled").after(600)
     world.settle().after(10).settle().runs(0, 1).settle()
@@ -572,7 +572,7 @@ def test_an_out_of_memory_kill_on_a_node_whose_clock_is_behind_counts_too() -> N
 
 
 def test_a_suspension_stops_nodes_that_wait_for_a_slowly_ending_pod() -> None:
-    """A drained pod may save for an hour. The others' GPUs must not wait for a replacement that is not needed."""
+    """A suspension must stop nodes that wait for a slowly ending pod, because no replacement is needed any more."""
     world = trained().deleted_first(2).settle().change(suspend=True).settle()
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
     world.stops_all().settle()

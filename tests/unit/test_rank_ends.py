@@ -36,7 +36,7 @@ OTHER = module("aaaaaaaacccccccc", "xqr")
 
 
 def test_replicas_that_differ_after_training_are_named_by_rank_and_parameter() -> None:
-    """Without the warning N models are trained, one of them is saved, and the job succeeds."""
+    """Replicas that differ after training must be named, because one of N different models is saved."""
     [(reason, message)] = found(rank(module()), rank(OTHER))
     assert reason == REPLICAS_DIFFER
     assert message == (
@@ -67,7 +67,7 @@ def test_many_ranks_are_named_in_one_sentence() -> None:
         module("aaaaaaaacccccccc", "xqr", group="1"),
         module("aaaaaaaacccccccc", "xqr", number=1),
         module("aaaaaaaacccccccc", "xqr", digest="e"),  # a second network, as in a GAN
-        # Only the second pass differs, because one rank has searched for its learning rate alone.
+        # Only the second pass differs: one rank has searched for its learning rate alone.
         module("aaaaaaaacccccccc", passes="") | {"passes": [[1, 10, "x"], [2, 10, "q"]]},
     ],
 )
@@ -90,7 +90,7 @@ def test_a_different_processor_or_dtype_is_named_with_the_difference() -> None:
 
 
 def test_ranks_that_have_all_trained_alone_are_reported() -> None:
-    """The script needs an option to form its group. Without it each rank trains its own model."""
+    """Ranks that have all trained alone must be reported, for example if the script lacks an option."""
     [(reason, message)] = found(rank(alone=True), rank(alone=True))
     assert reason == NO_PROCESS_GROUP
     assert message.startswith("2 ranks ran, but none formed a process group with another: each trained a model")
@@ -133,7 +133,7 @@ def test_malformed_data_counts_as_unknown(written: Any) -> None:
 
 
 def test_a_large_model_fits_into_one_line_between_agents() -> None:
-    """A line beyond the agents' limit would end their connection, and with it the job."""
+    """A large model must fit into one line between agents, because a longer line ends their connection and the job."""
     names = [f"model.layers.{number}.self_attention.query_key_value.weight" for number in range(5000)]
     large = {"names": names, "sums": "0" * 8 * len(names)}
     end = node_end({0: rank(module(**large), *[module(**large, number=number) for number in range(1, 9)])})

@@ -61,7 +61,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("commit", "moment"), RECORDED)
 def test_the_current_crd_has_every_field_of_the_stored_objects(commit: str, moment: str) -> None:
-    """A field that the CRD lacks is dropped at the next write: the operator would forget a restart or a failure."""
+    """The current CRD must have every field of the stored objects: the next write drops any other field."""
     stored = FOUND[commit][moment]["job"]
     jsonschema.validate({name: stored[name] for name in ("spec", "status")}, schema())
 
@@ -79,7 +79,7 @@ def test_an_upgrade_neither_stops_nor_creates_pods_of_a_healthy_job(commit: str,
 
 @pytest.mark.parametrize(("commit", "moment"), RECORDED)
 def test_a_job_that_was_running_at_an_upgrade_reaches_its_end(commit: str, moment: str) -> None:
-    """The new operator must read an earlier operator's fields with their old meaning, or jobs wait for ever."""
+    """A job that was running at an upgrade must reach its end: fields keep their meaning in a new operator."""
     world = taken_over(commit, moment)
     before = world.status
     if before.state in TERMINAL:

@@ -104,7 +104,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_report_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
-    """A colleague who gets only this file must find the logs in it."""
+    """The report, which a colleague gets as a single file, must have the curves, the failures and the logs."""
     parsed = Parsed(shown(folder))
     for said in (
         "digits: Succeeded",
@@ -151,7 +151,7 @@ TEXTS = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 @settings(max_examples=40, deadline=None)
 @given(TEXTS, TEXTS, st.dictionaries(TEXTS, st.one_of(TEXTS, st.floats().map(repr)), max_size=3))
 def test_any_output_of_a_script_stays_text(folder: Path, message: str, log: str, metrics: dict[str, str]) -> None:
-    """Markup in an exception's text must not change the page."""
+    """Any output of a script must stay text: markup in an exception must not change the page."""
     plain = Parsed(shown(folder, "x", "x"))
     run, history = report(folder, message or "x", log or "x")
     for step in (98, 99):
@@ -169,7 +169,7 @@ def test_an_empty_run_has_a_report_too(folder: Path) -> None:
 
 
 def test_a_series_stays_small_and_keeps_the_spikes() -> None:
-    """Ten million steps must fit into memory. A single step with a high loss must stay visible."""
+    """A series of ten million steps must be reduced, but keep a single step with a high loss."""
     series = Series()
     for step in range(200_000):
         series.add(step, step / 10, 1000.0 if step == 123_457 else 1.0)
@@ -180,7 +180,7 @@ def test_a_series_stays_small_and_keeps_the_spikes() -> None:
 
 
 def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: Path) -> None:
-    """The report of a week's training must not be too large to be sent."""
+    """The report of a week with many metrics must be below a megabyte."""
     history = History()
     for i in range(5_000):
         values = {f"metric {n}": repr(0.1234567890123 * i * n) for n in range(16)}
@@ -194,7 +194,7 @@ def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: 
 
 
 def test_a_browser_shows_the_report_without_an_error(folder: Path, tmp_path: Path) -> None:
-    """A page can be valid and blank if its security policy forbids its own style."""
+    """A browser must show the report: a valid page is blank if its security policy forbids its own style."""
     (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
     drawn = Parsed(browser.drawn((tmp_path / "run.html").as_uri(), tmp_path / "profile"))
     assert drawn.count("svg") == Parsed(shown(folder)).count("svg")

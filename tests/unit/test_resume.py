@@ -25,8 +25,8 @@ CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
 
 
 def trains(volume: dict[str, Any] | None = None, command: str = "torchrun", *, own_tmp: bool = False) -> World:
-    """Return a job that saved step 500 and made step 520. volume: where it saved, None: in its container. own_tmp: /tmp
-    is an emptyDir."""
+    """Return a job that saved step 500 and made step 520. volume: where it saved; None: in its container. own_tmp: True
+    if /tmp is an emptyDir."""
     mounts = [] if volume is None else [{"name": "ckpt", "mountPath": "/ckpt"}]
     mounts += [{"name": "tmp", "mountPath": "/tmp"}] if own_tmp else []
     trainer = {"name": "trainer", "image": "x", "command": [command, "train.py"], "volumeMounts": mounts}
@@ -44,7 +44,7 @@ def fails(world: World, place: int = 1) -> World:
 
 
 def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
-    """The line about a failure must show the steps that it cost."""
+    """The message of a restart must show the step from which it resumes, and so how many steps are lost."""
     world = trains(CLAIM)
     assert world.status.progress.saved_step == 500
     assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
@@ -65,8 +65,8 @@ def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
 def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(
     volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
-    """An emptyDir is lost with its pod, so the message must not promise a resume. A pod with a read-only root has an
-    emptyDir at /tmp only for temporary files."""
+    """A checkpoint that is lost with its pod, as in an emptyDir, must not be promised. An emptyDir at /tmp, for a
+    read-only root, is only for temporary files."""
     world = trains(volume, own_tmp=own_tmp)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
@@ -107,7 +107,7 @@ def test_a_restart_in_place_resumes_from_the_checkpoint() -> None:
 
 
 def test_describe_and_the_final_message_show_that_a_job_resumed() -> None:
-    """The second run of a complete training ends after seconds, and must say why."""
+    """The final message must show that the job resumed: a run of a complete training ends after seconds."""
     world = digits().running().reports_step(1125, phase="start", resumed_step=1125, final=True).settle()
     assert "Progress:   resumed at step 1125" in describe(world.job, None, world.now)
     world.exits(0).exits(1).settle()
@@ -129,7 +129,7 @@ def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
 
 
 def test_a_restart_from_memory_repeats_no_step_and_every_line_shows_it() -> None:
-    """Users who pay for the GPUs need the cost of a restart, and users who debug a result need the step."""
+    """A restart from memory must repeat no step, and every line must show this and the step."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
@@ -145,7 +145,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_shows_it() -> None
 
 @pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
 def test_no_message_claims_unrepeated_steps_after_a_restart_from_an_older_state(where: str) -> None:
-    """A script that calls progress() every 20 steps may have made 14 more steps, which a restart repeats."""
+    """After a restart from an older state no message may say that no step is repeated: reports may be rare."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -158,7 +158,7 @@ def test_no_message_claims_unrepeated_steps_after_a_restart_from_an_older_state(
 
 @pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
 def test_a_restart_from_the_folder_also_repeats_steps_that_were_never_reported(first: int) -> None:
-    """Steps are reported every few seconds. The 14 steps after the last report must count as repeated, too."""
+    """A restart from the folder must also count steps that were made after the last report as repeated."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
@@ -170,7 +170,7 @@ def test_a_restart_from_the_folder_also_repeats_steps_that_were_never_reported(f
 
 
 def test_a_failure_reported_after_the_next_ranks_have_started_counts_its_steps_once() -> None:
-    """The agent repeats the failure until it is confirmed, but its lost steps must count once."""
+    """A failure that is reported again after the next start must count its lost steps once."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
     world.reports_step(501, generation=1, **resumed).settle()
@@ -181,7 +181,7 @@ def test_a_failure_reported_after_the_next_ranks_have_started_counts_its_steps_o
 
 
 def test_a_state_loaded_at_the_beginning_counts_no_step_as_kept() -> None:
-    """A script may load another training's model of step 50,000, and begin at step 0. No steps were kept then."""
+    """A state loaded at the beginning, such as another training's step 50,000, must not count as kept steps."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
     world.agent = in_place(20)
@@ -190,7 +190,7 @@ def test_a_state_loaded_at_the_beginning_counts_no_step_as_kept() -> None:
 
 
 def test_ranks_that_start_from_scratch_in_their_pods_do_not_show_an_earlier_resume() -> None:
-    """All ranks were lost and nothing was saved, so the end must not claim that they resumed at step 534."""
+    """Ranks that start from scratch in their pods must not show an earlier resume at the end of the job."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1}
     world.reports_step(535, **resumed).settle().after(3).reports_step(540, **resumed).settle()
@@ -209,7 +209,7 @@ def test_a_new_attempt_does_not_show_the_resume_of_the_last_one() -> None:
 
 
 def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size() -> None:
-    """The message must name the limit: otherwise nobody learns why the job restarts from its last save."""
+    """A memory limit that is too small must be named with field and size: it makes the job repeat steps."""
     world = trains(command="ddprun")
     why = "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     world.reports_step(523, not_kept=why, limit_needed=734_003_201).settle()
@@ -228,7 +228,7 @@ FULL = "the state of step 550 was not saved: disk full: No space left on device 
 
 
 def test_a_failed_save_is_a_warning_a_condition_and_a_line_until_a_later_save_succeeds() -> None:
-    """A job may continue from memory and succeed, although its newest snapshot is that of step 100."""
+    """A failed save must be shown until a later one succeeds: a job may continue from memory without a new snapshot."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     status = world.status
     assert (status.state, status.save_failed, status.progress and status.progress.saved_step) == ("Running", FULL, 500)
@@ -246,7 +246,7 @@ def test_a_failed_save_is_a_warning_a_condition_and_a_line_until_a_later_save_su
 
 @pytest.mark.parametrize("last", ["", FULL])
 def test_a_success_whose_last_save_failed_gets_a_warning(last: str) -> None:
-    """`os._exit(0)` skips the last save. A job with a snapshot of step 500 would then look complete at step 602."""
+    """A success whose last save failed must get a warning, for example after `os._exit(0)`, which skips the save."""
     world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
     world.reports_step(602, saved_step=500, save_failed=last).settle().exits(0, 0).exits(1, 0).settle()
     assert world.status.state == "Succeeded"
@@ -261,8 +261,7 @@ def test_a_new_attempt_does_not_show_failed_saves_of_the_last_one() -> None:
 
 
 def test_a_pod_without_enough_memory_is_named_even_if_it_does_not_run_rank_0() -> None:
-    """Each node has its own memory: if one keeps nothing and the others are lost, the job goes back to its last
-    save."""
+    """A pod without enough memory must be named even without rank 0: if others are lost, the job loses steps."""
     world = trains(command="ddprun")
     world.reports_step(523, rank=1, node_rank=1, not_kept="no room", limit_needed=734_003_201)
     world.reports_step(523).settle()
@@ -274,7 +273,7 @@ def test_a_pod_without_enough_memory_is_named_even_if_it_does_not_run_rank_0() -
 
 
 def test_memory_reports_of_ranks_before_a_restart_are_dropped() -> None:
-    """A pod that has enough room after the restart must not be named for ever."""
+    """Reports about memory from before a restart must be dropped, or a pod with enough room is named for ever."""
     world = trains(command="ddprun").reports_step(523, rank=1, node_rank=1, not_kept="no room")
     world.reports_step(524, generation=1, resumed_step=523, resumed_from="the memory").settle()
     assert world.status.not_kept == ""
@@ -344,6 +343,6 @@ def test_a_stop_whose_save_failed_shows_it_even_if_no_rank_raised() -> None:
 
 @pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])
 def test_an_incomplete_write_of_torch_is_explained_as_a_full_disk(said: str) -> None:
-    """torch's message about an incomplete write does not mention that the disk is full."""
+    """torch's error about an incomplete write must be explained as a full disk, which it does not mention."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
     assert ("most likely a full disk: RuntimeError" in sentences.sentence(failure)) is ("pos" in said)

@@ -243,14 +243,14 @@ def test_the_cause_stays_the_same_after_its_pods_are_gone(case: Case) -> None:
 def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(
     reason: str, found: rules.Class, evidence: api.Evidence | None
 ) -> None:
-    """The status may come from an older operator. A job whose reasons are unknown must not restart for ever."""
+    """An unknown reason, as from an older operator's status, must be charged, or the job may restart for ever."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
     assert root_cause.from_outside(failure) == (found == "infrastructure")
 
 
 def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
-    """The evidence must be stored: a reason of CRI-O or of a script may have another meaning in Kubernetes."""
+    """The evidence must be read back, and not be derived from the reason, whose words depend on the runtime."""
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
     read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
@@ -275,8 +275,7 @@ def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
 def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
-    """Node 1's pod may end half a second before node 0's, which the operator then stops. backoffLimit must still
-    count the restart."""
+    """The cause on which the agents agreed must count even if node 0, which the operator then stops, ends last."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))
@@ -284,8 +283,8 @@ def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
 
 
 def test_a_kill_that_the_agents_agreed_on_is_the_cause_even_if_node_0_ends_first() -> None:
-    """The operator stops this pod just as it ends. If its SIGKILL counted as the kubelet's, the job would restart
-    beyond its budget."""
+    """A kill on which the agents agreed must be the cause even if the operator was stopping node 0's pod just then.
+    Otherwise it would not be charged."""
     first = pod(0, 75, library(ended=True))
     agreed = library(rank=1, exitCode=137, signal="SIGKILL", ended=True, **{"class": "application"})
     cause, its_class = settled(first, told(pod(1, 137, agreed, seconds=11), 10.5), first=first_sign(first), nodes=2)
@@ -310,7 +309,7 @@ MISTAKE = (
 
 
 def test_a_mistake_on_every_node_before_the_first_step_is_permanent() -> None:
-    """A mistake like `loss.backwrd()` must not cost four attempts and half a minute."""
+    """A mistake on every node before the first step must end the job, and not cost four attempts."""
     pods = [pod(rank, said=MISTAKE) for rank in range(2)]
     assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
     assert settled(*pods, nodes=2, untried=False)[1] == "application", (
@@ -328,7 +327,7 @@ OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized argument
 
 
 def test_options_that_every_node_refuses_are_not_retried() -> None:
-    """`--lrr 1` must not be tried four times, each time with the usage of every rank."""
+    """Options that every node refuses, such as `--lrr 1`, must not be tried again."""
     pods = [pod(rank, 2, said=OPTION) for rank in range(2)]
     failure, found = settled(*pods, nodes=2, untried=True)
     assert (failure.exception, found) == ("train.py: error: unrecognized arguments: --lrr 1", "permanent")
@@ -346,14 +345,14 @@ def test_options_that_every_node_refuses_are_not_retried() -> None:
 def test_options_that_the_launcher_refuses_are_not_retried_even_if_only_one_node_got_so_far(
     launcher: str,
 ) -> None:
-    """`ddprun --max-restarts x` must not be started four times. One node's refusal is enough."""
+    """Options that the launcher refuses must not be tried again, even if only one node has refused them so far."""
     said = f"{launcher}: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n"
     failure, found = settled(pod(0, 2, said=said), nodes=2, untried=True)
     assert (failure.exception, found) == (said.splitlines()[0], "permanent")
 
 
 def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
-    """The operator stops the other pods at once, so their exit code shows only its SIGTERM."""
+    """A mistake must count for a node that was stopped right after it, although its exit code shows only SIGTERM."""
     stopped = told(pod(1, 143, said=MISTAKE + "SignalException: Process 7 got signal: 15\n", seconds=11), 10.5)
     failed = pod(0, said=MISTAKE)
     assert settled(failed, stopped, first=first_sign(failed), nodes=2, untried=True)[1] == "permanent"
@@ -381,8 +380,8 @@ SAVED = library(rank=1, exitCode=75, exception="ddpjob.Stopped: saved at step 20
     ],
 )
 def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early(code: int, said: str) -> None:
-    """torchrun waits five minutes after its ranks ended with 0, so its pod is still running when the peer complains. If
-    node 0's torchrun, which serves the store, ends meanwhile, this torchrun ends with 0, even if it gets a SIGTERM."""
+    """A torchrun that waited for other nodes after its ranks ended with 0 must count as a rank that ended early, even
+    if it gets a SIGTERM or ends with 0 because node 0's store is gone."""
     complaint = pod(0, said=PEER)
     failure, found = settled(told(pod(1, code, said=said), 11), complaint, first=first_sign(complaint), **UNEVEN)
     assert (failure.rank, failure.exit_code, found) == (1, 0, "application")
@@ -399,7 +398,7 @@ def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early
     ],
 )
 def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str) -> None:
-    """The pod ended because the operator stopped it. backoffLimit must not count this as an early end of a rank."""
+    """A pod that the operator stopped must not count as a rank that ended early."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
     failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)
@@ -407,8 +406,8 @@ def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str)
 
 
 def test_a_pod_that_exited_with_0_is_not_blamed_before_its_kubelet_gives_the_reason() -> None:
-    """An evicted trainer ends with 0 at its SIGTERM, and the pod's phase follows later. A verdict before that would
-    blame the script ("the ranks make different numbers of steps") for its node's full disk."""
+    """A pod that exited with 0 must not be blamed before its kubelet gives the reason: an evicted trainer ends with 0,
+    and its phase follows later."""
     complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
     waits = msgspec.structs.replace(ended, phase="Running")
     known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
@@ -442,7 +441,7 @@ def test_a_command_that_no_node_can_start_is_permanent_if_the_job_has_never_trai
     ],
 )
 def test_the_message_of_the_interpreter_about_a_missing_script_is_the_cause(line: str) -> None:
-    """`ended with exit code 2` does not say that the script is missing, and must not be retried."""
+    """Python's message about a missing script must be the cause: `ended with exit code 2` does not name it."""
     said = library(exitCode=2, exception=line) if line.startswith("ddprun") else f"{line}\n{line}"
     failure, found = settled(*(pod(rank, 2, said=said) for rank in range(3)), stepped=False)
     assert (failure.exception, found) == (line, "permanent")
@@ -611,8 +610,8 @@ def test_lines_of_the_training_are_distinguished_from_those_of_torchrun() -> Non
 def test_the_report_of_torchrun_begins_at_the_same_line_for_display_and_for_the_last_line(
     before: str, report: str
 ) -> None:
-    """`describe` and the message must agree where torchrun's report begins, or describe shows a report that the
-    message leaves out. With LOGLEVEL=INFO the message would have no last line."""
+    """torchrun's report must begin at the same line for `describe` and for the message, or one of them shows it and the
+    other does not."""
     log = f"{before}no data\n{report}\n"
     assert log_lines.of_training(log)[-1] == "no data"
     assert log_lines.of(log, 1) == "last line: no data"

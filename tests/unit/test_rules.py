@@ -165,7 +165,7 @@ def test_the_failure_class_follows_from_kubernetes_and_the_process(failure: Fail
     "raised",
     [
         "torch.AcceleratorError: ",
-        "RuntimeError: ",  # torch before 2.9 prints this
+        "RuntimeError: ",  # printed by torch before 2.9
         "c10::AcceleratorError: ",
         "c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with "
         "exception: ",
@@ -183,7 +183,7 @@ def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(
 @pytest.mark.parametrize(
     ("exception", "mistake"),
     [
-        # messages of torch 2.11 on an H100, and of torch 2.4
+        # torch 2.11 on an H100, and torch 2.4
         (
             "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cpu, different from other "
             "tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
@@ -203,7 +203,7 @@ def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(
     ],
 )
 def test_a_script_mistake_that_mentions_a_gpu_is_distinguished_from_a_gpu_error(exception: str, mistake: bool) -> None:
-    """Tensors on two devices are a mistake in the script. They must not be retried like a broken GPU."""
+    """A mistake such as tensors on two devices must not count as a GPU error, which is retried."""
     assert rules.is_mistake(exception, 1) == mistake
 
 
@@ -214,13 +214,13 @@ def test_a_script_mistake_that_mentions_a_gpu_is_distinguished_from_a_gpu_error(
         ("SystemExit: the data server does not answer: connection refused", 1, False),
         ("SystemExit: no CUDA device", 1, False),
         ("SystemExit: 1", 1, False),
-        ("AssertionError: empty shard", 1, False),  # an assert may check something that can change
+        ("AssertionError: empty shard", 1, False),  # an assert may check something that changes
         ("ddpjob.errors.StateError: snaps/step-3.pt holds another model", 1, True),
         ("ddpjob.errors.SnapshotError: the state of step 3 was not saved: timed out", 1, False),
     ],
 )
 def test_a_script_that_exits_with_a_message_is_not_restarted(exception: str, code: int, mistake: bool) -> None:
-    """A script that exits with a message, for example without its data, must not be started four times."""
+    """A script that exits with a message, such as `no data`, must not be started again."""
     assert rules.is_mistake(exception, code) == mistake
 
 
@@ -254,8 +254,8 @@ def test_a_rank_that_waited_too_long_has_not_lost_its_peer(exception: str, timed
     ],
 )
 def test_a_full_disk_is_no_mistake_of_the_script(exception: str) -> None:
-    """torch.save does not mention the disk (2.13, writing to /dev/full). A job that has trained for less than a minute
-    must not fail for good."""
+    """A full disk must not count as a mistake of the script: torch.save does not name the disk (2.13, /dev/full), and a
+    new job would fail for good."""
     assert not rules.is_mistake(exception, 1)
 
 
@@ -271,7 +271,7 @@ def test_a_full_disk_is_no_mistake_of_the_script(exception: str) -> None:
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
         "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
-        # Messages if a node has no power or network, and if a peer never started.
+        # Messages if a node has lost power or network, and if a peer has never started.
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: No route to host",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: Connection timed out",
         "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
@@ -410,7 +410,7 @@ def test_the_error_about_an_address_in_use_names_the_port(exception: str, port: 
 
 
 def test_pure_complaints_about_peers_are_free_once_until_the_next_new_step() -> None:
-    """If all ranks only lost a peer, backoffLimit must count the second time: uneven data always ends like this."""
+    """Lost peers alone must be charged the second time before a new step: uneven data always ends like this."""
     torn = SILENT._replace(only_complaints=True, ran_seconds=3600)
     after = rules.judge("infrastructure", NOTHING, torn, ALLOWED, NOW).history
     assert rules.of_complaints("infrastructure", NOTHING, torn) == "infrastructure"

@@ -109,7 +109,7 @@ def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_afte
 def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(
     cli: Cli, typed: str, ours: str, theirs: str
 ) -> None:
-    """If the script also has --env, --report or --logs, the command must refuse it and show both spellings."""
+    """An option that the script has, too, such as --env, must be refused with both spellings."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -128,7 +128,7 @@ def test_an_option_before_the_script_is_ours_even_if_the_script_declares_it(cli:
 
 
 def test_a_misplaced_option_of_ours_is_named_if_the_script_does_not_declare_it(cli: Cli) -> None:
-    """The error must name our misplaced option. The script's own error does not show that the order is wrong."""
+    """An option of ours in the wrong place must be named: the script's own error does not show that."""
     done = cli.here("init", "train.py", "--lr", "1", "--nodes", "2")
     assert done.returncode == 0
     assert "--nodes goes to train.py, which declares no such option" in done.stderr
@@ -222,7 +222,7 @@ def test_options_may_stand_anywhere_around_a_YAML_file(cli: Cli) -> None:
     ],
 )
 def test_the_title_shows_numbers_that_are_defaults(cli: Cli, given: Any, devices: int, said: str) -> None:
-    """`ddpjob run train.py` uses one of eight GPUs. The title must show this default."""
+    """The title must show defaults, for example that `ddpjob run train.py` uses one of eight GPUs."""
     source = sources.Source(str(cli.folder / "train.py"), **given)
     assert sources.defaults(source, sources.load(source)[1], devices) == said
     job = sources.Source(str(cli.file("pass")))

@@ -83,7 +83,7 @@ WORK = "import random\nclass Point:\n    x = 3\ndef work(y): return Point.x + y\
 def test_the_result_of_a_function_in_the_cluster_is_returned(
     cluster: FakeCluster, tmp_path: Path, code: str, args: tuple[Any, ...], answer: object
 ) -> None:
-    """The image needs neither cloudpickle nor ddpjob to return the result of a function."""
+    """The result of a function must be returned, also from an image without cloudpickle and ddpjob."""
     job = ddpjob.submit(in_main(code), args=args, name="work")
     ends(cluster, tmp_path)
     assert job.result(timeout=20) == answer
@@ -157,7 +157,7 @@ def test_a_cell_that_is_edited_while_its_job_runs_changes_nothing_of_it(cluster:
 def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(
     cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function's module must be sent with it, because the image lacks this module. Its name may equal the job's."""
+    """The function's module must be sent, because the image lacks it, even if its name equals the job's."""
     (tmp_path / "work.py").write_text("FACTOR = 3\ndef helper(x): return x * FACTOR\ndef work(x): return helper(x)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = __import__("work")
@@ -180,7 +180,7 @@ def test_a_function_finds_its_other_modules_in_the_sent_folder(
 
 
 class Huge:
-    """An object of 2 GB, like a model, whose weights are created while it is pickled."""
+    """An object of 2 GB, such as a model; its data are created while it is pickled."""
 
     parts = 0
 
@@ -229,7 +229,7 @@ def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 def test_what_would_train_nothing_is_refused(
     cluster: FakeCluster, code: str, options: dict[str, Any], why: str
 ) -> None:
-    """A function that would train nothing must be refused, or the job would succeed, or fail only in its pods."""
+    """A function that would train nothing must be refused: its job would succeed, or fail only in its pods."""
     for start in (ddpjob.submit, ddpjob.run):
         with pytest.raises(ddpjob.InputError, match=why):
             start(in_main(code), **options)
@@ -295,7 +295,7 @@ def test_a_module_that_is_missing_in_the_image_is_named(tmp_path: Path) -> None:
 
 
 def test_lines_that_only_resemble_a_result_are_not_unpickled() -> None:
-    """A data set may print lines that look like a result. Unpickling them would run a stranger's code."""
+    """Lines that only look like a result must not be unpickled, because that would run a stranger's code."""
     word = "ddpjob-answer-1234"
     lines = [f"{word}:value:0:0/2:YWJj", "noise", f"[0:0] {word}:value:0:1/2:ZGVm", "ddpjob-answer-99:value:1:0/1:eA=="]
     lines += [f"{word}:value", f"{word}:value:0:1/2:eA=="]
@@ -362,7 +362,7 @@ def test_a_job_is_displayed_in_a_notebook_without_executing_its_content(cluster:
 
 
 def test_the_library_imports_the_command_line_only_on_request() -> None:
-    """A script must start without the command line, which a trainer image may lack and whose import takes time."""
+    """The library must import the command line only on request: a trainer image may lack it."""
     code = (
         "import sys, ddpjob; assert not {'ddpjob_cli', 'yaml', 'torch'} & set(sys.modules)\n"
         "ddpjob.submit; assert not {'torch', 'cloudpickle', 'kopf'} & set(sys.modules)\n"

@@ -25,7 +25,7 @@ def is_lost(script: str) -> bool:
 
 @pytest.mark.parametrize("script", scripts("lose"))
 def test_a_script_that_hides_the_failure_of_its_launcher_gets_a_warning(script: str) -> None:
-    """A script that hides the failure must get a warning, because its job succeeds although its ranks fail."""
+    """A script that hides its launcher's failure must get a warning, because its job would succeed."""
     assert is_lost(script)
 
 
@@ -75,7 +75,7 @@ def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
     ],
 )
 def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> None:
-    """sh may be dash, where `set -o pipefail` exits with 2 before anything has started."""
+    """`set -o pipefail` in sh must get a warning: if sh is dash, it exits with 2 before anything has started."""
     assert shells.pipefail_in_sh(words) is is_warned
 
 
@@ -92,9 +92,9 @@ def test_pipefail_in_sh_gets_a_warning(words: list[str], is_warned: bool) -> Non
         (["script", "-c", "torchrun t.py", "log"], True),
         (["torchrun", "t.py"], False),
         (["setsid", "torchrun", "t.py"], True),  # setsid forks if it is the leader of its group, as in a container
-        (["torchrun", "t.py", "|", "tee", "log"], False),  # no shell reads the `|`
+        (["torchrun", "t.py", "|", "tee", "log"], False),  # without a shell, `|` is an argument
         (["bash", "run.sh"], False),
-        (["bash", "-c", "torchrun 't.py | tee"], False),  # a quote is missing
+        (["bash", "-c", "torchrun 't.py | tee"], False),  # the closing quote is missing
         (["(("], False),  # a list of words does not need valid shell syntax
         ([], False),
     ],
@@ -141,7 +141,7 @@ def test_a_command_without_a_shell_loses_no_exit_code_unless_it_starts_one(words
     ],
 )
 def test_a_launcher_that_its_shell_waits_for_gets_no_sigterm(script: str) -> None:
-    """The shell keeps SIGTERM for itself, so the ranks of a drained pod would not save."""
+    """A launcher that its shell waits for must get a warning: it gets no SIGTERM, so its ranks do not save."""
     assert shells.without_sigterm(["bash", "-c", script]) == "torchrun"
 
 
@@ -188,7 +188,7 @@ def test_a_launcher_that_replaces_its_shell_or_is_signalled_by_a_trap_gets_sigte
     ],
 )
 def test_dash_is_replaced_by_its_last_command_only_with_exec(script: str, is_warned: bool) -> None:
-    """In an image of Debian or Ubuntu, `[sh, -c, torchrun train.py]` saves nothing at a drain, because sh is dash."""
+    """`[sh, -c, torchrun train.py]` must get a warning if sh is dash, which runs its last command as a child."""
     assert ("dash (sh in Debian" in shells.sigterm_warning(["sh", "-c", script])) is is_warned
 
 
@@ -204,7 +204,7 @@ def test_dash_is_replaced_by_its_last_command_only_with_exec(script: str, is_war
     ],
 )
 def test_a_shell_that_exits_right_after_its_trap_gets_a_warning(trap: str, waits: str, is_warned: bool) -> None:
-    """If the shell exits, the container ends with it, and ranks that are still saving are killed."""
+    """A shell that exits after its trap must get a warning: the container ends, and with it ranks that are saving."""
     warning = shells.sigterm_warning(["bash", "-c", f"trap '{trap}' TERM; torchrun t.py & pid=$!; {waits}"])
     assert ("`wait` in the trap as well" in warning) is is_warned
 
@@ -242,7 +242,7 @@ def test_a_script_that_cannot_be_parsed_raises_only_shell_syntax_error(text: str
 @pytest.mark.parametrize("program", ["xargs", "docker", "env", "sudo"])
 @pytest.mark.parametrize("word", ["a", "env", "sudo"])
 def test_a_command_of_thousands_of_words_is_read_at_once(program: str, word: str) -> None:
-    """The event loop must not wait: `xargs a a a …` of 20 kB must not block all jobs of the operator for a minute."""
+    """A command of thousands of words must be read at once: 20 kB of `xargs a a a …` must not block the operator."""
     began = time.process_time()
     exit_codes.launcher_exits([program, *[word] * 5000])
     assert time.process_time() - began < 1

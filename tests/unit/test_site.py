@@ -21,7 +21,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Site(http.server.ThreadingHTTPServer):
-    """Serves the site. answers: the requested paths with their HTTP codes."""
+    """Serves the pages. answers: requested paths with their HTTP status codes."""
 
     def __init__(self, folder: Path) -> None:
         answers: dict[str, int] = {}
@@ -43,14 +43,14 @@ def server(site: Path) -> Iterator[Site]:
 
 
 def test_all_links_of_all_pages_lead_to_files_of_the_site(site: Path) -> None:
-    """The pages must work from the disk, without the repository and without the internet."""
+    """All links must lead to files of the site, so that its pages work from the disk and without the internet."""
     wrong = set()
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         for link in re.findall(r'(?:href|src)="([^"#?:]+)[#?"]', text):
             if page.name != "404.html" and not (page.parent / unquote(link)).is_file():
                 wrong.add(f"{page.relative_to(site)}: {link}")
-        # The theme would load mermaid from elsewhere.
+        # Without this setting the theme would load mermaid from another site.
         wrong |= {f"{page.relative_to(site)}: {one}" for one in re.findall(r'src="https?:[^"]*|class="mermaid', text)}
     assert wrong == set()
 

@@ -82,7 +82,7 @@ def test_a_job_without_a_step_for_longer_than_its_time_out_has_stalled() -> None
 
 
 def test_no_rank_is_accused_while_all_are_at_the_same_step() -> None:
-    """All but one wait for another in the next collective, and rank 0 is innocent as often as any other."""
+    """No rank may be accused while all are at the same step: nobody knows which rank the others wait for."""
     job = Trainers(timeout_seconds=600).train(41, ranks=(0, 8)).stay(700)
     assert job.sentence == (
         "the job has made no step for 11m40s (last step 41; limit 10m); last steps: rank 0: 41, rank 8: 41"
@@ -118,7 +118,7 @@ def test_a_silent_rank_is_mentioned_and_does_not_count_as_stalled() -> None:
 
 @pytest.mark.parametrize("phase", ["start", "train"])
 def test_a_hang_that_agents_have_ended_does_not_teach_a_longer_limit(phase: Phase) -> None:
-    """A hang that the agents have ended must not lengthen the limit, or the next hang is found three times later."""
+    """A hang that agents have ended must not lengthen the limit, or the next hang is found three times later."""
     trainers = Trainers().train(30).stay(20 * MINUTE)
     before = trainers.trackers[0].learned
     trainers.makes(0 if phase == "start" else 4, phase).report()
@@ -212,7 +212,7 @@ def test_steps_between_two_reports_share_the_time() -> None:
 def test_imports_and_declared_pauses_have_their_own_limit_which_grows_with_the_step_limit(
     timeout: int, step: int, phase: Phase, hours: float, said: str
 ) -> None:
-    """Compilation comes before the first step. If a step may take an hour, a save or an evaluation may take three."""
+    """A pause's limit must grow with the step limit: if a step may take an hour, a save may take three."""
     job = Trainers(timeout_seconds=timeout).train(step).makes(step, phase).report()
     assert job.stay(hours * HOUR).found == ""
     assert job.report().found == "stall"

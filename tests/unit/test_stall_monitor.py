@@ -74,7 +74,7 @@ def test_a_rank_stalls_when_its_limit_is_over_and_at_the_next_check() -> None:
 
 @pytest.mark.parametrize("phase", ["", "start"])
 def test_a_configured_limit_applies_from_the_first_completed_collective(phase: Any) -> None:
-    """A limit of 15 s must also apply to a hang in the first seconds after the first collective."""
+    """A limit of 15 s must apply from the first completed collective on, in every phase."""
     ranks = Ranks(15.0).say(phase=phase, collectives=1)
     assert ranks.look(200).stalled is False, "the other rank may still load its data"
     ranks.say(phase=phase, collectives=1, completed=True)
@@ -215,7 +215,7 @@ def test_without_the_library_only_a_rank_that_waits_for_another_proves_a_hang() 
 
 @pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
 def test_without_the_library_a_rank_that_waits_for_nobody_hangs_if_it_idles(idle: list[bool], found: bool) -> None:
-    """A rank that hangs in its last save must be ended, or it holds its nodes for ever. A busy rank must continue."""
+    """Without the library, an idle rank that waits for nobody must count as hanging; a busy rank must not."""
     stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     group = Standstill()
     group.heard(0, stalled)
@@ -230,7 +230,7 @@ def test_without_the_library_a_rank_that_waits_for_nobody_hangs_if_it_idles(idle
 
 
 def test_the_limit_at_the_end_of_a_short_training_is_not_that_of_a_start() -> None:
-    """A short script that hangs at its end must be found soon, and not after the half hour that a start may take."""
+    """At the end of a short training, the half hour that a start may take must not be the limit."""
     ranks = Ranks(10.0).say(phase="", collectives=3)
     assert ranks.look(100).stalled is False
     ranks.beats[0] = ranks.beats[0]._replace(over=True)
@@ -383,7 +383,7 @@ def test_a_rank_waited_in_its_last_collective_if_it_has_begun_nothing_later() ->
 
 
 def test_a_rank_that_may_wait_outside_the_default_group_reports_it() -> None:
-    """A rank that waits in another group must report this: otherwise it seems to hang after its last collective."""
+    """A rank that may wait in another group must report this, or it seems to hang after its last collective."""
     assert not waits_apart([entry(7), entry(1, group="1"), entry(8, retired=False)], 8)
     assert not waits_apart([entry(7), entry(8)], None), "the group is left"
     assert not waits_apart([], None)

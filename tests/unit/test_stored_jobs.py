@@ -145,7 +145,7 @@ def test_only_a_thousandth_of_a_large_suspended_job_is_kept() -> None:
 
 
 def test_a_new_leader_sends_no_request_for_large_suspended_jobs() -> None:
-    """A start of an operator must not read 2,000 suspended jobs, which are 560 MB."""
+    """A new leader must not read large suspended jobs: 2,000 of them are 560 MB."""
     before = Cluster()
     key = before.user_puts(stored(suspend=True))
     before.reconciles(key)
@@ -202,7 +202,7 @@ def test_a_large_job_that_cannot_be_read_now_is_retried() -> None:
 
 
 def test_small_jobs_are_kept_completely_while_there_is_room() -> None:
-    """A small job must stay in memory. Reading it again at each event would add a fifth to the API server's load."""
+    """Small jobs must be kept completely while there is room: reading them again is a fifth more load."""
     cluster = Cluster()
     key = cluster.user_puts(stored(text=0, suspend=True))
     assert "GET digits" not in cluster.reconciles(key)
@@ -253,7 +253,7 @@ def test_a_waiting_job_starts_by_itself_when_there_is_room(how: str) -> None:
 
 
 def test_a_job_that_has_started_is_never_dropped_for_a_budget() -> None:
-    """A running job must not be dropped, even if a new leader has less memory than the leader before it."""
+    """A job that has started must never be dropped for a budget, even if a new leader has less memory."""
     before = Cluster()
     keys = [before.user_puts(stored(f"j{n}")) for n in range(5)]
     for key in keys:
@@ -299,7 +299,7 @@ def test_the_kept_part_is_short_whoever_wrote_the_object() -> None:
 
 
 def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
-    """Return `count` suspended large jobs in a namespace that has room for parts of a few of them."""
+    """Return `count` suspended large jobs, in a namespace with memory for parts of a few of them."""
     room = 2 * storage.OF_A_JOB
     cluster = Cluster(storage.StoredLimits(0, 1 << 27, 1 << 26, 0, 0, 4 * room, room))
     keys = [cluster.user_puts(stored(f"{of}{number}", suspend=True)) for number in range(count)]
@@ -310,7 +310,7 @@ def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
 
 
 def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
-    """After an hour without an operator there may be more new jobs than it has memory for."""
+    """Jobs that find no room must be served by later lists, for example after an hour without an operator."""
     cluster, _ = crowded("old", 2)
     keys = [cluster.user_puts(stored(f"new{number}")) for number in range(5)]
     for _ in range(5):
@@ -321,7 +321,7 @@ def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None:
-    """The operator must read a job that has pods, because otherwise nobody stops these pods at its end."""
+    """A job that has pods must be read for its reconcile even if it is not kept, so that its pods are stopped."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []

@@ -88,7 +88,7 @@ def test_a_folder_is_packed_with_its_file_names_executables_and_links(folder: Pa
 
 
 def test_the_same_files_give_the_same_archive(folder: Path) -> None:
-    """The archive's name is a hash of its content, so times, owners and the order of files must not count."""
+    """The same files must give the same archive, because a hash of the content is its name: times do not count."""
     before = pack.pack(folder).digest
     os.utime(folder / "train.py", (1, 1))
     assert pack.pack(folder).digest == before
@@ -97,7 +97,7 @@ def test_the_same_files_give_the_same_archive(folder: Path) -> None:
 
 
 def test_files_that_git_ignores_or_that_are_no_code_are_not_sent(folder: Path) -> None:
-    """A Python environment of 5 GB in the folder must not be sent."""
+    """Files that git ignores must not be sent, for example a Python environment of 5 GB."""
     (folder / ".gitignore").write_text("data/\n*.log\n/only-here\n!keep.log\n")
     for path in ("data/x.bin", "a.log", "keep.log", "only-here", "lib/only-here", ".git/config", "__pycache__/a.pyc"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def test_files_that_git_ignores_or_that_are_no_code_are_not_sent(folder: Path) -
 
 
 def test_gitignore_has_the_same_meaning_as_in_git(folder: Path) -> None:
-    """The test compares the files that are sent with those that git itself would include."""
+    """.gitignore must mean the same as in git: the files that are sent are compared with git's."""
     unreadable = "!\n[z-a]\nend\\\n"
     (folder / ".gitignore").write_text(
         f"*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n{unreadable}"
@@ -130,7 +130,7 @@ def test_gitignore_has_the_same_meaning_as_in_git(folder: Path) -> None:
 
 
 def test_credentials_are_not_sent_and_are_named(folder: Path) -> None:
-    """Everybody who may read ConfigMaps of the namespace could read the credentials."""
+    """Credentials must not be sent, because everybody who may read ConfigMaps could read them."""
     (folder / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
     (folder / "keys").mkdir()
     for name in (".env", "prod.env", "keys/id_rsa", "tls.pem", ".netrc"):
@@ -166,7 +166,7 @@ def test_links_that_lead_outside_in_a_circle_or_nowhere_are_omitted_and_named(fo
 
 
 def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -> None:
-    """A file may vanish during the read, such as an editor's backup. `ddpjob dev --cluster` reads at each save."""
+    """Files that vanish while a folder is read, such as an editor's backup, must be left out."""
     (tmp_path / "train.py").write_text("print(1)")
     over = threading.Event()
 
@@ -192,7 +192,7 @@ def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -
 
 
 def test_a_folder_of_2_gb_is_refused_at_once_with_its_largest_files(folder: Path) -> None:
-    """The command must refuse the folder without reading the file, which takes minutes. Here the file is sparse."""
+    """A folder of 2 GB must be refused at once, with its largest files named, and without reading them."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
         file.truncate(2 << 30)
@@ -220,7 +220,7 @@ def test_an_archive_that_is_too_large_or_has_too_many_files_is_refused(folder: P
 
 
 def test_a_script_becomes_a_job_that_owns_its_code(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """The user needs no image, and nothing is left in the namespace when the job is deleted."""
+    """A script must become a job that owns its code: no image is needed, and nothing stays when it is deleted."""
     ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 4, "--", "--epochs", "5", code=0)
     job, config_map = cluster.find("ddpjobs", "train"), cluster.find("configmaps")
     trainer = trainer_of(job)
@@ -260,7 +260,7 @@ def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
 def test_code_of_the_same_name_with_another_content_is_refused(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """If somebody else's ConfigMap has the name but other content, that code must not run as the user's own."""
+    """Code of the same name with other content must be refused, because somebody else's code would run."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
     ddpjob("submit", "train.py", "--name", "b", code=1, says="exists with other code")
@@ -276,7 +276,7 @@ def test_a_refused_submit_leaves_nothing_behind(folder: Path, cluster: FakeClust
 def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """The message must name the job: without its code it would wait for ever, and its name is taken."""
+    """A job whose creation is uncertain must be named: it may exist, without its code."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
     ddpjob("submit", "train.py", code=1, says="It is unknown if train was created: check with `ddpjob get train`")
@@ -312,14 +312,14 @@ def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
 
 @pytest.mark.parametrize("image", [[], ["--image", "ddpjob-trainer"]])
 def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpjob: Ddpjob, image: list[str]) -> None:
-    """On kind a job must not wait for ever in ErrImagePull while each node has its image."""
+    """An image that is loaded onto the nodes must not be pulled, or a job on kind waits in ErrImagePull."""
     *_, job = yaml.safe_load_all(ddpjob("submit", "train.py", "--dry-run", *image).out)
     pod = job["spec"]["template"]["spec"]
     assert {c["imagePullPolicy"] for c in (*pod["containers"], *pod["initContainers"])} == {"IfNotPresent"}
 
 
 def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder: Path, ddpjob: Ddpjob) -> None:
-    """Without the warning a training of a week succeeds, and its model is lost."""
+    """A script that saves to a folder lost with the pod must get a warning, or its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
     lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which are lost when the pod ends: mount a volume"
     assert lost in ddpjob("submit", "train.py", "--dry-run").err
@@ -329,7 +329,7 @@ def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder
 
 @pytest.mark.parametrize("command", ["submit", "run"])
 def test_a_dry_run_quotes_words_that_kubectl_would_misread(folder: Path, ddpjob: Ddpjob, command: str) -> None:
-    """Unquoted, kubectl reads 1e-3 as a number and y as true, and refuses both in a command."""
+    """Words such as 1e-3 and y must be quoted, because kubectl reads them as a number and as true."""
     words = ["1e-3", "y", "on", "08", "1.5"]
     done = ddpjob(command, "train.py", "--dry-run", "--", *words, code=0)
     bodies = [document.data for document in yamlfile.parse("x", done.out.encode())]
@@ -364,7 +364,7 @@ JOB = (
 def test_a_job_printed_by_the_cluster_is_submitted_again_under_another_name(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`ddpjob get mine -o yaml` has fields that only the API server may set. It answers 500 if a new job has them."""
+    """A job printed by the cluster must be accepted: fields that only the API server may set are removed."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml").code == 0
     first = cluster.find("ddpjobs", "mine")
@@ -433,7 +433,7 @@ def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(
 def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """train.ipynb may import the train.py next to it, so its own script needs another name."""
+    """The script of train.ipynb must not replace the train.py next to it."""
     (folder / "src").mkdir()
     (folder / "src/train.ipynb").write_text(notebook("x = 1"))
     (folder / "src/train.py").write_text("y = 2\n")
@@ -459,7 +459,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
 def test_an_error_in_a_notebook_is_reported_with_its_cell(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
 ) -> None:
-    """The script in /tmp is deleted, so its line numbers do not help."""
+    """An error in a notebook must be reported with its cell, because the script in /tmp is deleted."""
     (folder / "nb.ipynb").write_text(text)
     (folder / "sub").mkdir()
     done = ddpjob("submit", "nb.ipynb", "--nodes", 2, *words, code=2)
@@ -471,7 +471,7 @@ def test_an_error_in_a_notebook_is_reported_with_its_cell(
 def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script from stdin must be sent with the job, because a file in /tmp of this machine exists in no pod."""
+    """A script from stdin must be sent with the job, alone or in the named folder."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
     assert ddpjob("submit", "-", "--name", "alone").code == 0
     assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["ddprun", "stdin.py"]
@@ -485,7 +485,7 @@ def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
 def test_a_script_in_a_code_folder_elsewhere_is_checked(
     folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script must be found in the code folder. Its path in the pod does not exist on this machine."""
+    """A script must be found in the code folder, although its path in the pod does not exist here."""
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     monkeypatch.chdir(tmp_path)
@@ -551,7 +551,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
 def test_what_cannot_be_sent_is_named_as_the_user_knows_it(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path in /tmp tells nothing to a user who has given a notebook, or a script on stdin."""
+    """What cannot be sent must be named as the user knows it, and not by a path in /tmp."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("import torch\ndef f(:\n"))
     assert ddpjob("submit", "-", code=2).err == "stdin:2: not valid Python: invalid syntax\n"
     lines = "\n".join(f"# {random.randbytes(64).hex()}" for _ in range(30_000))
@@ -575,7 +575,7 @@ def test_a_folder_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest
 
 
 def test_a_job_with_a_mistake_that_check_finds_is_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """If the job were sent, the mistake would cost time in a queue, an image pull and GPUs."""
+    """A job with a mistake that `ddpjob check` finds must be refused before it waits for an image and GPUs."""
     (folder / "train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     ddpjob("submit", "train.py", "--nodes", 2, code=2, says="rank-is-local-rank")
     assert cluster.objects == {}
@@ -595,7 +595,7 @@ def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {p
         cluster.logs[f"train-1-{place}"] = [line + by.format(place=place) for line in lines]
     cluster.wait_for("get pods/log", 2)
     look = "get ddpjobs.training.ddpjob.io"
-    cluster.wait_for(look, cluster.requests.count(look) + 2)  # submit has seen the job running
+    cluster.wait_for(look, cluster.requests.count(look) + 2)  # submit has then seen the job running
     for one in pods:
         one["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
     times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:38Z"}
@@ -624,7 +624,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
 def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """`except Exception: traceback.print_exc()` around the training ends with 0, in a cluster as in a local run."""
+    """--follow must warn about a success whose log ends with a traceback, as a local run does."""
     lines = ["Traceback (most recent call last):", '  File "train.py", line 7, in <module>', "ValueError: bad shard"]
     done = _followed(cluster, ddpjob, "Succeeded", lines, "")
     doubt = "a rank has failed in train.py:7, although the exit code is 0: ValueError: bad shard"
@@ -638,7 +638,7 @@ def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(
 def test_the_deletion_of_a_followed_job_is_reported(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
 ) -> None:
-    """With ttlSecondsAfterFinished 0 a job is gone before submit has seen its end."""
+    """The deletion of a followed job must be reported, as with ttlSecondsAfterFinished 0."""
     cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
     ddpjob("submit", "train.py", *words, "--follow", code=1, says=says)
 
@@ -660,7 +660,7 @@ def test_ctrl_c_ends_following_and_tells_that_the_job_continues(folder: Path, cl
 
 @pytest.mark.parametrize("number", range(3))
 def test_each_job_on_the_page_about_code_is_valid(number: int) -> None:
-    """Readers copy the jobs of the page unchanged, so each must be valid."""
+    """Each job on the page about code must be valid, because readers copy it unchanged."""
     page = (Path(__file__).parents[2] / "docs/your-code.md").read_text()
     jobs = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
     parsed, problems = validation.parse(jobs[number])

@@ -81,7 +81,7 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
 
 
 def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
-    """A wide terminal must show if the job is fine, how long it takes, and the pid to inspect."""
+    """At 120 columns each rank must have its step, its process, and its use of CPU and GPU."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
         "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
@@ -92,14 +92,14 @@ def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() 
 
 
 def test_at_80_columns_the_least_important_figures_are_omitted() -> None:
-    """A terminal of the usual width must not cut a line in the middle of a number."""
+    """At 80 columns figures must be left out, and no line be cut in the middle of a number."""
     lines = text(moment(status(progress=progress(312, 40)), 41), 80)
     assert lines[0] == "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s"
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
 
 
 def test_at_40_columns_lines_are_wrapped_and_processes_omitted() -> None:
-    """A narrow terminal must show the state, the step and the time left."""
+    """At 40 columns lines must be wrapped, and show the state, the step and the time left."""
     assert text(moment(status(progress=progress(312, 40)), 41), 40) == [
         "Running  step 312/1125  27 %  24s left",
         "attempt 1  elapsed 41s",
@@ -129,12 +129,12 @@ def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(
 
 
 def test_a_script_that_cannot_report_is_not_shown_as_importing() -> None:
-    """ "Starting: importing, 30s" between losses of the script makes users think that the job hangs."""
+    """A script that cannot report must not be shown as importing while it prints losses."""
     assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: elapsed 11s"
 
 
 def test_after_a_minute_a_script_without_steps_gets_the_hint_how_to_report_them() -> None:
-    """ "no step reported, 2s" must not appear in the first minute: users of a plain script would search for a fault."""
+    """The hint how to report steps must come only after a minute: users of plain scripts would search for a fault."""
     assert table.hint(moment(status(), 31, reports=False)) == ""
     assert "ddpjob.progress(step=i)" in table.hint(moment(status(), 71, reports=False))
     assert text(moment(status(), 71, reports=False), 120, nodes=())[-1] == table.NO_STEPS
@@ -143,7 +143,7 @@ def test_after_a_minute_a_script_without_steps_gets_the_hint_how_to_report_them(
 
 
 def test_the_first_step_after_a_restart_does_not_show_the_pace_of_the_old_ranks() -> None:
-    """The pace of the dead ranks, such as 113 ms/step, must not appear with the first step of the new ranks."""
+    """The first step after a restart must not have the pace of the old ranks, such as 113 ms/step."""
     _, history = trained()
     what = status(progress=progress(1, 50, attempt=2), **RESTARTED | {"attempt_time": at(45), "running_time": at(46)})
     history.take(what, START, at(50))
@@ -154,7 +154,7 @@ def test_the_first_step_after_a_restart_does_not_show_the_pace_of_the_old_ranks(
 
 
 def test_a_lower_step_has_no_pace_of_the_ranks_before_a_restart_that_is_not_reported_yet() -> None:
-    """Under ddprun the first step of the new ranks may arrive before the report about their restart."""
+    """A lower step must have no pace of the old ranks: it may arrive before the report about the restart."""
     what, history = trained()
     what = replace(what, progress=progress(1, 50))
     history.take(what, START, at(50))
@@ -162,7 +162,7 @@ def test_a_lower_step_has_no_pace_of_the_ranks_before_a_restart_that_is_not_repo
 
 
 def test_in_plain_output_a_wait_is_shown_as_well() -> None:
-    """A CI log that is silent for 19 s looks like a job that hangs."""
+    """Plain output must show a wait, too: a CI log that is silent for 19 s looks like a hang."""
     assert table.summary(moment(status(), 11)) == "Starting, attempt 1: importing, 10s"
     assert table.summary(moment(status(progress=progress(312, 40)), 41)) == (
         "Running  step 312/1125  27 %  24s left  5,210 samples/s  loss 0.484  learning_rate 1.22e-06"
@@ -170,7 +170,7 @@ def test_in_plain_output_a_wait_is_shown_as_well() -> None:
 
 
 def test_after_a_restart_no_figure_of_the_previous_attempt_is_shown() -> None:
-    """ "5s left" of the dead ranks must not appear while the new ranks import torch."""
+    """After a restart no figure of the previous attempt, such as "5s left", may be shown."""
     before = status(progress=progress(200, 19), **RESTARTED)
     lines = text(moment(before, 28), 120)
     assert lines[0] == "Starting  attempt 2: importing, 6s  1 restart  elapsed 28s"
@@ -180,19 +180,19 @@ def test_after_a_restart_no_figure_of_the_previous_attempt_is_shown() -> None:
 
 
 def test_after_a_restart_in_place_no_figure_of_the_previous_generation_is_shown() -> None:
-    """Under ddprun the attempt number stays the same, but numbers of dead ranks must disappear."""
+    """After a restart in place no figure of the ranks before it may be shown."""
     what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
     assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
 
 
 def test_the_last_failure_stays_visible() -> None:
-    """The reason must stay next to "1 restart", because the line about the failure has scrolled away."""
+    """The last failure must stay visible next to "1 restart", because its line has scrolled away."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
     assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
 
 
 def test_a_failure_is_shown_when_its_cause_is_settled() -> None:
-    """The red line must not briefly name a rank that was only stopped."""
+    """A failure must be shown when its cause is settled, so that no rank that was only stopped is named."""
     stopped = replace(FAILURE, attempt=2, message="rank 0 (node 0) stopped in order")
     first = api.JobFailure(attempt=2, node_rank=0, reason="Error", time=at(90))
     broken = RESTARTED | {"failures": [FAILURE, stopped], "last_failure": first}
@@ -205,7 +205,7 @@ def test_a_failure_is_shown_when_its_cause_is_settled() -> None:
 
 
 def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
-    """At 40 columns the red line must not be cut after `rank 1 (node 1) ended wi…`, because the cause follows."""
+    """A narrow terminal must show the cause of a failure, which follows `rank 1 (node 1) ended wi…`."""
     why = "rank 1 (node 1) ended with exit code 1 in train.py:41 (ValueError: no such shard: 7)"
     failed = RESTARTED | {"failures": [replace(FAILURE, message=why)]}
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **failed), 91), 40)
@@ -236,7 +236,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 
 def test_only_as_many_of_forty_nodes_are_shown_as_fit() -> None:
-    """Only nodes that fit may be shown, so that the table's first lines with the state stay on the screen."""
+    """Only as many nodes as fit may be shown, so that the lines with the state stay on the screen."""
     many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17

@@ -107,7 +107,7 @@ def test_the_buffer_of_incomplete_sequences_is_limited() -> None:
 
 
 def test_bytes_that_are_not_utf_8_are_no_control_characters() -> None:
-    """0x9b alone starts a control sequence (CSI) on an 8-bit terminal, so it must not reach the terminal."""
+    """The byte 0x9b, which begins a control sequence (CSI) on an 8-bit terminal, must not reach a terminal."""
     assert TerminalPieces().feed(b"a\x9b2J", last=True) == "a\ufffd2J"
 
 
@@ -161,7 +161,7 @@ def test_no_escape_of_a_job_reaches_a_terminal(words: str, tmp_path: Path, monke
 def test_an_answer_is_unchanged_only_in_a_pipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ddpjob list -o json` may contain C1 controls, which JSON does not escape. Only a pipe gets them unchanged."""
+    """Only a pipe may get an answer unchanged: the JSON of `ddpjob list -o json` may contain control characters."""
     text = "größe\x9b2J\x1b]0;owned\x07\n"
     output.answer(text)
     monkeypatch.setattr(output, "_is_terminal", lambda: True)
@@ -177,7 +177,7 @@ def test_every_line_on_stderr_is_printed_by_the_function_that_cleans_it() -> Non
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
 def test_a_name_in_a_script_cannot_add_a_line_to_the_yaml_of_init(end: str) -> None:
-    """init writes the name of an option as a YAML comment, so a name with a line break could add YAML."""
+    """The name of an option with a line break must not add a line to the YAML, in which it is a comment."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
     made = from_script.job_yaml(sources.Source("train.py"), text)

@@ -104,7 +104,7 @@ SIZES = "size mismatch for fc.weight: copying a param with shape torch.Size([4, 
     ids=["load_state_dict", "spawn without a main guard", "torch.compile", "nothing follows"],
 )
 def test_an_exception_whose_first_line_ends_in_a_colon_includes_the_next_line(said: str, expected: str) -> None:
-    """`Error(s) in loading state_dict for Net:` alone does not explain the error, so the next line is included."""
+    """If an exception's first line ends in a colon, the next line must be included, because it has the reason."""
     failure = read(FRAME + said + "\n")
     assert (failure.exception, failure.where) == (expected, "t.py:3")
     assert read(of_rank(1, FRAME + said)).exception == expected
@@ -140,7 +140,7 @@ EXITED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminat
 
 
 def test_the_traceback_of_a_spawned_process_counts_more_than_its_exit() -> None:
-    """Without `if __name__ == "__main__"` each spawned process raises before it can report to its parent."""
+    """The traceback of a spawned process must count more than its exit: without a `__main__` guard it cannot report."""
     guard = "RuntimeError: \n        An attempt has been made to start a new process before the\n"
     failure = read(f"{FRAME}{guard}{FRAME}{EXITED}\n")
     assert failure.exception == "RuntimeError: An attempt has been made to start a new process before the"
@@ -156,7 +156,7 @@ STOPS = "W1126 15:07:58.508000 1794 torch/distributed/elastic/multiprocessing/ap
     ("code", "said"), [(-6, ""), (1, of_rank(0, FRAME + PEER))], ids=["an abort without a word", "a complaint"]
 )
 def test_a_rank_that_raised_and_was_stopped_during_its_exit_is_the_cause(code: int, said: str) -> None:
-    """Python with torch takes a second to exit. A peer that loses it may exit first, but is not the cause."""
+    """A rank that raised must be the cause, even if it was stopped while Python exited and a peer ended before."""
     table = (DATA / "two-in-one-second.log").read_text()
     table = table.replace("exitcode  : 4", f"exitcode  : {code}").replace("exitcode  : 5", "exitcode  : -15")
     raised = of_rank(1, FRAME + SHARD)
@@ -358,7 +358,7 @@ def test_an_nccl_error_keeps_its_detail_in_a_log_and_in_an_exception() -> None:
 
 @pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"])
 def test_a_gpu_out_of_memory_error_keeps_the_memory_of_this_process_in_a_log_and_in_an_exception(kind: str) -> None:
-    """The line must not be cut within the list of other processes on the GPU (torch 2.11 on an H100)."""
+    """The text must not be cut within the list of other processes on the GPU (torch 2.11 on an H100)."""
     said = (
         "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
         "free. Process 610 has 1.15 GiB memory in use. Including non-PyTorch memory, this process has 73.15 GiB memory "
@@ -412,7 +412,7 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7e6f0f9d
 
 
 def test_a_killed_data_loader_worker_is_reported_with_the_script_line_that_requested_a_batch() -> None:
-    """torch raises this error in a signal handler, so all frames of its own traceback are torch's."""
+    """A killed data loader worker must be reported with the script's line, which torch's own traceback lacks."""
     within = FRAME.replace("t.py", "/v/site-packages/torch/utils/data/dataloader.py")
     log = chained(KILLED, GONE).replace(FRAME, within, 1)
     assert (read(log).exception, read(log).where) == (KILLED, "t.py:3")

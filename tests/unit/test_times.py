@@ -23,7 +23,7 @@ UID = job().metadata.uid
 @pytest.mark.parametrize("seconds", JUMPS)
 @pytest.mark.parametrize("failures", [1, 2, 4])
 def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(seconds: float, failures: int) -> None:
-    """A clock that was wrong for a while must not prolong the wait before a restart, such as by an hour."""
+    """A restart must wait no longer than its back-off when the clock is set back, for example by an hour."""
     world = digits(backoffLimit=9).running()
     for _ in range(failures):
         world.exits(0, 3).settle().stops_all().settle()
@@ -65,7 +65,7 @@ def test_no_recorded_time_is_ahead_of_the_clock_for_more_than_one_reconcile(seco
 
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_repeated_steps_are_counted_once_after_the_clock_was_set_back(seconds: float) -> None:
-    """If records of earlier ranks seem newer, each reconcile would count the repeated steps again."""
+    """Repeated steps must be counted once, even if a clock that was set back makes old records seem newer."""
     world = digits().running().reports_step(100).settle().after(seconds)
     world.reports_step(91, resumed_step=90, generation=1).settle()
     for _ in range(3):

@@ -106,7 +106,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("status", "where"), UNREADABLE.values(), ids=UNREADABLE)
 def test_a_finished_job_with_an_unreadable_status_is_never_restarted(status: dict[str, Any], where: str) -> None:
-    """A finished job with an unreadable status must not train a second time, over the checkpoints of the first."""
+    """A finished job with an unreadable status must never restart, because it would overwrite its checkpoints."""
     cluster = Cluster(broken(**status))
     before = cluster.job["status"]
     cluster.reconciles()

@@ -303,7 +303,7 @@ def test_the_script_is_known_only_if_the_command_shows_it_plainly(words: str, ex
 
 
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_so_no_rank_is_claimed() -> None:
-    """torchrun ignores the node rank here, so naming rank 1 for node 1 could blame the wrong rank."""
+    """If torchrun numbers the nodes itself, no rank may be named for a node: it could be the wrong one."""
     spec = job(container={"command": ["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=a:1", "x.py"]}).spec
     assert spec.rank_of_place(1) is None
     assert job().spec.rank_of_place(1) == 1
@@ -380,7 +380,7 @@ torchrun t.py --help
 
 @pytest.mark.parametrize("script", WITHHELD.strip().splitlines())
 def test_a_command_that_separates_the_nodes_or_starts_nothing_is_named(script: str) -> None:
-    """The command must be named: each node would train alone and the job succeed, or node 1 would wait for ever."""
+    """A command that separates the nodes or starts nothing must be named, because the job would succeed or wait."""
     words = script.split() if script.startswith(("bash", "torchrun", "python")) else ["bash", "-c", script]
     assert len(launcher.apart(job(container={"command": words}).spec)) == 1
 
@@ -409,7 +409,7 @@ def test_a_launcher_that_gets_the_nodes_from_a_variable_is_not_reported_as_train
 
 @pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
 def test_the_default_hostfile_of_deepspeed_may_be_in_a_volume(path: str) -> None:
-    """DeepSpeed reads /job/hostfile without an option. Such a job is accepted, because the image may have it."""
+    """DeepSpeed's default hostfile, /job/hostfile, must be accepted, because the image may have it."""
     said = {}
     for program in ("deepspeed", "mpirun"):
         trainer = {"name": "trainer", "image": "i", "command": [program, "x.py"]}
@@ -513,7 +513,7 @@ def test_env_replaces_a_variable_of_the_trainer(write) -> None:
 
 
 def test_env_keeps_the_position_of_a_variable_that_others_refer_to(write) -> None:
-    """Kubernetes replaces $(ROOT) only by an earlier entry, so the entry must keep its position."""
+    """A variable must keep its position in env, because Kubernetes replaces $(ROOT) only by an earlier entry."""
     env = "env: [{name: ROOT, value: /a}, {name: DATA, value: $(ROOT)/data}, {name: ROOT, value: /b}]"
     document = yamlfile.read_job(write(GOOD.replace("command: [x]", env)))
     override.set_variable(document, "ROOT=/c")
@@ -529,7 +529,7 @@ def test_the_operator_does_not_search_for_similar_names() -> None:
 
 
 def test_a_template_with_more_items_than_any_pod_has_is_refused_before_its_pods_are_created() -> None:
-    """The API server needs quadratic time: 17 jobs with 900 misnamed mounts would cost the operator its Lease."""
+    """A template with too many items must be refused: the API server's work is quadratic in their number."""
     raw = manifest()
     container = raw["spec"]["template"]["spec"]["containers"][0]
     container["volumeMounts"] = [{"name": f"v{i}", "mountPath": f"/{i}"} for i in range(600)]
@@ -539,7 +539,7 @@ def test_a_template_with_more_items_than_any_pod_has_is_refused_before_its_pods_
 
 
 def test_only_the_first_of_thousands_of_wrong_values_are_named() -> None:
-    """If all 5,000 mistakes were named, the operator would be blocked for 90 ms. Users read only the first page."""
+    """Only the first of thousands of wrong values may be named: all 5,000 would block the operator for 90 ms."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
     found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]
     assert len(found) == validation.PROBLEMS_MAX

@@ -83,10 +83,10 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
     ("entries", "count", "begun"),
     [
         ([], 0, 0),
-        ([], 3, -1),  # three sends, or collectives that the recorder dropped
+        ([], 3, -1),  # three sends, or collectives that the flight recorder has dropped
         ([entry(1), entry(2)], 2, 2),
         ([entry(1), entry(2)], 3, -1),  # one send was made after collective 2
-        ([entry(1), entry(2, op_id=5)], 5, 2),  # three sends were made before collective 2
+        ([entry(1), entry(2, op_id=5)], 5, 2),  # before collective 2 there were three sends
         ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed, and created again with its old name
     ],
 )
@@ -138,7 +138,7 @@ def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync")
 
 
 def test_the_operation_of_a_rank_in_the_collective_that_another_waits_in_is_named() -> None:
-    """Rank 0 has sent its broadcast and continued. Rank 1 waits in an all_reduce for rank 0 and must be named."""
+    """If rank 0 was in a broadcast with the number of rank 1's all_reduce, both operations must be named."""
     gone_on = stands(0, Call(5, "broadcast", "[4] float32", 16, True), Call(6, "barrier", size=0))
     left = stands(1, Call(5, "all_reduce", "[4] float32", 16))
     assert deadlock.find([gone_on, left]) == (
@@ -163,7 +163,7 @@ def test_a_rank_that_waits_for_more_bytes_than_are_sent_hangs() -> None:
 
 
 def test_a_stall_compares_operations_and_shapes_at_the_same_number() -> None:
-    """Operation and shape are compared at each number: ranks with different operations in collective 7 never meet."""
+    """Operations and shapes must be compared at the same number: ranks with different collectives 7 never meet."""
     others = [Position(rank, sequence=7, op="all_reduce", done=False, shape="[4] float32") for rank in (0, 1)]
     barrier = Position(2, sequence=7, op="barrier", done=False)
     told = failure([*others, barrier], 300, "train")

@@ -117,7 +117,7 @@ def test_many_mistakes_are_counted_and_not_all_shown(tmp_path: Path) -> None:
 
 
 def test_keys_and_dates_are_texts_as_in_kubectl(tmp_path: Path) -> None:
-    """`labels: {1: x}` and a variable with a date work on a cluster, so they must work here."""
+    """Keys and dates must be read as texts, as in kubectl: `labels: {1: x}` works on a cluster."""
     path = tmp_path / "any.yaml"
     path.write_text(
         "kind: DDPJob\n1: x\ntrue: u\nnull: z\na: 2024-01-31\nb: 2024-99-99\n? &k c\n: 2001-12-14 21:59:43.10 -5\n"
@@ -135,7 +135,7 @@ def test_keys_and_dates_are_texts_as_in_kubectl(tmp_path: Path) -> None:
 
 
 def test_plain_words_and_numbers_are_read_as_in_kubectl(tmp_path: Path) -> None:
-    """The cluster refuses `args: [--lr, 1e-4]`, and reads `--time 1:30:00` as text. This reader must do the same."""
+    """Words and numbers must be read as in kubectl: `--time 1:30:00` is text, and `args: [--lr, 1e-4]` is refused."""
     path = tmp_path / "any.yaml"
     rows: dict[str, Any] = {}
     rows |= {"1e-4": 0.0001, "1e3": 1000, "2.0": 2, "+12e03": 12000, ".5": 0.5, "1.": 1, "08": 8, "-1.5": -1.5}
@@ -256,7 +256,7 @@ def test_the_limit_counts_the_nodes_that_are_built(value: Any) -> None:
 
 
 def test_the_jobs_of_a_list_are_read_like_those_of_a_file(tmp_path: Path) -> None:
-    """`kubectl get ddpjobs -o yaml | ddpjob check -` passes a List, whose jobs must be read."""
+    """The jobs of a List must be read, as in `kubectl get ddpjobs -o yaml | ddpjob check -`."""
     item = "".join(f"  {line}\n" for line in GOOD.splitlines()).replace("  api", "- api", 1)
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: List\napiVersion: v1\nitems:\n{item}{item.replace('digits', 'other')}")

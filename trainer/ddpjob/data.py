@@ -110,7 +110,7 @@ class GlobalBatchSampler:
 
     @property
     def current_epoch(self) -> int:
-        """Epoch to continue with: 0 at first, after `load_state_dict` the interrupted one."""
+        """Epoch to continue with: 0 at first, the interrupted epoch after `load_state_dict`."""
         return self._epoch
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -150,7 +150,7 @@ class GlobalBatchSampler:
         takes no batch from the training. `set_epoch` goes to the next epoch.
         """
         self._refuse_another_share(sys._getframe(1).f_locals)
-        self._tell_of_request()  # report the request before the loader draws its seed
+        self._tell_of_request()  # before the loader draws its seed
         self._consumed = self._first_of(self._epoch)
         # Count from where this epoch continues: the global batch size may have changed at the resume.
         last = (self.n - self._consumed) % self.global_batch
@@ -213,13 +213,13 @@ class GlobalBatchSampler:
         self._epoch, self._consumed = self._began = (epoch, consumed)
 
     def _tell_of_request(self) -> None:
-        """Report that the script takes a batch: a restart from here repeats what follows."""
+        """Report that the script takes a batch. A restart from here repeats everything that follows."""
         if process.current.keeper is not None:
             process.current.keeper.step_begins(self)
 
     def _note_begin(self) -> None:
-        """Log once if an epoch begins three times: that is a mistake. Two times are none, because a script may call
-        `next(iter(loader))` to look at a batch."""
+        """Log once if an epoch begins three times, because that is a mistake. Beginning it twice is allowed: a script
+        may call `next(iter(loader))` to look at a batch."""
         epoch, times = self._begins
         times = times + 1 if epoch == self._epoch else 1
         self._begins = (self._epoch, times)
@@ -231,7 +231,7 @@ class GlobalBatchSampler:
 
     def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if accelerate distributes these shares among the ranks again, or lets only rank 0
-        read them. Part of the data would silently not be trained. caller: the variables of the calling frame."""
+        read them. Part of the data would silently not be trained. caller: variables of the calling frame."""
         shard, loader = caller.get("self"), caller.get("loader")
         is_shard = getattr(shard, "batch_sampler", None) is self and getattr(shard, "num_processes", 1) > 1
         wrapper = shard if is_shard else loader
@@ -246,7 +246,7 @@ class GlobalBatchSampler:
         """Restore the random numbers in an interrupted epoch, because iter(DataLoader) has drawn a seed again.
 
         Does nothing for a state from the beginning of an epoch, because it was saved before that draw. With persistent
-        workers it was saved after the draw, because they draw in the first epoch only.
+        workers a loader draws in the first epoch only, so that state was saved after the draw.
         """
         again = process.current.continue_random
         is_drawn = self._began[1] > 0 or self._has_drawn_for_all
@@ -349,7 +349,7 @@ def _sum_of(loss: Any) -> torch.Tensor:
 
 
 def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any], float]:
-    """Return the micro-batches of a share, and their weight. For an empty share: one stand-in sample of weight zero."""
+    """Return the micro-batches of a share, and their weight; for an empty share one stand-in sample of weight zero."""
     if isinstance(batch, Batch):
         micro_batch = micro_batch or batch.micro_batch
     if samples == 0:
@@ -367,8 +367,8 @@ def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any
 
 
 def _may_have_workers(loader: Any) -> bool:
-    """True if a DataLoader may read ahead. loader: variable of the calling frame; None if torch has changed. A subclass
-    such as accelerate's may read ahead without workers."""
+    """True if a DataLoader may read ahead. loader: found in the calling frame; None if a new torch names it
+    differently. A subclass such as accelerate's may read ahead without workers."""
     is_torchs = type(loader).__module__ == "torch.utils.data.dataloader"
     return not is_torchs or getattr(loader, "num_workers", 1) != 0
 
@@ -386,7 +386,7 @@ def _may_draw(dataset: Any) -> bool:
 
 
 def _samples_of(batch: Any) -> int:
-    """Return the number of samples in the longest field: an empty field next to others does not make a share empty."""
+    """Return the number of samples in the longest field: a share is not empty if only one of its fields is."""
     fields = _fields(batch) if isinstance(batch, tuple | Mapping) else {0: batch}
     found = [len(v) for v in fields.values() if not _is_of_all(v) and hasattr(v, "__len__")]
     if not found:

@@ -31,7 +31,7 @@ class ReplicasDifferError(DDPJobError, RuntimeError):
 
 
 class StateError(DDPJobError, ValueError):
-    """A state cannot be saved or kept, or a saved one does not fit the script's objects."""
+    """A state cannot be saved or kept in memory, or a saved state does not fit the script's objects."""
 
 
 class SnapshotError(StateError):

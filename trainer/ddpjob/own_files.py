@@ -16,10 +16,10 @@ _NAMES = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK,
 
 
 def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Return a descriptor of a regular file, for writing only if the file has one hard link. The arguments are those of
-    `os.open`. Raises an OSError that names what was found instead."""
-    # O_NONBLOCK, because opening a pipe would wait for the pipe's other end. O_TRUNC is applied after the checks,
-    # because opening a hard link with O_TRUNC would empty the other file.
+    """Return a descriptor of a regular file, for writing only if no other hard link refers to the file. The arguments
+    are those of `os.open`. Raises an OSError that names what was found instead."""
+    # O_NONBLOCK, because opening a pipe would wait for the pipe's other end.
+    # O_TRUNC is applied after the checks, because opening a hard link with O_TRUNC would empty the other file.
     safe = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         descriptor = os.open(path, safe, mode, dir_fd=dir_fd)
@@ -57,7 +57,7 @@ def open_named(path: str | os.PathLike[str]) -> int:
     try:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
-            return descriptor  # non-blocking, because reading /proc/kmsg would never end
+            return descriptor  # non-blocking: a blocking read of /proc/kmsg would never end
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not os.path.realpath(path).startswith(("/dev/", "/proc/")):

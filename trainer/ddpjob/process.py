@@ -119,13 +119,13 @@ class Sigterm:
         self.received = False
 
     def handle(self) -> None:
-        """Let SIGTERM no longer end this process. Does nothing if the script has a handler."""
+        """Handle SIGTERM, so that it does not end this process. Does nothing if the script has a handler."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._handled = True
             signal.signal(signal.SIGTERM, self._note)
             signal.siginterrupt(signal.SIGTERM, False)  # some libraries cannot handle EINTR
             before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            if before != -1:  # the script's event loop needs it; the Python handler _note writes our byte later
+            if before != -1:  # the script's event loop needs this descriptor; our handler _note writes the byte later
                 signal.set_wakeup_fd(before)
 
     def restore(self) -> None:
@@ -195,7 +195,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def at_exit(action: Callable[[], object], priority: int) -> None:
-    """Run the action once at the end of this process, also if it is a child of multiprocessing."""
+    """Run the action once at the end of this process, also in a child of multiprocessing."""
     atexit.unregister(action)  # a forked child has inherited the registration
     atexit.register(action)
     at_exit_of_child(action, priority)
@@ -215,13 +215,13 @@ def at_exit_of_child(action: Callable[[], object], priority: int) -> None:
 
 
 def _end_child_as_before_3_13(run_finalizers: Callable[[], None]) -> None:
-    """From Python 3.13 on a child drops its exception, then runs its finalizers as one of atexit's functions. Run them
-    before the others, and keep the exception where the interpreter keeps the one that ends a script."""
+    """From Python 3.13 on a child drops its exception, and then its finalizers run as one of atexit's functions. Run
+    them before the other functions, and keep the exception in sys.last_value, as the interpreter does for a script."""
     atexit.unregister(run_finalizers)
     atexit.register(run_finalizers)  # the last one runs first
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]  # from Python 3.12 on
     users = {monitoring.get_tool(number): number for number in _TOOLS}
-    if _TOOL in users or None not in users:  # a fork has inherited it, or others have all numbers
+    if _TOOL in users or None not in users:  # a fork has inherited it, or other tools use all numbers
         return
 
     def see(*_place: object) -> None:
@@ -274,10 +274,10 @@ def step_made() -> None:
 
 
 def latest_step() -> int:
-    """Return the last reported step; 0 if there is none or it is no number, because scripts may pass anything."""
+    """Return the last reported step; 0 if there is none, or if the script has passed something that is no number."""
     try:
         return 0 if current.latest is None else int(current.latest[0])
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, nan, infinity, or a tensor of several values
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, nan, infinity, a tensor of several values
         return 0
 
 

@@ -23,7 +23,7 @@ def would_run(pid: int, thread: int) -> bool:
 
 
 def times_run(pid: int) -> str:
-    """Return the pid and context switch counts of a process whose main thread is sleeping; "" if it is not sleeping.
+    """Return pid and context switch counts of a process if its main thread is sleeping, else "".
 
     If two answers are equal, the thread has not run in between. A thread that is stopped (SIGSTOP) or waits for a disk
     does not count as sleeping.

@@ -41,21 +41,21 @@ Stop = Literal[
 ]
 
 BACKOFF_LIMIT = 3
-# Only losses in a row count: a healthy job on preemptible nodes may lose hundreds of nodes in a week.
+# Only losses in a row count, because a healthy job on preemptible nodes may lose hundreds of nodes in a week.
 INFRASTRUCTURE_IN_A_ROW_MAX = 100
 STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
-# Seconds of running that reset the back-off of a job without step reports, as in the kubelet: only time shows success.
-# The count of lost peers is not reset: each would count as the first, which is free, and restarts would not end.
+# Seconds of running after which the back-off of a job without step reports is reset, as in the kubelet.
+# The count of lost peers is not reset. Otherwise each loss would count as the first, which is not charged.
 RESET_AFTER_SECONDS = 600
-# A job without step reports counts as trained after this time.
-# Mistakes that prevent a start show within seconds, slow imports within a minute.
+# Seconds after which a job without step reports counts as trained.
+# Mistakes that prevent a start show within seconds; slow imports take up to a minute.
 TRAINED_SECONDS = 60
 
 
 class Limits(NamedTuple):
-    """The user's limits for restarts."""
+    """Limits for restarts that the user has set."""
 
     backoff_limit: int = BACKOFF_LIMIT
     window_seconds: int | None = None
@@ -95,7 +95,7 @@ class Known(NamedTuple):
     spent: Spent = Spent()
 
     def of(self, replacement: int) -> Spent:
-        """Return the counted restarts of the agent in this pod of node 0; none if Known is of another pod's agent."""
+        """Return the counted restarts of the agent in this pod of node 0; none if another pod's agent reported last."""
         return self.spent if self.replacement == replacement else Spent()
 
 
@@ -227,7 +227,7 @@ class Budget(NamedTuple):
         return {**h.spent._asdict(), "inARow": h.in_a_row, "chargedInARow": h.charged_in_a_row}
 
     def _by(self, grant: Grant, known: Spent) -> Budget:
-        """Apply a grant. known: restarts of this agent that the operator had counted, so the grant excludes them."""
+        """Apply a grant. known: restarts of this agent that the operator had counted; the grant excludes them."""
         in_life = [left + own for left, own in zip(grant[:3], known, strict=True)]
         most = sum(in_life) if self.max_restarts is None else self.max_restarts
         application, infrastructure, stall = (min(most, number) for number in in_life)
@@ -251,7 +251,7 @@ def newly_spent(
 ) -> Spent:
     """Return the reported restarts that were not counted before, at most one beyond the limit.
 
-    A correct agent stops at its budget, so one restart beyond the limit is enough to end the job. Infrastructure
+    One restart beyond the limit is enough to end the job; a correct agent stops at its budget anyway. Infrastructure
     restarts have no total limit, only one in a row.
     """
     if replacement < known.replacement:
@@ -286,9 +286,9 @@ def with_newly_spent(
 def with_application_spent(
     history: RestartHistory, limits: Limits, now: dt.datetime, given: int | None = None
 ) -> RestartHistory:
-    """Count all restarts left for application failures as used, because a launcher was given them and used them.
+    """Count all restarts left for application failures as used, because a launcher such as torchrun used them.
 
-    given: how many the launcher was given, if fewer.
+    given: how many of them it got; None: all.
     """
     left = max(0, limits.backoff_limit - counted(history, limits, now))
     left = left if given is None else min(left, given)
@@ -375,7 +375,7 @@ def _with(
 
 
 def _times(history: RestartHistory, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
-    """Return the times of the last charges, as many as a window needs."""
+    """Return the times of the last charges, as many as the limit within a time window needs."""
     if limits.window_seconds is None:
         return ()
     kept = limits.backoff_limit + 1

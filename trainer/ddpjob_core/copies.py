@@ -64,8 +64,8 @@ def every(copy_seconds: float, step_seconds: float, least: int = 1) -> int:
 
 
 def corrected(wanted: int, present: int, share: float) -> int:
-    """Return the steps between two copies, given the share of all time that copies have taken so far: on a shared
-    processor, measurements of single copies and steps are too low.
+    """Return the steps between two copies, given the share of all time that copies have taken so far: single
+    measurements of copies and steps are too low on a shared processor.
     """
     if share > COST_MAX:
         return min(EVERY_MAX, max(wanted, 2 * present))
@@ -73,12 +73,12 @@ def corrected(wanted: int, present: int, share: float) -> int:
 
 
 def is_better(wanted: int, present: int) -> bool:
-    """True if the wanted distance of copies differs enough from the present one to change the plan."""
+    """True if the wanted number of steps between copies differs enough from the present number to change the plan."""
     return wanted > present or wanted * LESS <= present
 
 
 def is_much_rarer(every: int, said: int) -> bool:
-    """True if a plan is worth another log line: a failure now costs many more steps than was logged."""
+    """True if the log must name a new plan, because a failure now costs many more steps than the log says."""
     return every >= said * LESS
 
 
@@ -91,13 +91,13 @@ def first_of_next(step: int, before: int, present: int, later: int = 0) -> int:
 
 
 def looks(step: int, before: int, present: int) -> bool:
-    """True if a rank checks the store for a new plan at the boundary of `step`. before: step of the previous one."""
+    """True if a rank checks the store for a new plan at the boundary of `step`. before: step of the boundary before."""
     period = max(present, LOOK_STEPS)
     return step // period > before // period
 
 
 def is_due(plan: CopyPlan, step: int, before: int) -> bool:
-    """True if the state is copied at the boundary of `step`. before: step of the last checked one."""
+    """True if the state is copied at the boundary of `step`. before: step of the boundary that was checked last."""
     return step >= plan.first and (before < plan.first or step // plan.every > before // plan.every)
 
 
@@ -109,7 +109,7 @@ def area_for(held: Sequence[Held | None]) -> int:
 def slot_for(versions: Sequence[Version | None], held: Version | None, loaded: Version | None) -> int:
     """Return the slot that a rank writes at a copy: the oldest, but not that of the newest state known to be complete.
 
-    held: the newest of its node. loaded: where this generation began; possibly only another node holds it.
+    held: newest state of its node. loaded: state that this generation loaded; maybe only another node has it.
     """
     newest = max(_order(held), _order(loaded))
 

@@ -8,7 +8,7 @@ Action = Literal["FailJob", "Ignore", "Count"]
 
 
 class PolicyRule(NamedTuple):
-    """A rule of spec.failurePolicy."""
+    """One rule of spec.failurePolicy."""
 
     action: Action
     codes: frozenset[int]

@@ -39,7 +39,7 @@ _KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
 
 class Precedence(enum.IntEnum):
-    """Priority of a failure as the cause; the failure with the lowest number is the root cause."""
+    """Order of failures by how likely they are the cause; the failure with the lowest number is the root cause."""
 
     KERNEL = 0
     """Out of memory, or never started: nothing outside the pod causes that."""
@@ -122,7 +122,7 @@ class Failure(NamedTuple):
 
     @property
     def precedence(self) -> Precedence:
-        """Return the precedence by the end of the process; root_cause.py also uses Kubernetes' facts about the pod."""
+        """Return the precedence by how the process ended; root_cause.py also uses Kubernetes' facts about the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):
@@ -156,7 +156,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> Failure:
-        """Read a failure that another process wrote; cut long texts. Raise ValueError with the wrong key."""
+        """Read a failure that another process wrote; cut long texts. Raise ValueError that names the invalid key."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is not an object")
         values = {}
@@ -190,7 +190,7 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that explains the others: the first with the lowest precedence. failures: by arrival."""
+    """Return the failure that explains the others: the first with the lowest precedence. failures: as they arrived."""
     return min(failures, key=lambda failure: failure.precedence)
 
 
@@ -228,7 +228,7 @@ def abridged(text: str, length: int) -> str:
     """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
     between.
 
-    The last sentence is never cut: a secret without its name before it would not be masked.
+    The last sentence is never cut, because redaction finds a secret only by the name before it.
     """
     if len(text) <= length:
         return text
@@ -240,7 +240,7 @@ def abridged(text: str, length: int) -> str:
 
 
 def goes_on(line: str) -> bool:
-    """True if the reason is in the next line, as after `Error(s) in loading state_dict for Net:`."""
+    """True if the next line has the reason, as after `Error(s) in loading state_dict for Net:`."""
     return line.endswith(":")
 
 
@@ -250,7 +250,7 @@ def with_next(line: str, following: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the end of the last traceback quoted in an exception; "" if there is none. torch quotes that of a
+    """Return the end of the last traceback quoted in an exception; "" if there is none. torch quotes the traceback of a
     DataLoader worker or of a spawned process:
 
         Caught ValueError in DataLoader worker process 1.
@@ -265,8 +265,8 @@ def quoted(text: str) -> str:
 
 
 def shorter(line: str) -> str:
-    """Shorten torch's line about a full GPU: drop what each other process uses (the totals show the sum) and the
-    advice. Drop the advice of DDP's line about unused parameters.
+    """Shorten torch's line about a full GPU: drop the advice, and the memory of each other process (the totals include
+    it). Drop the advice of DDP's line about unused parameters.
     """
     if _UNFINISHED in line:
         return line.partition(_UNFINISHED)[0] + _UNFINISHED
@@ -277,7 +277,7 @@ def shorter(line: str) -> str:
 
 
 def with_last_error(line: str, last: str) -> str:
-    """Replace the meaning of NCCL's error kind by the detail: ncclInvalidUsage: Duplicate GPU …"""
+    """Replace NCCL's description of an error kind by the detail, for example ncclInvalidUsage: Duplicate GPU …"""
     return _KIND_OF_NCCL.sub(lambda kind: f"{kind[1]} {last.strip()}", line) if last.strip() else line
 
 

@@ -32,7 +32,7 @@ class NamedFinding(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Any) -> NamedFinding:
-        """Read a finding that another process has written; cut long texts. Raises ValueError if it is none."""
+        """Read a finding that another process has written; cut long texts. Raises ValueError if it is invalid."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is not an object")
         reason, message = written.get("reason"), written.get("message")
@@ -42,14 +42,14 @@ class NamedFinding(NamedTuple):
 
 
 def trained_alone(world_size: int) -> NamedFinding:
-    """Return the finding of ranks that have all trained alone."""
+    """Return the finding that each rank has trained alone, without the others."""
     text = f"{world_size} ranks ran, but none formed a process group with another: each trained a model of its own, or"
     text += " nothing. Call init_process_group, or pass the option with which the script calls it"
     return NamedFinding(NO_PROCESS_GROUP, text)
 
 
 def hidden_failure(rank: int | None, where: str, why: str) -> NamedFinding:
-    """Return the finding of a rank that has failed and ended with 0. where: train.py:41, or "". why: its exception."""
+    """Return the finding that a rank failed but ended with 0. where: such as train.py:41, or "". why: its exception."""
     who = "a rank" if rank is None else f"rank {rank}"
     what = f"{who} has failed{f' in {where}' if where else ''}, although the exit code is 0: "
     return NamedFinding(FAILURE_IN_LOG, what + why[: BRIEF_MAX - len(what)])

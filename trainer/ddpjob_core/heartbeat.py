@@ -24,7 +24,7 @@ LOUD, QUIET, STACK = range(3)
 CELLS_BYTES = 104
 PAGE_BYTES = 4096
 NOTICE = "=q"  # struct format of a PID: a process writes its own into the notify pipe when it begins to train
-# SIGRTMIN + 11, because scripts and libraries hardly use real-time signals.
+# SIGRTMIN + 11: scripts and libraries hardly use real-time signals.
 # The agent sends this signal only to processes with a handler, because it would end any other process.
 STACKS_SIGNAL = 45
 # Sent to node 0's agent in a session of `ddpjob dev` to start all ranks again.

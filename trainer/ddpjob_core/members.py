@@ -14,7 +14,7 @@ NPROC_MAX = 1024
 
 
 class Members(tuple[int, ...]):
-    """The places of the pods of one generation, in the order of their node ranks."""
+    """The places (numbers) of the pods of one generation, in the order of their node ranks."""
 
     __slots__ = ()
 

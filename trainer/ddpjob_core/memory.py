@@ -145,11 +145,11 @@ def newest(
     proofs: Sequence[Proof | None] = (),
     marks: Sequence[Mark | None] = (),
 ) -> FoundState | str:
-    """Return the newest complete state held by the ranks' nodes; otherwise the reason, or "" if nothing is held.
+    """Return the newest complete state in the nodes' memory; otherwise the reason, or "" if no node has a state.
 
     present: version of the generation that loads, with step 0; only older states are from this job's past. marks: last
-    boundaries of each rank. Ranks step together, so they are at most one boundary apart. Otherwise they count
-    differently, and the step of the state is unknown.
+    boundaries of each rank. Ranks step together, so they are at most one boundary apart, unless they count steps
+    differently. Then the step of the state is unknown.
     """
     known = _that_count(held, present)
     if not any(known):
@@ -189,13 +189,13 @@ def _is_apart(mark: Mark, held: Held) -> bool:
         return False
     ahead, stride = mark.step - held.version.step, max(1, mark.step - mark.before)
     if held.every >= EVERY_MAX and ahead < 0:
-        return False  # copies of saves only: the last save may be any number of steps ago
+        return False  # only saved states are copied, and the last save may be any number of steps ago
     return not -stride <= ahead <= stride + 2 * held.every
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
-    """Return a rank whose checksum differed from another rank's at the same step and generation; None if there is
-    none."""
+    """Return a rank whose checksum differs from another rank's for the same step and generation; None if all are
+    equal."""
     seen: dict[tuple[int, int], int] = {}
     for rank, proof in enumerate(proofs):
         if proof is not None and seen.setdefault((proof.generation, proof.step), proof.total) != proof.total:
@@ -204,7 +204,7 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
 
 
 class Left(NamedTuple):
-    """Hashes of the objects that a rank has left from its last boundaries."""
+    """Hashes of the small objects that a rank has left in memory at its last boundaries."""
 
     own: bool
     """True if the rank has its own small state of the loaded step; otherwise it takes another rank's."""
@@ -220,10 +220,10 @@ ranks by their nature. LATER: names of random states and buffers that the rank i
 
 
 def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
-    """Return why ranks cannot continue from what they have left; "" if they can.
+    """Return why ranks cannot continue from the objects that they have left in memory; "" if they can.
 
-    A rank whose own objects are lost takes another rank's, which must be proved equal. What the ranks have left must
-    come from the same call (should_stop, keep or save). resized: the number of ranks has changed, so all take others'.
+    A rank whose own objects are lost takes another rank's, which must be proved equal. All objects must come from the
+    same call (should_stop, keep or save). resized: the number of ranks has changed, so all take others' objects.
     """
     common = {number for row in rows for number in row.boundaries}
     for number in sorted(common):
@@ -247,8 +247,8 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
 
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """Return an object that changed between should_stop() or keep() and save(), if some ranks have recorded it at
-    another of these calls than others; "" if there is none.
+    """Return an object that changed between should_stop() or keep() and save(), if ranks have recorded it at different
+    calls; "" if there is none.
     """
     if len({one[NAMED] for one in present}) < 2:
         return ""
@@ -282,7 +282,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def last_known(marks: Sequence[Mark | None], present: Version) -> int:
-    """Return the last step of earlier generations that a rank has recorded; 0 if none."""
+    """Return the last step that a rank of an earlier generation has recorded; 0 if there is none."""
     past = [mark[:2] for mark in marks if mark is not None and mark.generation < present.generation]
     return max(past, default=(0, 0))[1]
 
@@ -299,10 +299,10 @@ def leads_to(early: Version | None, boundaries: Sequence[Version | None], versio
 
 
 def is_newer(folder: Version | None, held: Held) -> bool:
-    """True if the folder's state is used, and not the one in memory.
+    """True if a restart loads the state in the folder, and not the state in memory.
 
-    If a rank has saved, an assumed state is not used, because it may lack saved objects. folder: None if the folder is
-    another job's, or its job is unknown.
+    If a rank has saved, an assumed state is not used, because it may lack saved objects. folder: None if the folder
+    belongs to another job or to an unknown one.
     """
     if folder is None:
         return False
@@ -326,7 +326,7 @@ def step_of(clock: int) -> int:
 
 
 def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["write", "wait", "stay"]:
-    """Decide if a clean rank writes its state or waits for a newer one.
+    """Decide if a rank whose last step is complete writes its state, or waits for a newer state.
 
     stay: not decided yet. The rank does not begin its next step, and calls this again.
 
@@ -341,20 +341,20 @@ def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["
 
 
 def passed(clock: int) -> int:
-    """Return the clock that this rank had at its last boundary."""
+    """Return the clock of the last boundary of a rank with this clock."""
     return clock - clock % 2
 
 
 def next_boundary(clock: int) -> int:
-    """Return the step of the rank's clean state, or of its next one if it is within its optimizer's step."""
+    """Return the step of the rank's complete state; of its next one if the rank is within its optimizer's step."""
     return (clock + 1) // 2
 
 
 def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
-    """True if a node already holds a state as good as the one that a rank would write.
+    """True if a node already has a state that is as good as the one that a rank would write.
 
-    Within a generation a saved state outranks an assumed one; otherwise the newer one counts. assumed: of the rank's
-    own state.
+    Within a generation a saved state outranks an assumed one; otherwise the newer one counts. assumed: True if the
+    rank's own state is an assumed one.
     """
     if held is None or held.version[:2] != version[:2] or held.assumed == assumed:
         return held is not None and held.version >= version
@@ -367,16 +367,16 @@ def limit_seconds(size: int) -> float:
 
 
 def longest_seconds(size: int) -> float:
-    """Return the seconds that ranks may take if they make slow progress."""
+    """Return the seconds that ranks may take to write `size` bytes if they write slowly but steadily."""
     return 4 * limit_seconds(size) + SECONDS_MORE
 
 
 def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool) -> bool:
     """True if the agent waits for a rank that has not answered, before it ends the ranks of its node.
 
-    clock: of the rank, or of a boundary that another rank has passed and that this one may reach. whole: step of the
-    complete state of this generation; 0 if there is none. seconds: after ranks were asked to write. still: seconds
-    after the last piece was written. size: of the state, in bytes. is_held_up: the rank has a thread that is running,
+    clock: of the rank, or of a boundary that another rank has passed and this rank may reach. whole: step of the
+    complete state of this generation; 0 if there is none. seconds: since ranks were asked to write. still: seconds
+    since the last piece was written. size: of the state, in bytes. is_held_up: the rank has a thread that is running,
     or is waiting for a processor or a disk.
     """
     if whole and clock <= 2 * whole:
@@ -391,7 +391,7 @@ def area_bytes(size: int) -> int:
 
 
 def missing(size: int, reserved: Sequence[int], areas: int) -> int:
-    """Return the bytes that areas lack. areas: 1 if survivors write the state, AREAS if it is copied."""
+    """Return the bytes to reserve for areas. areas: 1 if only survivors write the state, AREAS if it is copied."""
     return sum(max(0, size - has) for has in reserved[:areas])
 
 

@@ -20,7 +20,7 @@ def on_node(rank: int, world_size: int, number: Callable[[str, int], int], local
     number: returns an environment variable as an integer, else the default.
     """
     # A process that a script starts inherits the script's variables. Use LOCAL_RANK only if RANK is this rank.
-    # Otherwise all ranks that a script starts in a pod with nprocPerNode 1 would be local rank 0.
+    # Otherwise all ranks that a script starts in a pod with nprocPerNode: 1 would have local rank 0.
     of_this_rank = number("RANK", -1) == rank
     spawned_per_node = max(1, world_size // max(1, number("NNODES", 1)))
     per_node = (number("LOCAL_WORLD_SIZE", 0) if of_this_rank else 0) or spawned_per_node

@@ -22,9 +22,9 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
 
-# Attempts of a job that has never trained, each on other nodes; after them the job itself counts as the cause.
+# If a job that has never trained fails on different nodes this many times, the job itself counts as the cause.
 STARTS_MAX = 10
-# Failures in which ranks only lost their peers: the first may come from the network, the second from the script.
+# Failures in a row in which ranks only lost their peers: the first may come from the network, more from the script.
 PEERS_LOST_FREE = 1
 
 # Errors of a rank whose peer is gone; never a root cause. NCCL's network errors are from its documentation.
@@ -44,7 +44,7 @@ SYMPTOMS = re.compile(
 # Symptoms of a rank whose wait timed out: the rank that it waited for may still be there and hang.
 _TIMED_OUT = re.compile(
     r"Timed out (?:waiting \d+ms for|after \d+ seconds waiting)|wait timeout after \d+ms|Socket Timeout"
-    # gloo's errors in the other collectives of that rank: the timeout has closed their connections.
+    # gloo's errors in other collectives of a rank whose wait timed out: the timeout has closed all its connections.
     r"|Application timeout caused pair closure|monitoredBarrier|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
@@ -59,7 +59,7 @@ OUT_OF_MEMORY = re.compile(
     r"|^[\w.]*MemoryError\b|^std::bad_alloc\b"
     rf"|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
-# The cause of torch's "exited unexpectedly"; without shared memory the signal is SIGBUS.
+# The cause behind torch's message "exited unexpectedly"; if shared memory is full, the signal is SIGBUS.
 WORKER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: ")
 # A GPU has failed, not the program. The texts are from NVIDIA's and PyTorch's documentation; none was seen.
 # "not yet initialized" means that the node's fabric manager is not running.
@@ -98,25 +98,25 @@ _MAY_PASS = re.compile(
     r"|inline_container\.cc|PytorchStream(?:Writer|Reader))",
     re.IGNORECASE,
 )
-# Raised by torch.save when its file takes no more bytes; it does not name the reason.
+# torch.save raises this if its file takes no more bytes, and does not name the reason.
 WRITE_CUT_SHORT = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing")
 # Mistakes whose text names a GPU. AcceleratorError, torch's class for CUDA errors from 2.9 on, does not count.
 _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
-# The library's error about a folder, which a new process would get too: EPERM, EACCES, EFBIG, ENOSPC, EROFS,
-# ENAMETOOLONG, ELOOP, EDQUOT, and for a file in place of the folder EEXIST or ENOTDIR.
+# Errors of a folder that a new process would get, too: EPERM, EACCES, EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP.
+# Also EDQUOT, and EEXIST or ENOTDIR if a file is in place of the folder.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
-# The launcher's options: the same command is refused on every node, before a rank starts.
+# The launcher has refused its options: it would refuse them on every node, before a rank starts.
 _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
-# Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it
-# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Not for a spec that no node admits
-# (SysctlForbidden, SMTAlignmentError, AppArmor), because such a job would be retried forever.
+# Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it.
+# From pkg/kubelet: lifecycle, cm/topologymanager, volumemanager. SysctlForbidden, SMTAlignmentError and AppArmor are
+# left out: no node admits such a spec, so the job would be retried for ever.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "
@@ -128,13 +128,13 @@ POD_DEADLINE = "DeadlineExceeded"
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
 _CLASS_OF: dict[Action, Class] = {"FailJob": "permanent", "Ignore": "infrastructure", "Count": "application"}
-# A pod beyond its own disk limit is evicted too; it would be evicted on every node.
+# Message of an eviction because of the pod's own disk limit: the pod would be evicted from every node.
 OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemeral storage limit")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a failure: which budget is charged, and when the group restarts or why not."""
+    """The decision after a failure: which budget it is charged to, and when the group restarts or why it does not."""
 
     restart: bool
     history: RestartHistory
@@ -148,9 +148,9 @@ class Verdict:
 
 
 def classify(failure: Failure) -> Class:
-    """Return the class of a failure that is not a symptom of another.
+    """Return the class of a failure. The failure must not be a symptom of another one.
 
-    Reports of Kubernetes and the kernel come first, because a process that is ended from outside may print anything.
+    Reports of Kubernetes and the kernel have priority, because a process that is ended from outside may print anything.
     """
     f = failure
     if f.stalled:
@@ -216,7 +216,7 @@ def have_never_met(exception: str) -> bool:
 
 def is_mistake(exception: str, exit_code: int | None) -> bool:
     """True if the same command would fail in the same way on any node: its exception is a mistake in the script, or its
-    options were refused. Other exit codes than 1 and 2 are chosen by the script, and are no evidence.
+    options were refused. Exit codes other than 1 and 2 are ignored, because the script chooses them.
     """
     if exit_code == 2:
         return _OPTIONS_REFUSED.match(exception) is not None
@@ -253,8 +253,8 @@ def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
 def with_policy(
     failure_class: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
 ) -> Class:
-    """Return the class after the user's failurePolicy; the first matching rule decides. Rules are about exit codes, so
-    they also apply to exits that count against no limit without a rule. They do not apply to evictions and stalls.
+    """Return the class by the user's failurePolicy; the first matching rule decides. Rules apply to all exits, also
+    those that count against no limit by default, but not to evictions and stalls.
     """
     if from_outside or failure_class == "stall":
         return failure_class

@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple
 
 Phase = Literal["start", "train", "save", "evaluate"]
 
-# Seconds. Long, because nobody knows how long imports, a declared pause, or a first step take: it may be an epoch.
+# Seconds; long, because imports and pauses take unknown times, and the first step may be a whole epoch.
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
-# Limits in seconds for the first pause that is longer than expected.
+# Limits in seconds, by phase, for the first time that a rank makes no step for longer than expected.
 # In training it is torch's default timeout of a group, because ranks that wait longer for others end by themselves.
 UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
 UNSEEN_TRAIN_SECONDS = 1800.0
@@ -69,7 +69,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """Return the durations learned from a rank, updated because it has made a step again.
 
-    phase, step: of the rank while it made no step. made: steps made since. measured: we saw that time begin.
+    phase, step: of the rank while it made no step. made: steps made since. measured: that time was seen from its start.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):
@@ -78,7 +78,7 @@ def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, 
         learned = learned._replace(steps=_survived(learned.steps, seconds, expected))
     if not measured or made <= 0:
         return learned
-    # The time until the first report counts as one step: a resumed job starts at 0 and reports 1041 next.
+    # The time until the first report counts as one step, because a resumed job may report step 0 and then 1041.
     each = seconds if phase == "start" else seconds / made
     return learned._replace(step_seconds=(*learned.step_seconds, each)[-STEPS_REMEMBERED:])
 

@@ -41,11 +41,11 @@ def main() -> None:
     from ddprun import own_children, processes
 
     processes.open_streams()
-    own_children.stand_apart()  # before most imports: if it forks, the parent only waits and needs none of them
+    own_children.stand_apart()  # before most imports: if this forks, the parent only waits and needs none of them
     from ddprun.run import run
 
     code = run(options, os.environ)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError):  # a stream is None if it was closed at our start
+        with contextlib.suppress(OSError, AttributeError):  # a stream that was closed at the start is None
             stream.flush()
     os._exit(code)  # skips Python's shutdown, which takes as long as its start

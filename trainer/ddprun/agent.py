@@ -43,7 +43,7 @@ MESSAGE_BEGINS = b'{"ddpjob"'
 
 
 class Group(Protocol):
-    """The agent's role in the group: leader or follower. The methods are called for events of this node."""
+    """What an agent does as leader or as follower. The methods are called for events of this node."""
 
     leads: bool
 
@@ -174,7 +174,7 @@ class Agent:
         return self.group.tick(now)
 
     def _report(self, now: float) -> None:
-        """Report the first failure at once, and the result when all ranks have ended."""
+        """Report the first failure of a rank at once, and the result when all ranks of this node have ended."""
         if self.settled:
             return
         if self.node.failures and not self._failure_reported:
@@ -213,7 +213,7 @@ class Agent:
             elif number in self._for_reruns:
                 self.group.rerun(time.monotonic())
             elif number in self._fatal:
-                # Like torchrun, end on this signal. We handle it only to remove our folder.
+                # Like torchrun, end on this signal. The agent handles it only to remove its folder first.
                 handled = ",".join(self.options.signals)
                 say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
                 self.code = 128 + number
@@ -223,7 +223,7 @@ class Agent:
         first, self.termination_signal = not self.termination_signal, self.termination_signal or number
         now = time.monotonic()
         if not first:
-            if number == signal.SIGINT:  # a second Ctrl-C: the user does not want to wait
+            if number == signal.SIGINT:  # after a second Ctrl-C do not wait
                 self.node.kill_now(now)
             return
         self.watching.end()
@@ -247,7 +247,7 @@ class Agent:
         self._server.failed = {}
 
     def _receive_learned(self) -> None:
-        """Replace the fork server by its child that has learned the ranks' imports, if the child can serve."""
+        """If the fork server's child has learned the ranks' imports and can serve, replace the server by this child."""
         assert self._server is not None, "only a server is heard"
         before, later = self._server.fileno(), self._server.later.fileno()
         self.unwatch(later)
@@ -259,12 +259,12 @@ class Agent:
 
     @property
     def is_appointed(self) -> bool:
-        """True if this agent should lead."""
+        """True if the newest appointment says that this agent leads."""
         return self.leader.term > 0 and self.leader.place == self.options.place
 
     @property
     def turn(self) -> int:
-        """Number of this leader in the attempt: each later one has a higher number."""
+        """Number of this leader in the attempt; each later leader has a higher number."""
         return self.leader.term if self.leader.term > 1 else self.options.replacement
 
     def take_answer(self, leader: Appointment) -> None:
@@ -276,8 +276,7 @@ class Agent:
             self.group.granted(leader.grant)
 
     def _change_leader(self, now: float) -> None:
-        """Follow the newest leader, or lead, after all ranks have ended here. Ranks that are being stopped end first,
-        because they may be saving together."""
+        """Follow the newest leader, or lead, once all ranks here have ended: stopping ranks may be saving together."""
         leader, ends_already = self._next_leader, not self.settled and (self.node.stopped or self.node.failures)
         if leader is None or ends_already or self.code is not None:
             return
@@ -290,7 +289,7 @@ class Agent:
         self.group.begin(now)
 
     def lead(self, generation: int, now: float) -> None:
-        """Lead the group from now on. generation: the last one of this node's ranks."""
+        """Lead the group from now on. generation: the last generation of this node's ranks."""
         self.group = self.group_of(True, generation)
         self.group.begin(now)
 
@@ -305,7 +304,7 @@ class Agent:
             say(learned)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
-        # Imported now, for the first failure. An earlier import would delay the start of the ranks.
+        # Import what the first failure will need. An earlier import would delay the start of the ranks.
         from ddpjob.reporting import termination  # noqa: F401
 
     def stop(self, now: float, *, patient: bool, furthest: int = 0) -> None:
@@ -318,7 +317,7 @@ class Agent:
             self.node.stop(signal.SIGTERM, grace, now, rescue=rescue, furthest=furthest)
         elif self.settled:
             if self.node.exit_code == 0:
-                self.node.forget()  # even ranks that ended with 0 start again with the others
+                self.node.forget()  # ranks that ended with 0 start again, too
             self.group.stopped([], now)
 
     def end(
@@ -332,8 +331,8 @@ class Agent:
     ) -> None:
         """End this agent: leave the termination message, and make `run` return.
 
-        ended: True if the leader ends the whole group; False if only this agent ends and is replaced. account: restarts
-        that node 0 has charged. findings: reasons to doubt an exit code of 0.
+        ended: True if the leader ends the whole group; False if only this agent ends, and another pod replaces it.
+        account: restarts that node 0 has charged. findings: reasons to doubt an exit code of 0.
         """
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
@@ -343,7 +342,7 @@ class Agent:
             group["findings"] = [finding.as_dict() for finding in findings]
         message = group if code != 0 or account or findings else {}
         if known is not None or (code != 0 and not self.termination_signal):
-            # Without this message the failure is lost if a shell around us ends with 0: `ddprun train.py | tee log`.
+            # Without this message a shell such as `ddprun train.py | tee log`, which ends with 0, hides the failure.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
         if message:
@@ -363,7 +362,7 @@ class Agent:
         return order.code if self.is_mine(order.failure) else RESUMABLE
 
     def is_mine(self, failure: Failure | None) -> bool:
-        """True if the failed rank belongs to this node."""
+        """True if the rank of this failure belongs to this node."""
         if failure is None or failure.rank is None:
             return False
         return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place

@@ -1,8 +1,8 @@
 """Ask which agent leads the group: if the leader of an elastic job is lost, the operator appoints another agent.
 
 Agents elect nobody. Each remembers the highest term that it has seen, and ends its ranks if another agent leads in a
-higher one. Without a status receiver (DDPJOB_STATUS_URL), node 0 leads for ever. A leader asks every 5 s, because it
-may have been taken for lost. An agent without a leader asks each second. The others ask twice a minute.
+higher one. Without a status receiver (DDPJOB_STATUS_URL), node 0 leads for ever. A leader asks every 5 s, because the
+operator may have replaced it meanwhile. An agent without a leader asks each second. The others ask twice a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddprun.core.appointment import Appointment
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # between two requests
+LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # seconds between two requests
 
 
 class Asking:
@@ -37,7 +37,7 @@ class Asking:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         if not self._url:
             return None
         return self._call.until if self._call.is_running else self._asked_at + self._seconds

@@ -5,7 +5,7 @@ The rank prints a line that names a pipe of its own, as pid, descriptor and inod
     ddprun: rank 1 waits in breakpoint() at train.py:12 (4711 5 88213)
 
 `ddpjob dev` reads the line in the log, and writes a terminal's device into the pipe, in a pod by `kubectl exec`. The
-rank keeps the pipe open until it gives the terminal back, at `continue` or at its end. So ranks get it one by one.
+rank keeps the pipe open until it gives the terminal back, at `continue` or at its end. So ranks get it in turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Debugger(pdb.Pdb):
     """pdb at a terminal that it borrows at its first stop and gives back when the script continues."""
 
     _pipe: tuple[int, int] | None = None
-    _own: tuple[int, int, Any, Any]  # stdin and stdout before the loan: descriptors and streams
+    _own: tuple[int, int, Any, Any]  # descriptors and streams of stdin and stdout before the terminal is borrowed
 
     def interaction(self, frame: FrameType | None, *rest: Any, **options: Any) -> None:
         if frame is not None and self._pipe is None:
@@ -48,7 +48,7 @@ class Debugger(pdb.Pdb):
                 self._borrow(self.curframe)
 
     def do_EOF(self, arg: str) -> Any:  # noqa: N802 - pdb's name
-        """Quit at Ctrl-D. A lost connection also ends the input; then wait for the next terminal."""
+        """Quit at Ctrl-D. If the input ends because the connection is lost, wait for the next terminal."""
         if self._is_cut_off():
             raise OSError("the terminal is gone")
         return super().do_EOF(arg)
@@ -62,7 +62,7 @@ class Debugger(pdb.Pdb):
         self._give_back()
 
     def _borrow(self, frame: FrameType) -> None:
-        """Wait for a terminal, and make it stdin and stdout. readline needs it at descriptors 0 and 1."""
+        """Wait for a terminal, and use it as stdin and stdout, at descriptors 0 and 1 because readline needs that."""
         rank, place = os.environ.get("RANK", "0"), f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         read_end, write_end = self._pipe = os.pipe()
         inode = os.fstat(read_end).st_ino

@@ -12,7 +12,7 @@ from ddprun import processes
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SECONDS_MAX = 30.0  # limits name resolution; the request has a time-out in ddpjob/reporting/sender.py
+SECONDS_MAX = 30.0  # needed for name resolution; requests have a shorter time-out (ddpjob/reporting/sender.py)
 ANSWER_BYTES_MAX = 4096
 
 
@@ -56,7 +56,7 @@ class ChildCall:
         self._answered(answer, time.monotonic())
 
     def abandon(self) -> None:
-        """Kill the child: it has not answered and is not reaped, so its pid is not reused."""
+        """Kill the child. Its pid cannot belong to another process yet, because the child has not been reaped."""
         if self.is_running:
             processes.kill([self._child])
             self._close()

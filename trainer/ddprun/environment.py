@@ -16,7 +16,7 @@ PDB, ALL_RANKS = "DDPJOB_PDB", "all"
 
 
 class Life(NamedTuple):
-    """Facts about one generation: the ranks that run from one start to the next."""
+    """Facts about one generation: one start of all ranks, until they end."""
 
     generation: int
     """Number of restarts before this generation."""
@@ -38,11 +38,11 @@ class Life(NamedTuple):
 
 def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for all child processes: `environ` with the changes that torchrun makes for all ranks."""
-    # torchrun's default includes SIGQUIT. ddprun's own does not, because it uses SIGQUIT to show stacks.
+    # torchrun's default includes SIGQUIT. The default of ddprun does not, because SIGQUIT requests stacks.
     signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
     changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
     if options.nproc > 1:
-        # torchrun's default: n ranks that use all cores are slower than n ranks with one core each.
+        # torchrun's default, because n ranks that use all cores are slower than n ranks with one core each.
         changed.setdefault("OMP_NUM_THREADS", "1")
     return changed
 
@@ -67,7 +67,7 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": life.host,
         "MASTER_PORT": str(life.port),
-        # Under `ddpjob dev` a saved file starts the ranks again. Resuming then could load another model's state.
+        # 0 under `ddpjob dev`: a saved file starts the ranks again, and they must not load another model's state.
         "TORCHELASTIC_RESTART_COUNT": "0" if options.dev else str(life.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(options.budget.application),
         "TORCHELASTIC_RUN_ID": options.run_id,
@@ -104,7 +104,7 @@ def substituted(word: str, local_rank: int) -> str:
 
 
 def _of_breakpoint(rank: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Let `breakpoint()` borrow the user's terminal in the ranks that DDPJOB_PDB names; the others skip it."""
+    """Let `breakpoint()` borrow the user's terminal in ranks that DDPJOB_PDB names, and do nothing in the others."""
     named = environ.get(PDB)
     if named is None or environ.get("PYTHONBREAKPOINT") == "0":
         return {}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
-WAITS_BYTES_MAX = 1 << 15  # half of a line's limit; longer answers omit what ranks wait in, so no deadlock is proved
+WAITS_BYTES_MAX = 1 << 15  # half of a line's limit; a longer answer omits what ranks wait in, so no deadlock is found
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
@@ -41,7 +41,7 @@ class Follower:
     leads = False
 
     def __init__(self, agent: Agent, generation: int = -1) -> None:
-        """generation: the last one in which this node took part."""
+        """generation: the last generation in which this node took part."""
         self._agent, self._options = agent, agent.options
         self._link: Link | None = None
         self._welcome = False
@@ -56,17 +56,17 @@ class Follower:
         self._heard_at = self._heartbeat_at = 0.0
         self._done = False  # True if all our ranks have ended with 0
         self._wait_logged = False
-        self._was_ready = False  # True if the leader knows that our ranks would start at once
+        self._was_ready = False  # True if the leader knows that ranks could start here at once
 
     @property
     def ask_seconds(self) -> float:
-        """Seconds between two requests for the leader; few while the leader is lost."""
+        """Seconds between two requests for the leader; fewer while the leader is lost."""
         is_lost = self._link is None and (self._generation >= 0 or not self._agent.leader.term)
         return LEADERLESS_SECONDS if is_lost else FOLLOWER_SECONDS
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         if self._link is not None:
             return min(self._heartbeat_at, self._heard_at + SILENT_SECONDS)
         give_up = self._disconnected_since + self._options.join_seconds
@@ -97,7 +97,7 @@ class Follower:
         self._send({**self._event("stood"), "word": report})
 
     def answered(self, report: StallReport, positions: Sequence[Position], _now: float) -> None:
-        """Send the positions of the ranks that are furthest behind, as many as a line can hold."""
+        """Send the positions of the ranks that are furthest behind, as many as fit into one line of the protocol."""
         behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
         lines = [line_of(position) for position in behind]
         if len(json.dumps(lines)) > WAITS_BYTES_MAX:
@@ -171,8 +171,8 @@ class Follower:
             say(f"the other nodes train; this one joins them in {max(1.0, float(message['joins'])):.0f} s")
         generation = int(message["generation"])
         if generation > self._generation:
-            self._agent.members = Members()  # this node was not a member, so a failed rank is not ours
-        # If this leader is lost before it starts ranks here, we must report its generation to the next leader.
+            self._agent.members = Members()  # this node was not a member, so no failed rank is on this node
+        # If this leader is lost before it starts ranks here, the next leader must still learn of its generation.
         self._generation = max(self._generation, generation)
         if self._agent.termination_signal:
             self._send({"terminating": self._agent.termination_signal})
@@ -207,7 +207,7 @@ class Follower:
                 self._disconnect(str(error), time.monotonic())
 
     def _disconnect(self, why: str, now: float) -> None:
-        """Stop everything: without its leader a node runs nothing, because the others may have restarted."""
+        """End the connection and all ranks: without a leader no rank may run, because the others may have restarted."""
         if self._link is None:
             return
         known = self._welcome
@@ -226,8 +226,8 @@ class Follower:
         if now >= self._disconnected_since + self._options.join_seconds:
             say(f"{self._leader()} was not reached for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            # ended=True, because the others give up too: a replacement of this pod alone would find no peers. In an
-            # elastic job the others may train, and only this node cannot reach node 0.
+            # ended=True: the other pods give up too, so a replacement of this pod alone would find no peers.
+            # In an elastic job ended is False: the others may be training, and only this node cannot reach node 0.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=not self._options.is_elastic)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True
@@ -246,7 +246,7 @@ class Follower:
         return f"node {leader.place} at {leader.host}:{leader.port}"
 
     def leave(self) -> int:
-        """Follow this leader no longer, because another agent was appointed. Return the last generation."""
+        """Stop following this leader, because another agent was appointed. Return the last generation."""
         if self._link is not None:
             self._agent.unwatch(self._link.fileno())
             self._link.close()
@@ -292,7 +292,7 @@ class Follower:
         family, address = self._addresses.pop(0)
         try:
             self._connecting = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # an IPv6 address, but no IPv6 here
+        except OSError:  # for example an IPv6 address on a machine without IPv6
             return self._connect(now)
         self._connecting.setblocking(False)
         self._connect_until = now + CONNECT_SECONDS
@@ -342,5 +342,5 @@ class Follower:
 
 
 def _encoded(failures: Sequence[Failure]) -> list[dict[str, Any]]:
-    """Encode the first failures; the others usually have the same cause."""
+    """Encode the first failures only, because the others usually have the same cause."""
     return [failure.brief().as_dict() for failure in failures[:FAILURES_MAX]]

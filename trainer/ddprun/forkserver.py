@@ -49,9 +49,9 @@ if TYPE_CHECKING:  # typing is not imported at run time, because it would be in 
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
-CRASH_DESCRIPTOR = 512  # number of the descriptor, or the next free one; `ulimit -n` is usually 1024 or more
+CRASH_DESCRIPTOR = 512  # lowest number of the descriptor; `ulimit -n` is usually 1024 or more
 PIPE_BYTES = 4096  # PIPE_BUF: a write of up to this size is atomic
-CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
+CALLSTACK_CHARACTERS_MAX = 8192  # the termination message has at most 4096 bytes
 
 
 def main() -> Callable[[], None] | None:
@@ -132,7 +132,7 @@ def learns(path: str, agent_pid: int, prepared: Prepared, later: socket.socket) 
 def preload(order: dict[str, Any]) -> dict[str, str]:
     """Import the modules with the search path and environment of the ranks. Return errors by name."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = order["path0"]  # torch imports numpy: a numpy.py next to the script takes effect as in a rank
+        sys.path[0] = order["path0"]  # torch imports numpy; a numpy.py next to the script must take effect as in a rank
     # Detecting GPUs through CUDA would make this process and its forks unable to use them.
     for name in order["hidden"]:
         os.environ[name] = "1"
@@ -170,7 +170,7 @@ def not_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reads_recorded() -> Iterator[set[str]]:
-    """Record the variables that Python code reads during imports, because a script would set them too late."""
+    """Yield a set that records which environment variables imports read: a script would set them too late."""
     names: set[str] = set()
     kind: Any = type(os.environ)
     read = kind.__getitem__
@@ -223,7 +223,7 @@ class Prepared:
         write_whole_lines()
         self.imported: Any = None  # used only under `ddpjob dev`
         self.hide_torch(read)
-        # Let the kernel reap ended children, because waiting for a child would take as long as forking it.
+        # Let the kernel reap ended children, because waiting for each child would take as long as its fork.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def hide_torch(self, read: set[str]) -> None:
@@ -247,7 +247,7 @@ class Prepared:
             import torch  # noqa: F401 - its finder restores all of torch
 
     def wait(self) -> None:
-        """Copy the memory pages that the script's `import torch` will write to. Called in a waiting spare."""
+        """Copy the memory pages that the script's `import torch` will write to. Called while a spare waits."""
         if self.hidden is not None:
             self.hidden.touch()
 
@@ -256,7 +256,7 @@ class Prepared:
         return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:
-        """Finish the preparation in a rank, after its environment is set."""
+        """Finish the preparation in a rank, when its environment is set."""
         signal.signal(signal.SIGCHLD, self._ended)
         reseed(self.torch)
         if (learned := sys.modules.get("ddprun.learned")) is not None:
@@ -309,7 +309,7 @@ class Spares:
 
 
 def awaited(pipe: int) -> dict[str, Any]:
-    """Wait in a spare for a script to run, and return its settings. Exit if none will come."""
+    """Wait in a spare for a script to run, and return its settings. Exit if the server ends first."""
     with open(pipe, encoding="utf-8") as file:
         line = file.readline()
     if not line.endswith("\n"):
@@ -329,7 +329,7 @@ def serve(
         else:
             pid = spares.take(asked) or fork_rank(agent_pid)
     except OSError as error:
-        if os.getpid() != server:  # a fork that continues here would be a second server on the same socket
+        if os.getpid() != server:  # a fork that went on here would be a second server on the same socket
             os._exit(1)
         say(agent, {"error": str(error)})
         return None
@@ -343,7 +343,7 @@ def serve(
 def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
     """Fork twice. Return the pid in the server, and 0 in the rank, whose parent is the agent. Raise OSError.
 
-    of_rank: descriptors for the rank only, which the process between server and rank closes.
+    of_rank: descriptors that only the rank keeps; the process between server and rank closes them.
     """
     read_end, write_end = os.pipe()
     try:
@@ -374,7 +374,7 @@ def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
-        for descriptor in of_rank:  # close the pipe before the answer: otherwise a run could be sent to a killed spare
+        for descriptor in of_rank:  # closed before the answer: otherwise the server could send a run to a killed spare
             os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)
@@ -429,7 +429,7 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
 
 
 def write_whole_lines() -> None:
-    """Let stdout and stderr write whole lines. Under -u each print makes two writes. So ranks that print at the same
+    """Let stdout and stderr write whole lines. Under -u each print makes two writes, so ranks that print at the same
     time, as after a collective, would mix their lines: `rank 0rank 1`.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -456,12 +456,12 @@ def write_down_stacks(path: str, stacks_signal: int) -> None:
 
 
 def reseed(torch: Any) -> None:
-    """Seed numpy and torch again: otherwise all ranks draw the same numbers, after each restart too."""
+    """Seed numpy and torch again. Otherwise all ranks, also after a restart, would draw the same numbers."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None:
-        torch.default_generator.seed()  # the CPU's; GPU generators are created with CUDA, in the rank
+        torch.default_generator.seed()  # the CPU's generator; those of GPUs are created in the rank
 
 
 def prepare_groups() -> None:
@@ -514,7 +514,7 @@ def watch_group(c10d: Any) -> None:
 
 
 def show_torch() -> None:
-    """Restore the hidden torch, because a script whose imports were all learned never imports it itself."""
+    """Make torch visible again: if all imports of a script were learned, its import statements never load torch."""
     import torch  # noqa: F401
 
 
@@ -612,8 +612,8 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # Only in the rank itself, not in its forked children, and not for KeyboardInterrupt.
-        # Python ends by SIGINT only if this hook has not called exec(), as importing dataclasses does.
+        # Only in the rank itself, not in its forks. Not for KeyboardInterrupt, after which Python must end by SIGINT.
+        # A call of exec() here, as in an import of dataclasses, would prevent that.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback
@@ -647,7 +647,7 @@ def never_exit_with_0() -> Iterator[None]:
 def record_exit(error: SystemExit) -> None:
     """Record a SystemExit with a text, such as `sys.exit("no data")` or argparse's: no excepthook is called for it."""
     if isinstance(error.code, int) and error.code and not error.code & 0xFF:
-        error.code = 1  # sys.exit(os.system(…)) may be 256: the kernel keeps 8 bits, so the code would be 0
+        error.code = 1  # sys.exit(os.system(…)) may pass 256; the kernel would keep 8 bits, so the exit code would be 0
     with contextlib.suppress(Exception):
         from ddpjob import process
         from ddpjob.reporting.termination import end_soon, exit_code, exit_words, hidden_by
@@ -663,7 +663,7 @@ def record_exit(error: SystemExit) -> None:
 
 
 def record(line: str, printed: str) -> None:
-    """Write what torch's `@record` writes, also for scripts without it, because an exit code shows no cause."""
+    """Write the exception as torch's `@record` does, also for scripts without it: an exit code shows no cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return

@@ -37,7 +37,7 @@ from ddpjob_core.stall_limits import Phase
 from ddprun.core.stall_monitor import Heartbeat
 from ddprun.memory import create
 
-READ_BYTES = 4096  # a multiple of a notice's size; each notice is written atomically
+READ_BYTES = 4096  # bytes read at once; a multiple of a notice's size, because each notice is written atomically
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
 
 
@@ -103,7 +103,7 @@ class Heartbeats:
         return self._asked
 
     def group_failed(self) -> None:
-        """Tell the ranks that the next SIGTERM comes because the group has failed: they cannot agree on a last step."""
+        """Tell the ranks, before their SIGTERM, that the group has failed: they cannot agree on a last step."""
         for cells in self._cells:
             cells[FAILED] = 1
 
@@ -113,7 +113,7 @@ class Heartbeats:
         return self._asked
 
     def begun_by(self, local_rank: int) -> int:
-        """Return the number of operations that a rank had begun in the default group when it left; -1 if it has not."""
+        """Return how many operations a rank had begun in the default group when it left; -1 if it has not left."""
         cells = self._cells[local_rank]
         return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 
@@ -146,7 +146,7 @@ def _file() -> int:
     except OSError as error:
         if error.errno not in REFUSED:
             raise
-    import tempfile  # imported late, because it is seldom needed and would delay each start
+    import tempfile  # imported late: it is seldom needed and delays each start
 
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

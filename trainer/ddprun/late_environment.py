@@ -19,7 +19,7 @@ from typing import Any
 
 PACKAGE = "torch"
 NAMES_MAX = 5
-# Prefixes of variables that C and C++ read when libraries are loaded. Python cannot observe that.
+# Prefixes of variables that C and C++ code reads when libraries are loaded; Python cannot observe this.
 LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_")
 IN_C = frozenset(
     "TORCH_CPP_LOG_LEVEL ATEN_CPU_CAPABILITY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
@@ -63,7 +63,7 @@ class Hidden:
         return set(self._modules)
 
     def touch(self) -> None:
-        """Take a reference to each module, as an import will, so that their memory pages are copied now."""
+        """Take a reference to each module, as an import will. So the memory pages are copied now, not then."""
         self._touched = dict(self._modules)
 
     def begin(self) -> None:
@@ -148,7 +148,7 @@ def of_openblas(verb: str) -> Iterator[Any]:
 
 
 def openblas_threads() -> int:
-    """Return the number of OpenBLAS threads, which OpenBLAS ends before a fork and starts again after it."""
+    """Return the number of OpenBLAS threads. They do not make forks unsafe: OpenBLAS ends them before a fork."""
     return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
 
 

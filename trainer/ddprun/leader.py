@@ -42,7 +42,7 @@ class Leader:
     ask_seconds = LEADER_SECONDS
 
     def __init__(self, agent: Agent, generation: int = -1) -> None:
-        """generation: the last one in which this node took part under another leader."""
+        """generation: the last generation in which this node took part under another leader."""
         options, grant = agent.options, agent.leader.grant
         self._agent, self._options = agent, options
         self._generation = generation
@@ -69,7 +69,7 @@ class Leader:
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
         self._links: dict[int, Link] = {}  # by node
-        self._unauthenticated: dict[Link, float] = {}  # connections that must still authenticate, and their times
+        self._unauthenticated: dict[Link, float] = {}  # connections not yet authenticated, and when each was opened
         self._refused: set[str] = set()  # refusals already logged, because a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
@@ -77,12 +77,12 @@ class Leader:
         self._late_start: Life | None = None  # start order that was not sent to the other nodes yet
         self._step_in_memory = 0  # step of the complete state that stopped ranks left in memory; 0: none
         self._furthest = 0  # highest CLOCK (ddpjob_core/memory.py) of nodes with a failed rank, in this generation
-        self._started_from = 0  # step in memory that the last generation was started with
+        self._started_from = 0  # step of the state in memory from which the last generation started
         self._left: dict[int, NodeEnd] = {}  # by node: results of nodes whose ranks have all ended with 0
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         heartbeat_at = self._heartbeat_at if self._links or self._unauthenticated else None
         times = [at for at in (self._lead.deadline, self._posting.deadline, heartbeat_at) if at]
         return min(times) if times else None
@@ -226,7 +226,7 @@ class Leader:
         self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._drain()
         account = self._account() if order.code != 0 or self._lead.restarts else None
-        if order.code == 0 and self._options.is_elastic:  # so that the operator waits for no other node
+        if order.code == 0 and self._options.is_elastic:  # tells the operator to wait for no other node
             account = {**self._account(), "members": self._lead.members.text}
         findings = self._findings() if order.code == 0 else []
         for finding in findings:
@@ -251,7 +251,7 @@ class Leader:
         self._lead.granted(grant)
 
     def leave(self) -> int:
-        """Lead no longer, because another agent was appointed. Return the last generation."""
+        """Stop leading, because another agent was appointed. Return the last generation."""
         for link in list(self._links.values()) + list(self._unauthenticated):
             self._agent.unwatch(link.fileno())
             link.close()
@@ -324,7 +324,7 @@ class Leader:
         except OSError:  # the client has closed the connection
             return
         if len(self._unauthenticated) >= UNAUTHENTICATED_MAX:
-            # Drop a random connection, because a client that opens many could keep the job's agents out.
+            # Drop a random connection: otherwise a client that opens many would keep the job's agents out.
             self._drop(list(self._unauthenticated)[os.urandom(1)[0] % UNAUTHENTICATED_MAX])
         try:
             link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
@@ -386,7 +386,7 @@ class Leader:
         if "ready" in message:
             self._lead.ready(node, now)
         if message.get("generation") != self._lead.generation:
-            return  # nothing to do for a heartbeat, or for a delayed event of an earlier generation
+            return  # a heartbeat, or a delayed event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
         event = message.get("event")
         self._lead.reached(int(message.get("step", 0)))
@@ -409,9 +409,7 @@ class Leader:
             self._lead.answered(node, stall_report_of(message["word"]), positions, now)
 
     def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
-        """Parse the rank that ended with exit code 0, and its step; None if there is none. Raise TypeError or
-        ValueError.
-        """
+        """Parse which rank ended with exit code 0, and its step; None if no rank did. Raise TypeError or ValueError."""
         if message.get("ended") is None:
             return None
         rank, step = map(int, message["ended"])
@@ -464,7 +462,7 @@ def reported(failure: Failure) -> dict[str, Any]:
 def clock_of(message: dict[str, Any]) -> int:
     """Return the highest CLOCK (ddpjob_core/memory.py) of the sender's ranks.
 
-    Return 0 if it is invalid, because scripts choose their step numbers and the failure must count anyway.
+    Return 0 for an invalid CLOCK: scripts choose their step numbers, and the message's failure must count anyway.
     """
     clock = message.get("clock")
     return clock if type(clock) is int and 0 <= clock < 1 << 53 else 0

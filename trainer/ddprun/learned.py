@@ -27,15 +27,15 @@ from ddpjob import own_files
 from ddpjob.checkpoint.in_memory import room
 
 ROUNDS_MAX = 6
-COARSE_AFTER = 3  # from this round on leave out whole packages, not single modules
+COARSE_AFTER = 3  # after this many rounds leave out whole packages instead of single modules
 MODULES_MAX = 20_000
 MIB = 1 << 20
-BYTES_MAX = 512 * MIB  # memory that learned imports may add to the fork server
+BYTES_MAX = 512 * MIB  # limit for the memory that learned imports add to the fork server
 BYTES_EXPECTED = 128 * MIB  # free memory required before learning begins
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Modules that may be imported before the fork, although they draw random numbers or read variables then. numpy is
-# seeded again in each rank, and joblib's temporary names differ by process. Ranks may share the link IDs of rich, the
-# session ID of transformers and scipy's default generators. fsspec reads only FSSPEC_* variables, equal on all ranks.
+# Modules that may be imported before the fork, although they draw random numbers or read variables at the import.
+# numpy is seeded again in each rank, and joblib's temporary names differ by process. Ranks may share rich's link IDs,
+# transformers' session ID and scipy's default generators. fsspec reads only FSSPEC_* variables, equal on all ranks.
 _HARMLESS = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
     " transformers.utils.hub fsspec.config"
@@ -53,7 +53,7 @@ _OURS = ("ddpjob", "ddpjob_core", "ddprun")
 
 
 def note(path: str, known: set[str], variables: dict[str, str | None]) -> None:
-    """Write down what this rank has imported besides `known`, and the variables that only it has or that it changed."""
+    """Write down the modules that this rank has imported, except `known`, and its variables that differ."""
     folders = _installed()
     modules = [
         name
@@ -194,7 +194,7 @@ class _Watch:
     """Watch imports one by one for side effects that make a fork differ from a process that imports the module."""
 
     def __init__(self, variables: dict[str, str | None]) -> None:
-        """variables: those that differ between the rank and the fork server, with the rank's values."""
+        """variables: the rank's values of environment variables that differ in the fork server."""
         self._read_now: set[str] = set()
         self.read: set[str] = set()
         self.resident = _resident()
@@ -258,7 +258,7 @@ class _Watch:
         os.close(self._out)
 
     def imports(self, name: str) -> str:
-        """Import a module. Return why it must be left out, or ""."""
+        """Import a module. Return why it must be left out; "" if it need not."""
         before, began = self._state(), time.process_time()
         self._why = ""
         self._read_now.clear()
@@ -268,7 +268,7 @@ class _Watch:
             __import__(name)
         except BaseException as error:
             return f"cannot be imported: {type(error).__name__}"
-        # A variable with the same value here and in the rank does not change what the module does in the rank.
+        # Reading a variable is harmless if it has the same value here and in the rank.
         own = (n for n in sorted(self._read_now & self._variables.keys()) if os.environ.get(n) != self._variables[n])
         why = next((f"reads {name}" for name in own), "") or self._why or self._changed(before, self._state())
         time.sleep(time.process_time() - began)  # leave CPU time to the ranks, which are training

@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.05
 
 
 def lend(pid: str, descriptor: str, inode: str, device: str, is_over: Callable[[], object] = lambda: False) -> int:
-    """Lend the terminal `device`. is_over: true if it must be taken back. Return the exit code."""
+    """Lend the terminal `device`. is_over: returns true if the terminal must be taken back. Return the exit code."""
     pipe = f"/proc/{pid}/fd/{descriptor}"
     code = GONE
     try:
@@ -35,7 +35,7 @@ def lend(pid: str, descriptor: str, inode: str, device: str, is_over: Callable[[
 
 
 def end_former() -> None:
-    """End the process that lent a terminal to this rank before: containerd keeps it if the client's connection ends."""
+    """End an earlier process that lent a terminal to this rank: it may outlive its client's connection."""
     own = _command_line("self")
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if int(pid) != os.getpid() and _command_line(pid) == own:

@@ -23,13 +23,13 @@ from ddprun.options import Options, Output
 
 TAIL_SECONDS = 0.1
 LAST_LINES_SECONDS = 5.0  # limit for a console that accepts no data
-LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 gives it up after 30 s
+LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this agent, and node 0 waits only 30 s for it
 CHUNK = 1 << 16
-CHUNKS_MAX = 16  # most chunks of a file that are copied at once, because signals and peers wait meanwhile
+CHUNKS_MAX = 16  # at most this many chunks of a file are copied at once, because signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
-OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # a rank's files for the agent; torchrun has none
+OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files that a rank writes for the agent; torchrun has none
 
 
 class Files(NamedTuple):
@@ -59,7 +59,7 @@ class LogFolder:
         run = os.fsencode(options.run_id.replace("/", "_"))[:RUN_BYTES_MAX].decode(errors="ignore")
         name = f"{run}_{os.urandom(4).hex()}"
         self.has_unseen = not given and _has_unseen(options.output)
-        # `ddpjob run` removes folders that begin with ddprun_ and its id, so output to be kept needs another name.
+        # `ddpjob run` removes folders that begin with ddprun_ and its id. A folder to keep needs another name.
         kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
         self.path = os.path.join(base, f"{kind}{name}")
         os.mkdir(self.path, 0o700)
@@ -72,7 +72,7 @@ class LogFolder:
     def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
         """Create the folders of these ranks, and return their files by local rank."""
         output, attempt = self._output, self._attempt(life)
-        own_files.make_folder(self.path)  # somebody may have emptied /tmp and taken the name
+        own_files.make_folder(self.path)  # after /tmp was emptied, another user may have created this folder
         os.mkdir(attempt, 0o700)  # the folder cannot exist: generation numbers only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
@@ -82,16 +82,16 @@ class LogFolder:
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
-        # `extend` adds open files one by one, so if one cannot be opened, `copy_last` still closes the earlier ones.
+        # `extend` adds files one by one. So if one cannot be opened, `copy_last` still closes those opened before.
         self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
     def copy(self) -> bool:
-        """Copy new output of the ranks, up to 1 MiB each. True if no rank has more."""
+        """Copy new output of the ranks, up to 1 MiB of each. Return True if no rank has more."""
         return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
 
     def copy_last(self) -> bool:
-        """Copy the rest of a generation, also an incomplete last line. True if the console took everything.
+        """Copy the rest of a generation's output, also an incomplete last line. True if the console took all of it.
 
         A slow console gets more time as long as it takes data, at most `LAST_LINES_SECONDS_MAX`.
         """
@@ -112,7 +112,7 @@ class LogFolder:
 
     @property
     def rest(self) -> str:
-        """Describe where the output is that the console has not taken."""
+        """Return a text that says where the output is that the console has not taken."""
         return f"only in {self.path}" if self._kept or self.has_unseen else f"lost, because --log-dir is {os.devnull}"
 
     def remove(self) -> None:
@@ -155,7 +155,7 @@ def is_read(console: int) -> bool:
 
 
 def _has_unseen(output: Output) -> bool:
-    """True if a rank's stream goes to a file only."""
+    """True if a stream of a rank goes to a file and not to the console."""
     return any(output.in_files(rank) & ~(tee if output.shows(rank) else 0) for rank, tee in output.tee.items())
 
 
@@ -237,7 +237,7 @@ class _Tail:
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
                 written = os.write(self.console, self._waiting[:end])
-            except OSError:  # the reader has closed the console; the log file is complete
+            except OSError:  # nobody reads the console; the log file is complete
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]
             self.taken += written

@@ -21,7 +21,7 @@ from ddpjob_core import memory
 
 MFD_NOEXEC_SEAL = 0x0008  # missing in the os module; needed by kernels with vm.memfd_noexec=2
 LOOK_SECONDS = 0.001
-LATE_LOOK_SECONDS = 0.02  # seconds between late checks, which read the states of all threads from /proc
+LATE_LOOK_SECONDS = 0.02  # seconds between checks of a slow write; a check reads the states of all threads from /proc
 
 
 class Memory:
@@ -37,7 +37,7 @@ class Memory:
         self._node = cells[: memory.NODE_CELLS]
         self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self._read = self._write = -1
-        self._wrote = 0, 0.0  # last value of WROTE, and when it changed: seconds after `order`
+        self._wrote = 0, 0.0  # last value of WROTE, and its time in seconds after `order`
 
     def begin(self, generation: int) -> None:
         """Prepare the memory for a new generation of ranks. Raise OSError if no file descriptor is left."""
@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def clock(self) -> int:
-        """Highest CLOCK of the ranks (ddpjob_core/memory.py)."""
+        """Highest CLOCK of the ranks, which shows how far their steps are (ddpjob_core/memory.py)."""
         return max(cells[memory.CLOCK] for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
@@ -78,7 +78,7 @@ class Memory:
         whole = self.whole
         step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
-            step = 0  # the script has not called save() for this state; a rank that has called save() overwrites it
+            step = 0  # the script has not called save() for this state, so a rank that has called save() overwrites it
         size, still = self._size, self._still(seconds)
         late = still >= memory.limit_seconds(size)  # only then call is_held_up, which is expensive
         furthest = max(self.clock, self._node[memory.FURTHEST])

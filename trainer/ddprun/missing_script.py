@@ -26,8 +26,8 @@ def missing(script: RankScript, environ: Mapping[str, str]) -> str:
 
 
 def told(sentence: str) -> str:
-    """Return the sentence with a prefix by which operator and agents recognize it (NO_PROGRAM in
-    ddpjob_core/failures.py).
+    """Return the sentence with the prefix NO_PROGRAM (ddpjob_core/failures.py), by which operator and agents recognize
+    a missing program.
     """
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]
 
@@ -58,13 +58,13 @@ def _missing_script(script: str) -> str:
 
 
 def _missing_module(name: str, environ: Mapping[str, str]) -> str:
-    """Check as far as possible without an import: the first package, and a file given in place of a module."""
+    """Return which top-level package is missing, or that a file name was given as module; "" if neither is known."""
     stem = name.removesuffix(".py")
     path = f"{stem.replace('.', '/')}.py"
     if stem != name and os.path.isfile(path) and not os.path.isdir(path[:-3]):
         return f"there is no module {name}: -m takes {stem.replace('/', '.')}; without -m the file is {path}"
     top = name.partition(".")[0]
-    # Another interpreter, or other flags, may find other modules. Python itself refuses a relative name.
+    # Not checked: another interpreter or other flags may find other modules; Python itself refuses a relative name.
     other = environ.get("PYTHON_EXEC") or sys.flags.ignore_environment or sys.flags.no_user_site
     if other or not top or _is_there(top):
         return ""
@@ -79,7 +79,7 @@ def _is_there(module: str) -> bool:
     sys.path.insert(0, os.getcwd())
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # a finder that is not Python's own may find the module
+    except (ImportError, ValueError):  # an import hook that is not Python's own may find the module
         return True
     finally:
         sys.path[:] = before

@@ -39,8 +39,8 @@ from ddprun.signalled import LOOK_SECONDS, Signalled, would_end
 if TYPE_CHECKING:
     from ddprun.core.rank_ends import NodeEnd
 
-LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
-HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset may take tens of seconds
+LINGERING_SECONDS = 5.0  # a process that is still there this long after SIGKILL is held by the kernel
+HELD_SECONDS = 60.0  # limit for the end of a killed rank: freeing GPU memory or a large dataset takes tens of seconds
 KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
 SPARES_AFTER_SECONDS = 5.0  # seconds after the start, because starting ranks need the processors
@@ -65,17 +65,17 @@ class LocalRanks:
         self._learn_at: float | None = None  # when to check if a rank has written its list of imports
         self._has_told = False  # True if the learned imports were announced
         self._pids: dict[int, int] = {}  # pids of running ranks, by local rank
-        self._codes: dict[int, int] = {}  # exit codes of ended ranks, by local rank; negative: a signal
+        self._codes: dict[int, int] = {}  # exit codes of ended ranks, by local rank; negative for a signal
         self._files: list[Files] = []
         self._kills = OomKills()
         self.beats: Heartbeats | None = None  # heartbeats of this generation's ranks
-        self._saved_before = 0  # `saved_step` of earlier generations
+        self._saved_before = 0  # highest `saved_step` of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # `ddpjob dev`: the next ranks may run other code
-        self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
-        self._then: tuple[int, float] = (0, 0.0)  # the signal that follows, and its grace period in seconds
-        self.failures: list[Failure] = []  # this generation's, in order; without those of ranks that we stopped
+        self._asked_at: float | None = None  # when ranks were asked to write their state; the signal follows later
+        self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace period in seconds
+        self.failures: list[Failure] = []  # this generation's, in order, except those of stopped ranks
         self.stopped = False  # True if the ranks were ended because of another rank
-        self._stopped_at = 0.0  # wall-clock time (time.time()), as in termination messages
+        self._stopped_at = 0.0  # time.time(), to compare with termination messages
         self.kill_at: float | None = None
         self._killed_at: float | None = None  # when SIGKILL was first sent
         self.helpers: set[int] = set()  # children of the agent that belong to no rank and outlive a generation
@@ -127,7 +127,7 @@ class LocalRanks:
 
     @property
     def cannot_save(self) -> bool:
-        """True if SIGTERM would end a rank that keeps its state here: the script calls `keep`, not `should_stop`."""
+        """True if SIGTERM would end a rank with a state in memory: its script calls `keep`, but not `should_stop`."""
         return self.memory is not None and any(would_end(pid, signal.SIGTERM) for pid in self.memory.keepers)
 
     @property
@@ -209,8 +209,8 @@ class LocalRanks:
             self._add_hidden_failure()
 
     def _add_hidden_failure(self) -> None:
-        """Add the failure that a child process of a rank has recorded, such as a Process whose exitcode nobody reads.
-        The record is removed if the parent goes on by itself or the child tries again (`reporting/termination.py`).
+        """Add the failure that a rank's child process has recorded, such as a Process whose exitcode is not read. The
+        record is removed if the parent goes on without the child, or starts it again (`reporting/termination.py`).
         """
         message = self.termination_message()
         if message is None or message.rank is None or not message.exit_code or self._life is None:
@@ -236,7 +236,7 @@ class LocalRanks:
             self._asked_at, self._then = now, (number, grace_seconds)
 
     def _writes_state(self, now: float, furthest: int) -> bool:
-        """Ask the ranks to write their state into this node's memory. True while they are writing."""
+        """Ask the ranks to write their state into this node's memory. Return True while they are writing."""
         is_preflight = self._life is not None and self._life.preflight
         if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
             return False
@@ -248,7 +248,7 @@ class LocalRanks:
         return self.memory is not None and self.memory.waits_for(self._pids, since)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
-        """Send a requested termination to the ranks. Unlike after `stop`, their exit codes count: they may save."""
+        """Send a requested termination to the ranks. Unlike after `stop`, exit codes count: ranks may save."""
         if self._waiting:  # no rank has started
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)
@@ -270,7 +270,7 @@ class LocalRanks:
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def deadline(self, now: float) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         if self._asked_at is not None and self.running:
             assert self.memory is not None, "ranks write into it"
             return now + self.memory.look_again(now - self._asked_at)
@@ -279,16 +279,16 @@ class LocalRanks:
         return min(self.kill_at, now + LOOK_SECONDS) if now < self.kill_at else now + KILL_AGAIN_SECONDS
 
     def outlives_sigkill(self, now: float) -> bool:
-        """True if the kernel holds a rank after SIGKILL: it waits for a disk or driver that does not answer."""
+        """True if a rank does not end after SIGKILL, because it waits in the kernel for a disk or driver."""
         return self._killed_at is not None and bool(self._pids) and now > self._killed_at + HELD_SECONDS
 
     def forget(self) -> None:
-        """Forget how the last generation ended, because it was restarted."""
+        """Forget how the last generation ended, because all ranks start again."""
         assert not self.running, "what runs has not ended"
         self._life, self._codes = None, {}
 
     def tick(self, now: float) -> None:
-        """Send SIGKILL when the grace is over, and before that the signal to ranks that have written their state."""
+        """Send the signal when the ranks have written their state. Send SIGKILL when their grace period is over."""
         if self._asked_at is not None and not self._is_writing(now):
             self._signal(*self._then, now)
         if self._spares_at is not None and now >= self._spares_at:
@@ -303,9 +303,9 @@ class LocalRanks:
                 say(remark)
         elif self._pids:
             processes.kill(self._pids.values())
-            self._killed_at = self._killed_at or now  # `kill_at` would be too early if this agent was suspended
+            self._killed_at = self._killed_at or now  # not `kill_at`, which may be long ago if this agent was suspended
         else:
-            self._signalled.left = set()  # `settle` kills them
+            self._signalled.left = set()  # `settle` kills these processes
 
     @property
     def _can_learn(self) -> bool:
@@ -409,7 +409,7 @@ class LocalRanks:
         return next((failure.traceback for failure in known if failure.rank == rank and failure.traceback), "")
 
     def _start_or_fail(self, local_rank: int) -> None:
-        """Start a rank. In this generation it is not started again after an error, because it may be running."""
+        """Start a rank. After an error do not try again in this generation, because the rank may be running."""
         try:
             self._pids[local_rank] = self._start_rank(local_rank)
         except OSError as error:
@@ -419,7 +419,7 @@ class LocalRanks:
             self._has_not_started(local_rank, error)
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
-        # A symptom, because the application has not failed; `unstarted` shows that no other rank is the cause.
+        # A symptom, because the application has not failed. `unstarted`: no other rank is the cause.
         failure = self._failure(local_rank, RESUMABLE)
         text = f"not started: {error}"
         self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
@@ -430,7 +430,7 @@ class LocalRanks:
         files = self._files[local_rank]
         own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
             "TORCHELASTIC_ERROR_FILE": files.error if self._options.output.folder != os.devnull else "",
-            # One file per generation, not the pod's own, because messages of earlier generations are obsolete.
+            # One file per generation, not the pod's: a message of an earlier generation must not count.
             "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.name),
             "DDPJOB_BEATS": self.beats.where(local_rank),
             # Counts the restarts of the job; torchrun's TORCHELASTIC_RESTART_COUNT is per node.
@@ -509,7 +509,7 @@ class LocalRanks:
             return False
         files = self._files[local_rank]
         consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
-        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "": a child process may have failed
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # "" if only a child process may have failed
         return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:
@@ -542,7 +542,7 @@ class LocalRanks:
         if message is None or message.rank is None or message.exit_code is None:
             return
         if not self.failures and not self.stopped:
-            return  # all ranks ended with 0, so the rank survived the failure that it wrote
+            return  # all ranks ended with 0, so the rank continued after the failure that it wrote
         known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)
@@ -555,7 +555,7 @@ class LocalRanks:
             self.failures.append(message)
 
     def _end_tree(self, spared: set[int]) -> None:
-        """Kill until no descendant is left. Orphans become our children, so none can hide."""
+        """Kill until no descendant is left. Orphans become children of the agent, so it finds all of them."""
         deadline = time.monotonic() + LINGERING_SECONDS
         pause = 0.0005
         while True:

@@ -21,7 +21,7 @@ class OomKills:
         self._accounted = self._count()
 
     def look(self) -> None:
-        """Ignore all kills before this call: they did not hit the ranks that start now."""
+        """Ignore all kills until now, because they did not hit the ranks that start next."""
         self._accounted = self._count()
 
     def another(self) -> bool:

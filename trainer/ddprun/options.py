@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
-# Seconds; enough for a last line of output, because ranks of a broken group cannot save together.
+# Seconds; only enough for a last line of output, because ranks of a broken group cannot save together.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # time limit for all nodes to connect; torchrun's default for static rendezvous
 LAST_CALL_SECONDS = 30.0  # torchrun's default
@@ -40,7 +40,7 @@ class RankScript(NamedTuple):
     args: tuple[str, ...]
     kind: str  # "script", "module", or "program" (--no-python)
     preload: tuple[str, ...]
-    preload_asked: bool  # True if the user named the modules
+    preload_asked: bool  # True if the user has named the modules to preload
 
 
 class Output(NamedTuple):
@@ -50,7 +50,7 @@ class Output(NamedTuple):
     redirects: dict[int, int]
     tee: dict[int, int]
     shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
-    filters: tuple[tuple[str, ...], tuple[str, ...]]  # words, for stdout and stderr
+    filters: tuple[tuple[str, ...], tuple[str, ...]]  # words that shown lines contain, for stdout and for stderr
 
     def shows(self, local_rank: int) -> bool:
         return self.shown is None or local_rank in self.shown
@@ -79,9 +79,9 @@ class Options(NamedTuple):
     local: bool  # True if all nodes are processes of one machine: `ddpjob run`
     dev: bool  # `ddpjob dev`: restart the ranks when a source file is saved, and not after a failure
     preflight: bool  # True if nodes measure each other before their first ranks start
-    replacement: int  # number of this pod at its node in this attempt, from 0
-    stall_seconds: float | None  # time without a step after which a group is stalled; None: learned, 0: never
-    broken_grace_seconds: float  # time for ranks to stop after one has failed
+    replacement: int  # how often the pod of this node was replaced in this attempt
+    stall_seconds: float | None  # seconds without a step until a group counts as stalled; None: learned, 0: never
+    broken_grace_seconds: float  # how long ranks have to stop after one has failed
     script: RankScript
     output: Output
     signals: tuple[str, ...]
@@ -132,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Print the error without the usage, whose 17 lines would push it off the screen."""
+        """Print the error without the usage text: its 17 lines would push the error off the screen."""
         unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
         if message != unknown and unknown in self.ambiguous:
             message = f"ambiguous option: {unknown} could match {self.ambiguous[unknown]}"
@@ -158,7 +158,7 @@ class _OptionGroup:
         self._parser, self._group, self._environ = parser, parser.add_argument_group(title), environ
 
     def value(self, name: str, shown: str, about: str, default: str | None = None, *short: str) -> None:
-        """Add an option with a value; `shown` represents the value in the help."""
+        """Add an option with a value; `shown` stands for the value in the help text."""
         fallback = self._environ.get(_variable(name), default)
         self._group.add_argument(*short, f"--{name}", default=fallback, help=about, metavar=shown)
         self._second_spelling(name, "store", fallback)
@@ -332,7 +332,7 @@ def _refuse(read: argparse.Namespace) -> None:
 
 
 def _refuse_more_nodes(least: int, host: str, environ: Mapping[str, str]) -> None:
-    """Refuse to wait at a job's address for more nodes than it has: the operator cannot read a script in an image."""
+    """Refuse a smallest number of nodes that the job does not have, because this agent would wait forever."""
     most = environ.get("PET_NNODES", "").rpartition(":")[2]
     is_of_job = "DDPJOB_UID" in environ and host == environ.get("PET_MASTER_ADDR")
     if is_of_job and most.isdecimal() and least > int(most):
@@ -416,7 +416,7 @@ def _run_id(read: argparse.Namespace, port: int | None) -> str:
 
 
 def granted(environ: Mapping[str, str]) -> Grant | None:
-    """Return the operator's grant; None without an operator. Raise ValueError."""
+    """Return the operator's grant (number of restarts left); None without an operator. Raise ValueError."""
     text = environ.get("DDPJOB_RESTARTS_LEFT")
     return Grant.read(text) if text else None
 
@@ -472,7 +472,7 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Split at commas; two commas are a literal one."""
+    """Split at commas; two commas stand for a comma in a word."""
     return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
 
 
@@ -491,7 +491,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Parse K=V,…; as in torchrun, a key needs a value. Raise ValueError."""
+    """Parse K=V,…; as in torchrun, each key needs a value. Raise ValueError."""
     pairs = {}
     for part in filter(str.strip, text.split(",")):
         key, value = (side.strip() for side in part.partition("=")[::2])

@@ -30,13 +30,13 @@ def stand_apart() -> None:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # no children
             return
-    # Blocked across the fork: a signal before the parent waits for it would end the parent.
+    # Signals are blocked until the parent waits for them. Before that, a signal would end the parent.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - OWN_SIGNALS)
     child = os.fork()
     if child:
         _wait_and_end(child)
     processes.end_with(parent)
-    # An own process group: Ctrl-C then reaches only the parent, which passes it on. A second SIGINT means "at once".
+    # In its own process group the child gets Ctrl-C only once, from its parent. A second SIGINT would end it at once.
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # otherwise a terminal set to `tostop` stops it when it prints
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,7 +6,7 @@ import socket
 
 
 def listen(port: int) -> socket.socket:
-    """Listen for the other agents on all addresses of node 0. Raise OSError if the port is in use."""
+    """Listen on all addresses of this node for the other agents. Raise OSError if the port is in use."""
     server = _bound(port)
     server.listen(128)
     server.setblocking(False)

@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 BODY_BYTES_MAX = 8192  # limit of the receiver
-REPEAT_SECONDS = 60.0  # send the counts again, because a new operator pod does not have them
+REPEAT_SECONDS = 60.0  # seconds until the same counts are sent again, as a new operator pod lacks them
 BACK_OFF_SECONDS, BACK_OFF_SECONDS_MAX = 1.0, 60.0
 LAST_POST_SECONDS = 2.0
 _CONFIRMED = b"ok"
 
 
 class Posting:
-    """Sends the counts of charged restarts (the account), one post at a time."""
+    """Sends the counts of charged restarts, one post at a time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "")
         self._call = ChildCall(agent, self._answered)
-        self._posted: Any = None  # the account in the last post
-        self._confirmed: Any = None  # the account that the receiver last confirmed
+        self._posted: Any = None  # the counts in the last post
+        self._confirmed: Any = None  # the counts that the receiver has confirmed last
         self._at, self._back_off = 0.0, 0.0  # time of the next post; 0: nothing was sent yet
         self._has_warned = False
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         return (self._call.until if self._call.is_running else self._at) or None
 
     def tick(self, now: float, document: Mapping[str, Any] | None) -> None:
@@ -52,7 +52,7 @@ class Posting:
             self._post(document, now)
 
     def abandon(self) -> None:
-        """End the post in flight."""
+        """End a post that is still running."""
         self._call.abandon()
 
     def finish(self, document: Mapping[str, Any] | None) -> None:

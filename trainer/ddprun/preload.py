@@ -1,4 +1,4 @@
-"""The agent's side of the fork server: start it, wait for its imports, request ranks, and do without it if it fails."""
+"""The agent's side of the fork server: start it, wait for its imports, request ranks from it; cope if it fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ForkServer:
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0
-        # Unbuffered, because `poll` does not see buffered data.
+        # Without a buffer, because `poll` does not see data in it.
         self._lines = self._socket.makefile("rb", buffering=0)
         ends = [its.fileno(), its_later.fileno()]
         argv = [environment.python(environ), "-u", PROGRAM, *map(str, ends)]
@@ -49,7 +49,7 @@ class ForkServer:
 
     @property
     def settled(self) -> bool:
-        """True if the fork server serves, or has refused to serve."""
+        """True if the fork server is ready or has refused; False while it is importing."""
         return self.ready or bool(self.refused)
 
     def fileno(self) -> int:
@@ -132,7 +132,7 @@ class ForkServer:
         self._fork_spare()
 
     def _fork_spare(self) -> None:
-        # Count the requests, not the living spares: if something kills spares, forking would never end.
+        # Count the requests, not the living spares: otherwise forking would never end if something kills spares.
         if self.ready and not self._forks_spare and self._spares_left > 0:
             self._spares_left -= 1
             self._forks_spare = True
@@ -144,7 +144,7 @@ class ForkServer:
         try:
             pid = int(message["pid"])
             os.kill(pid, 0)
-        except (KeyError, OSError):  # the spare was not forked, or was killed and reaped with other leftovers
+        except (KeyError, OSError):  # the spare could not be forked, or has already been killed and reaped
             self._spares_left = 0  # a restart works without spares
         else:
             self.spares.add(pid)
@@ -155,7 +155,7 @@ class ForkServer:
         return self._read() or {"error": "it has ended"}
 
     def give_up(self, why: str) -> None:
-        """Stop forking ranks and end the server; `hear` is still called once."""
+        """Stop forking ranks and end the server. `hear` is called once more after this."""
         self.ready, self.refused = False, why
         self.spares.clear()
         with contextlib.suppress(OSError):

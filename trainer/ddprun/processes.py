@@ -20,7 +20,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Adopt orphaned descendants, even if we are not PID 1. Raise OSError if that is impossible."""
+    """Make orphaned descendants children of this process, even if it is not PID 1. Raise OSError on failure."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -54,7 +54,7 @@ def listen_to_signals(numbers: Iterable[int]) -> int:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in {signal.SIGCHLD, *numbers}:
-        signal.signal(number, lambda *_: None)  # a signal without a handler writes no byte into the pipe
+        signal.signal(number, lambda *_: None)  # only a signal with a Python handler writes a byte into the pipe
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a parent may block SIGCHLD, and the mask is inherited
     return read_end
 
@@ -98,7 +98,7 @@ def start(
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child, in its own session and with default signals. Return its pid. It is killed when we end."""
+    """Run `work` in a child with its own session and default signals. Return its pid. It ends with this process."""
     parent = os.getpid()
 
     def child() -> None:
@@ -109,8 +109,7 @@ def fork(work: Callable[[], None]) -> int:
         os.setsid()
         work()
 
-    # Signals stay blocked until the child has removed our handlers: otherwise a signal for the child would be written
-    # into our pipe.
+    # Block signals until the child has removed its handlers, which would write its signals into the parent's pipe.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -127,7 +126,7 @@ def execute(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     try:
         os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is meant
     except OSError as error:
-        error.filename = argv[0]  # Python names the last folder of PATH that it tried, which does not help
+        error.filename = argv[0]  # otherwise the error names the last folder of PATH that Python tried
         raise
 
 
@@ -215,7 +214,7 @@ def parents() -> dict[int, int]:
     parent_of = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process may have ended
-            after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # names may hold spaces
+            after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # a process name may contain spaces
             parent_of[int(name)] = int(after_name.split()[1])
     return parent_of
 

@@ -22,7 +22,7 @@ USAGE = 2  # exit code for wrong options, as in argparse
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Run what the options request. Return the exit code."""
     forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
-    # With several nodes the others would wait for this agent if it ended, so there node.py reports the missing script.
+    # Only with one node. With several nodes node.py reports a missing script, because the others wait for this agent.
     if options.nodes == 1 and (missing := missing_script.missing(options.script, environ)):
         say(missing)
         found = Failure(exit_code=USAGE, exception=missing_script.told(missing))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from ddprun import processes
 
 LOOK_SECONDS = 0.1
-REMARK_SECONDS = 2.0  # most helpers end within milliseconds of their rank
+REMARK_SECONDS = 2.0  # seconds to wait for helpers before they are reported; most end within milliseconds of their rank
 WAITED_SECONDS = (
     2.0  # seconds from the end of the processes below a rank to the rank's own signal: it may still read their output
 )
@@ -33,7 +33,7 @@ class Signalled:
         self.numbers: set[int] = set()
         self.left: set[int] = set()
         """Descendants that are still running after the ranks have ended."""
-        self._trainers: set[int] = set()  # descendants that train and have got the signals as well
+        self._trainers: set[int] = set()  # descendants that train and got the ranks' signals
         self._held: dict[int, int] = {}  # ranks that get their signal after the training processes below them
         self._trainers_until: float | None = None  # when waiting ranks and helpers get their signal
         self._helpers_since: float | None = None  # when helpers got their signal
@@ -74,7 +74,7 @@ class Signalled:
             processes.send(self.left, signal.SIGTERM)
 
     def remark(self, seconds_left: float) -> str:
-        """Return a sentence, once, if descendants of the ranks do not end; otherwise ""."""
+        """Return a sentence if descendants of the ranks do not end; "" if they end, and at later calls."""
         is_late = self._helpers_since is not None and time.monotonic() > self._helpers_since + REMARK_SECONDS
         if self._has_remarked or not is_late or not self.left:
             return ""

@@ -6,7 +6,7 @@ import contextlib
 
 from ddpjob.checkpoint.in_memory import room
 
-# pids.max also limits threads: of torch, of gloo or NCCL, and of DataLoader workers.
+# The limit pids.max includes threads of torch, of gloo or NCCL, and of DataLoader workers.
 PROCESSES_FOR_EACH_RANK = 50
 BYTES_OF_EACH = 16 << 20  # memory of a spare; more than the 6 to 10 MiB measured with torch for CPUs
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 ANSWER_SECONDS = 0.6
-AGAIN_SECONDS = 0.2  # seconds to the next try if the ranks are still answering the watchdog
+AGAIN_SECONDS = 0.2  # seconds until the next try, while the ranks are still answering the watchdog
 PY_SPY_RANKS_MAX = 4
 STATES = {
     "T": "stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on",
@@ -62,7 +62,7 @@ class StacksQuestion:
             say(f"{folded_stacks.NONE}the ranks are ending")
 
     def tick(self, now: float, *, is_free: bool) -> None:
-        """Take the next step if it is due. is_free: the ranks have no other request to answer."""
+        """Do what is due next. is_free: True if the ranks have no other request to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
         if self._pipe >= 0:
@@ -72,7 +72,7 @@ class StacksQuestion:
         elif is_free:
             self._number, self.deadline = self._beats.ask(kind=STACK), now + ANSWER_SECONDS
             for rank in self._agent.node.running_ranks:
-                if not self._beats.of(rank).pid:  # no thread in it answers
+                if not self._beats.of(rank).pid:  # this rank has no thread that answers
                     self._request_by_signal(rank)
         else:
             self._number, self.deadline = 0, now + AGAIN_SECONDS

@@ -24,9 +24,9 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # time for an answer; then the rank gets a signal, whose handler works without the GIL
+SIGNAL_SECONDS = 0.6  # seconds to answer; then the rank gets a signal whose handler works without the GIL
 ANSWER_SECONDS = 1.0
-QUIET_SECONDS = 1.5  # time for an answer that is not logged; reading torch's flight recorder takes up to 0.5 s
+QUIET_SECONDS = 1.5  # seconds to answer if stacks are not logged; torch's flight recorder is read for up to 0.5 s
 IDLE_MAX = 0.01  # share of a CPU; the watchdog's own thread uses a tenth of that
 SIGNAL_PAUSE_SECONDS = 0.02  # seconds between signals to two ranks, because their stacks go to one console
 
@@ -57,7 +57,7 @@ class Watching:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         times = (self._look_at, self._signal_at, self._answer_at, self._idle_at, self._stacks.deadline)
         return min((at for at in times if at is not None), default=None)
 
@@ -107,7 +107,7 @@ class Watching:
             say(idle.sentence(found, self._idle.seconds, whose, how))
 
     def _mark(self, beats: Mapping[int, Heartbeat]) -> tuple[tuple[int, int], ...] | None:
-        """Return the ranks' progress once all have made several steps; None before, because first steps may be long."""
+        """Return the ranks' progress once all have made several steps; None before, because first steps are long."""
         paces = self._paces.values()
         enough = all(pace.phase == "train" and pace.moves >= stall_monitor.LOOKS_UNTIL_TRAINING for pace in paces)
         if not paces or not enough or any(beat.over for beat in beats.values()):
@@ -119,9 +119,9 @@ class Watching:
         self._over = True
 
     def ask(self, now: float, *, quiet: bool = False) -> None:
-        """Request stacks and last collectives from every rank, which writes them to its log; the answers go to node 0.
+        """Request stacks and last collectives. Every rank writes them to its log; its answer goes to node 0.
 
-        quiet: ranks log nothing, and only answer what they wait in.
+        quiet: ranks log nothing, and answer only in which collective they wait.
         """
         if self._beats is None:
             return
@@ -143,7 +143,7 @@ class Watching:
         over = self._over or self._agent.node.ended_well is not None
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
-        # Check the training process, because a rank that is a shell script outlives it.
+        # Check the training process, because a rank that is a shell script outlives its Python process.
         seen = {rank: beat for rank, beat in beats.items() if beat.pid > 0 and os.path.exists(f"/proc/{beat.pid}")}
         # Clocks start again after a gap, or if a rank has ended: the others may now wait for something else.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
@@ -198,7 +198,7 @@ class Watching:
     def _answer(self, now: float) -> None:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
-        self._look(now)  # read heartbeats again, because ranks may have made progress since the request
+        self._look(now)  # again, because ranks may have made progress after the request
         if self._beats is None:
             return None  # the connection to node 0 was lost meanwhile
         running = sorted(self._agent.node.running_ranks)
@@ -213,7 +213,7 @@ class Watching:
         return self._agent.group.answered(report, positions, now)
 
     def _waiting(self, local_rank: int) -> Position:
-        """Return what a rank waits in; unknown if it has run since it was asked, or has not answered."""
+        """Return in which collective a rank waits; unknown if it has run after the request, or has not answered."""
         assert self._beats is not None, "a rank that runs has a page"
         rank, step, answer = self._agent.node.rank(local_rank), self._beats.of(local_rank).step, None
         if self._reported is not None and self._reported.still:
@@ -239,7 +239,7 @@ def _news(report: StallReport) -> tuple[int, bool, bool]:
 
 
 def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
-    """Read a rank's answer about what it waits in; invalid answers count as none."""
+    """Parse a rank's answer about the collective in which it waits; an invalid answer counts as none."""
     try:
         waits = None if answer is None else deadlock.waits_of(answer.get("waits"))
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -262,7 +262,7 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:
-    """Read a rank's position from its answer. over: value of the heartbeat's OVER. Raise TypeError or ValueError."""
+    """Parse a rank's position from its answer. over: True if its heartbeat says OVER. Raise TypeError or ValueError."""
     if answer is None:
         return Position(rank, step, answers=False, apart=over)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))

@@ -27,7 +27,7 @@ VERSION = 1
 
 
 class Refused(Exception):  # noqa: N818 - the end of the other agent is not an error
-    """The other end has closed, or is not an agent of this job."""
+    """The other end has closed the connection, or is no agent of this job."""
 
 
 def job_key(run_id: str, environ: Mapping[str, str]) -> bytes:
@@ -47,7 +47,7 @@ class Link:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._key = connection, key
-        self.node = node  # number of this node; on the leader, of the node at the other end
+        self.node = node  # number of this node; on the leader, number of the node at the other end
         self._leads, self._about = node is None, about or {}
         self._nonce = os.urandom(16).hex()
         self._session: bytes | None = None
@@ -65,7 +65,7 @@ class Link:
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message now, or when the other end reads. Raise Refused if it never does."""
+        """Send a message now, or later if the other end is slow to read. Raise Refused if it never reads."""
         text = json.dumps(message).encode()
         assert self._session is not None, "no message is sent before the greeting"
         assert len(text) < LINE_BYTES_MAX, "a line is short"
@@ -133,7 +133,7 @@ class Link:
         return _object(text)
 
     def _begin(self, leaders: str, nodes: str, node: int) -> None:
-        # An unauthenticated nonce may hold anything: JSON allows half of a surrogate pair, which UTF-8 does not.
+        # Before authentication a nonce may be any text: JSON allows half of a surrogate pair, but UTF-8 does not.
         both = f"{leaders}/{nodes}/{node}".encode(errors="surrogatepass")
         self._session = hmac.digest(self._key, both, "sha256")
 

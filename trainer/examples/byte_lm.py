@@ -63,9 +63,9 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias, so that the result does not depend on the number of processes. A bias of the keys has no effect, and
-        # its gradient is rounding noise, which Adam scales up. After 204 steps the parameters of 1 and 3 processes
-        # differed by 1.6e-4 (relative to their norm) with a bias, and by 3e-7 without.
+        # No bias, so that the result does not depend on the number of processes.
+        # A bias of the keys has no effect, and its gradient is rounding noise, which Adam scales up.
+        # After 204 steps, parameters of 1 and 3 processes differed by 1.6e-4 of their norm with a bias, 3e-7 without.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))

@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
     # More threads than cores would slow the ranks down, and the number of threads changes the last bits of a sum.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     torch.backends.cudnn.deterministic = True
-    data = load_data(args.data)  # before the rendezvous, so that no rank waits for one without data
+    data = load_data(args.data)  # before the rendezvous, so that no rank waits for a rank without data
 
     with ddpjob.init() as world:
         images, labels, test_images, test_labels = (part.to(world.device) for part in data)

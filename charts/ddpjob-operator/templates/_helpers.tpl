@@ -3,9 +3,8 @@
 {{- .Values.nameOverride | default .Chart.Name -}}
 {{- end }}
 
-{{/* The name of everything: the release's, with the chart's where it does not contain it, or fullnameOverride. At most 55
-     characters, so that the longest suffix still fits into a DNS label. A release may have dots in its name, and a
-     Service may not. */}}
+{{/* Name of all objects: fullnameOverride, else the release's name, followed by the chart's unless it contains that. At
+     most 55 characters, so that the longest suffix fits into a DNS label. A Service's name has no dots. */}}
 {{- define "ddpjob.name" -}}
 {{- $chart := include "ddpjob.chart" . -}}
 {{- $release := .Release.Name | replace "." "-" -}}
@@ -17,12 +16,12 @@
 {{- $name -}}
 {{- end }}
 
-{{/* Not `.create`: the values of an older release (--reuse-values) do not have it. */}}
+{{/* "true" if the chart creates the service account. Values of an older release (--reuse-values) lack `create`. */}}
 {{- define "ddpjob.createsServiceAccount" -}}
 {{- if ne (toString .Values.serviceAccount.create) "false" }}true{{ end -}}
 {{- end }}
 
-{{/* Not empty where the chart creates roles. The values of an older release (--reuse-values) have no `rbac`. */}}
+{{/* "true" if the chart creates roles, else "". Values of an older release (--reuse-values) lack `rbac`. */}}
 {{- define "ddpjob.createsRoles" -}}
 {{- if ne (toString (.Values.rbac | default dict).create) "false" }}true{{ end -}}
 {{- end }}
@@ -34,7 +33,7 @@
 {{- .Values.serviceAccount.name | default (include "ddpjob.name" .) -}}
 {{- end }}
 
-{{/* The values of an older release (--reuse-values) have no `podSecurityContext`. */}}
+{{/* The securityContext of pods. Values of an older release (--reuse-values) lack `podSecurityContext`. */}}
 {{- define "ddpjob.podSecurityContext" -}}
 {{- $usual := dict "runAsNonRoot" true "runAsUser" 65532 "runAsGroup" 65532 "seccompProfile" (dict "type" "RuntimeDefault") -}}
 {{- toYaml (.Values.podSecurityContext | default $usual) -}}
@@ -60,7 +59,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{/* The port of /metrics; 0: none. The values of an older release (--reuse-values) have no `metrics`. */}}
+{{/* The port of /metrics; 0 if there is none. Values of an older release (--reuse-values) lack `metrics`. */}}
 {{- define "ddpjob.metricsPort" -}}
 {{- $metrics := .Values.metrics | default dict -}}
 {{- if eq (toString $metrics.enabled) "false" }}0{{ else }}{{ $metrics.port | default 8082 | int }}{{ end -}}
@@ -70,7 +69,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- .Values.progress.url | default (printf "http://%s-status.%s.svc:%v/v1/progress" (include "ddpjob.name" .) .Release.Namespace .Values.progress.port) -}}
 {{- end }}
 
-{{/* The variables that the chart sets, with the value that says it. */}}
+{{/* The variables that the chart sets, and for each the value of values.yaml that it comes from. */}}
 {{- define "ddpjob.variables" -}}
 DDPJOB_LEASE_NAMESPACE: the namespace of the release
 DDPJOB_LEASE_NAME: fullnameOverride
@@ -93,7 +92,7 @@ DDPJOB_LOG_LEVEL: logLevel
 DDPJOB_LOG_FORMAT: logFormat
 {{- end }}
 
-{{/* The adapters that are switched on; the values of an older release (--reuse-values) have none. */}}
+{{/* The gang adapters that are switched on. Values of an older release (--reuse-values) lack `gang`. */}}
 {{- define "ddpjob.gangs" -}}
 {{- $on := list -}}
 {{- range $name, $gang := .Values.gang | default dict -}}
@@ -102,14 +101,14 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- join "," ($on | sortAlpha) -}}
 {{- end }}
 
-{{/* "true" where the places in queues are asked for, else nothing. */}}
+{{/* "true" if the operator shows positions of jobs in queues, else "". */}}
 {{- define "ddpjob.queuePlaces" -}}
 {{- with (.Values.gang | default dict).kueue -}}
 {{- if and .enabled (.places | default dict).enabled }}true{{ end -}}
 {{- end -}}
 {{- end }}
 
-{{/* What values.schema.json cannot say, because it concerns two values. */}}
+{{/* Checks of two values together, which values.schema.json cannot express. */}}
 {{- define "ddpjob.check" -}}
 {{- if and .Values.progress.enabled (eq (int .Values.healthPort) (int .Values.progress.port)) -}}
 {{- fail (printf "healthPort and progress.port: must differ, both are %d" (int .Values.healthPort)) -}}
@@ -158,7 +157,7 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- end -}}
 {{- end }}
 
-{{/* What the operator may do, in a namespace or in all. The reason for each verb stands in docs/security.md. */}}
+{{/* The operator's rights in a namespace, or in all. docs/security.md has the reason for each verb. */}}
 {{- define "ddpjob.rules" -}}
 - apiGroups: [training.ddpjob.io]
   resources: [ddpjobs]
@@ -195,7 +194,7 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- end }}
 {{- end }}
 
-{{/* What a queue refers to, without a namespace. */}}
+{{/* Rights on objects without a namespace that a queue refers to. */}}
 {{- define "ddpjob.kueueRules" -}}
 - apiGroups: [kueue.x-k8s.io]
   resources: [resourceflavors, workloadpriorityclasses]

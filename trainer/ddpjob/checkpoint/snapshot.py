@@ -115,7 +115,7 @@ class Snapshot:
         *,
         memory: bool = True,
     ) -> None:
-        if not isinstance(keep, int) or keep < 1:  # keep=2.5 would fail only at the fourth save
+        if not isinstance(keep, int) or keep < 1:  # otherwise keep=2.5 would fail only at the fourth save
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         if folder is None and not memory:
             raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
@@ -147,8 +147,8 @@ class Snapshot:
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Count of optimizer steps at which all ranks have certainly passed the last save, because no rank completes a
-        # step without the others. It is two steps after the save: LBFGS runs its first backward pass inside step().
+        # Number of optimizer steps by which all ranks have passed the last save, because they complete steps together.
+        # It is two steps after the save, because LBFGS runs its first backward pass inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that are logged only once
@@ -194,8 +194,8 @@ class Snapshot:
             self._since_step.refuse_stale_shards(state)
             self._name_half_done(state, step)
         self._name_end_of_epoch(step, state)
-        # The same step may be saved twice (in the loop and at the end). The second save needs keys of its own in the
-        # store: the first has already taken the other ranks' values.
+        # A step may be saved twice (in the loop and at the end).
+        # The second save needs its own keys in the store, because the first save has already taken the values there.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
         if self._folder is None:
@@ -639,7 +639,7 @@ class Snapshot:
         return step
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
-        """Log where the loaded state came from. before: UID of the job that saved the state, if it is another job."""
+        """Log the origin of the loaded state. before: UID of the job that saved it, if that is another job."""
         whose = ""
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
@@ -708,7 +708,7 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """Return rank 0's choice, or raise rank 0's SnapshotError, on all ranks. Also set its folder's name there."""
+        """Return rank 0's choice, or raise its SnapshotError, on all ranks. Also set the folder's name to rank 0's."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
@@ -751,7 +751,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any], rng: dict[str, Any]) -> None:
-        """Send this rank's random states and own objects to rank 0, by the store: a collective could hang."""
+        """Send this rank's random states and own objects to rank 0. Uses the store, because a collective could hang."""
         store = self._store()
         if store is None:
             return
@@ -801,7 +801,7 @@ class Snapshot:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """Count optimizer steps of this process, once and for good.
+    """Count optimizer steps of this process, with a hook that is installed once.
 
     The hook is never removed: torch iterates the dict of global hooks in step() (torch/optim/optimizer.py:517, torch
     2.13.0), and a removal during that loop raises RuntimeError.
@@ -931,7 +931,7 @@ def _want_names(call: str, unnamed: Sequence[object]) -> None:
 
 def _checked_step(step: Any) -> int:
     try:
-        whole = operator.index(step)  # converts numpy integers, which torch.load(weights_only=True) cannot read
+        whole = operator.index(step)  # an int, because torch.load(weights_only=True) cannot read numpy's integers
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is not a whole number.") from None
     if not 1 <= whole <= STEP_MAX:

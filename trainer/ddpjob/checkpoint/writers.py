@@ -57,14 +57,14 @@ def _write(path: Path) -> None:
     with contextlib.suppress(OSError):
         try:
             write_new(tmp, body)
-            os.replace(tmp, path)  # replaced, not emptied: an empty file means "exited"; also replaces a planted link
+            os.replace(tmp, path)  # not emptied: an empty file means "exited"; also replaces a planted link
         finally:
             tmp.unlink(missing_ok=True)
 
 
 def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:
     while not stopped.wait(HEARTBEAT_SECONDS):
-        with contextlib.suppress(OSError):  # the folder may be unreachable for a moment
+        with contextlib.suppress(OSError):  # the folder may be unreachable for some seconds
             if not is_newest():
                 return
             with _opened(path) as descriptor:

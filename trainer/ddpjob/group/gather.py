@@ -38,7 +38,7 @@ def texts(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def broadcast(memory: torch.Tensor, source: int, *, is_written: bool) -> None:
-    """Send the bytes of rank `source` to all ranks, in pieces: a large state needs no second copy on the device.
+    """Send the bytes of rank `source` to all ranks, in pieces, so that a large state needs no second copy on the GPU.
 
     is_written: True if this rank stores the bytes in `memory`; False if it has them already.
     """

@@ -26,10 +26,10 @@ from typing import Any
 from ddpjob.reporting.watchdog import is_done, recorder
 
 SETTLE_SECONDS = 2.0  # time for pending collectives, which take milliseconds
-SETTLE_AFTER_ERROR_SECONDS = 0.2  # pending collectives may never end, and peers should see the failure soon
+SETTLE_AFTER_ERROR_SECONDS = 0.2  # short: pending collectives may never end, and peers should see the failure soon
 POLL_SECONDS = 0.01
 IDLE_POLLS = 2  # polls in a row that find threads idle, because a busy thread may sleep between two locks
-_THREADS = "pt_gloo"  # torch's name for threads that run collectives
+_THREADS = "pt_gloo"  # name of the threads in which gloo runs collectives
 
 
 def never_destroy(group: Any) -> None:

@@ -109,9 +109,9 @@ class World:
             _leave(group)
         else:
             group.log_time_out(error)
-            group.broken = True  # do not wait for the peers at the exit: they are in a collective, and stay there
+            group.broken = True  # do not wait at the exit for the peers, because they are blocked in a collective
             if isinstance(error, SystemExit):
-                termination.tell(error)  # now, because the exception is not visible at the interpreter's exit
+                termination.tell(error)  # at the exit of the interpreter the exception would not be visible
 
 
 def init(
@@ -200,7 +200,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()
         return place.rank, place.world_size
-    # In an elastic job DDPJOB_WORLD_SIZE is the largest number, and a group of one rank needs no process group.
+    # ddprun sets WORLD_SIZE to the present number of ranks, but DDPJOB_WORLD_SIZE is the largest one of an elastic job.
     name = "WORLD_SIZE" if os.environ.get("WORLD_SIZE") else "DDPJOB_WORLD_SIZE"
     if (size := process.number(name, 1)) > 1:
         # Do not return rank 0 of 1: each rank would train alone on all samples and end with 0, unnoticed.
@@ -212,7 +212,7 @@ def rank_in_group(otherwise: str) -> tuple[int, int]:
 
 
 def store_of(world: World | None) -> Store | None:
-    """Return the key-value store of that world's group; None after the group was left."""
+    """Return the key-value store of this World's group; None after the group was left."""
     return getattr(_group_of(world), "store", None)
 
 
@@ -351,7 +351,7 @@ def _join(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        environ = os.environ  # the error names the address, which errors of some versions of torch do not
+        environ = os.environ  # for an error that names the address; torch's own often does not
         address = f"{where}, {environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}" if where == "env://" else where
         raise RendezvousError(
             f"rank {place.rank} of {place.world_size} did not meet the others at {address} (backend {backend}, limit "
@@ -463,7 +463,7 @@ def _agree(store: Store, place: RankInfo, backend: str, device: torch.device) ->
 
 
 def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
-    """Wait for all ranks. torch itself would wait for a missing rank as long as a collective may take, maybe hours."""
+    """Wait for all ranks. torch itself would wait for a missing rank for the time limit of collectives, maybe hours."""
     if store.add(f"rank {place.rank}", 1) > 1:
         raise RuntimeError("another process has the same rank")
     size = place.world_size  # part of the keys: ranks that expect another world size must not count as present
@@ -520,13 +520,13 @@ def before_leaving(action: Callable[[], None]) -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the group cleanly if the script never closes it, because the interpreter's exit may abort a gloo group."""
+    """Leave the group cleanly if the script never closes it: gloo may abort a process that exits within its group."""
     group: _Group | None = process.current.group
     if group is None:
         return
     error = termination.ending()
     failed = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-    if group.broken or failed:  # the peers are in a collective, and stay there
+    if group.broken or failed:  # the peers are blocked in a collective
         group.log_time_out(error)
         _end_soon()
         return

@@ -16,10 +16,10 @@ import sys
 import time
 from typing import Any
 
-PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # seconds, growing: a thousand ranks may wait for rank 0
+PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.002, 0.25  # seconds, growing, because a thousand ranks may wait for rank 0
 PAUSE_PART = 0.1  # pause as a part of the elapsed time, so that polling makes no wait more than a tenth longer
 CONNECT_SECONDS = 2.0  # per connection attempt
-WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # part of the time limit, at most 30 s; then torch retries
+WAIT_PART, WAIT_SECONDS_MAX = 0.1, 30.0  # wait for a tenth of the time limit, at most 30 s; then torch itself retries
 
 
 def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
@@ -29,7 +29,7 @@ def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
     while (now := time.monotonic()) < ends:
         try:
             return socket.create_connection((host, port), min(CONNECT_SECONDS, ends - now)).close()
-        except socket.gaierror:  # the name does not exist yet; wait, because all ranks would flood the DNS server
+        except socket.gaierror:  # the name does not exist yet; frequent retries of all ranks would flood the DNS server
             pause = PAUSE_SECONDS_MAX
         except OSError:  # refused, or no route yet
             pause = min(max(PAUSE_SECONDS, PAUSE_PART * (time.monotonic() - began)), PAUSE_SECONDS_MAX)

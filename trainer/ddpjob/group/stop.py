@@ -37,11 +37,11 @@ POLL_SECONDS_REQUESTED = 0.02
 # If they do not agree in time, a rank is gone. SIGTERM then ends the process, so that the group restarts at once.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
-# Seconds that a stopped rank waits for rank 0's snapshot. If the rank ended earlier, torchrun would kill the other
-# processes of its node 30 s later. The pod's grace period may end the wait earlier.
+# Seconds that a stopped rank waits for rank 0's snapshot; the pod's grace period may end the wait earlier.
+# Without this wait, torchrun would kill the other processes of the rank's node 30 s after the rank's end.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
-COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing: a thousand ranks may wait for minutes
+COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing for waits of minutes by a thousand ranks
 
 _REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
 
@@ -52,7 +52,7 @@ def should_stop(step: int) -> bool:
     step  steps made so far, counted as for `progress`. Call it on every rank after the same steps, from the main
           thread, and end by `raise Stopped(step)` when it returns True.
 
-    After the first call SIGTERM no longer ends this process at once. If the script has its own handler, the handler is
+    After the first call SIGTERM does not end this process at once. If the script has its own handler, the handler is
     kept, and this rank only follows the others. Raises RendezvousError if a rank got SIGTERM and the others did not
     agree within the time-out of a step.
     """
@@ -84,7 +84,7 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
             os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end_without_rank)
-    signal.siginterrupt(signal.SIGTERM, False)  # because some libraries cannot handle EINTR
+    signal.siginterrupt(signal.SIGTERM, False)  # some libraries cannot handle EINTR
 
 
 def must_leave_now() -> bool:
@@ -178,14 +178,14 @@ class Agreement:
         except RuntimeError:  # rank 0 is gone, and the store with it
             self._decide(NEVER)
             while not self._closing:
-                if self._sigterm_at is not None:  # also set if the store was found gone while handling SIGTERM
+                if self._sigterm_at is not None:  # set by SIGTERM, also if the store was gone by then
                     self._give_up()
                 self._wait(None)
 
     def _wait(self, seconds: float | None) -> None:
         if self._sigterm.wait(seconds) and self._sigterm_at is None:
             if process.current.cells[heartbeat.FAILED] and not os.environ.get("DDPJOB_RESTART_GRACE"):
-                # A rank has failed, so no agreement is possible. A restart would have to wait for SIGKILL.
+                # A rank has failed, so no agreement is possible. Without this exit a restart would wait for SIGKILL.
                 os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
             if self._store is not None and not self.decided.is_set():  # False if the group is gone or has decided
@@ -279,7 +279,7 @@ def _end_as_resumable() -> None:
     if step is None or not (error is None or isinstance(error, SystemExit)):
         return
     termination.tell_stopped(step)
-    # None if the group of `init` was left. None also in the second call, by atexit after multiprocessing's.
+    # None if the group of `init` was left, and in a second call (multiprocessing's exit handlers and atexit both call).
     agreement, state.agreement = state.agreement, None
     ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
     if agreement is not None and state.group is None and ends_well:  # a process that has not left must end within 2 s

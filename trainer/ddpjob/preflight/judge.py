@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 MIB = 1024**2
-LATENCY_SECONDS = 1e-3  # a smaller difference from the median is another rack or zone, not a fault
+LATENCY_SECONDS = 1e-3  # seconds; a smaller difference from the median means another rack or zone, not a fault
 DISK_SECONDS_PER_BYTE = 1 / 100e6  # faster disks delay no snapshot; healthy disks may differ by more than a factor of 2
 SKEW_SECONDS = 2.0
 RESOLVE_SECONDS = 1.0
@@ -54,7 +54,7 @@ class SlowNode(NamedTuple):
 
 
 class NodeResult(NamedTuple):
-    """The verdict on all nodes."""
+    """The result of the pre-flight: bad nodes, and warnings."""
 
     bad: tuple[SlowNode, ...] = ()
     """Bad nodes, the worst first. Always fewer than half of the nodes (of two: one), because the majority defines what
@@ -81,7 +81,7 @@ class NodeMeasures(NamedTuple):
 
 
 class Criterion(NamedTuple):
-    """The limit at which a node is bad by one measure."""
+    """One of the four measures, and the limit from which a node counts as bad."""
 
     measure: str
     """The field of NodeMeasures."""
@@ -103,7 +103,7 @@ CRITERIA = (
 
 
 def judge(measures: Sequence[RankMeasures]) -> NodeResult:
-    """Return the verdict. It is the same on every rank, because all have the same measurements."""
+    """Return the result. It is the same on every rank, because all ranks have the same measurements."""
     nodes = by_node(measures)
     slow = sorted((node for criterion in CRITERIA for node in _slow(criterion, nodes)), key=lambda s: -s.times)
     bad = list(dict.fromkeys(s.node for s in slow))[: max(1, (len(nodes) - 1) // 2)]
@@ -111,9 +111,9 @@ def judge(measures: Sequence[RankMeasures]) -> NodeResult:
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:
-    """Return the four measures of each node: of its slowest process, and the median over its peers. A slow link lowers
-    the measure of both ends, but the median is low only on a slow node. Pods of one machine communicate without a
-    network, so with several machines only links between machines count."""
+    """Return the four measures of each node: those of its slowest process, and for links the median over its peers. A
+    slow link affects both of its nodes, but the median is bad only on a slow node. Pods of one machine communicate
+    without a network, so with several machines only links between machines count."""
     machine = {rank.node: rank.machine for rank in measures}
     nodes = {}
     for node in sorted(machine):
@@ -199,5 +199,5 @@ def duration(seconds: float) -> str:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the smaller value; a value of 0 was not measured."""
+    """Return the smaller value, and ignore a value of 0, which was not measured."""
     return min((seconds for seconds in (one, other) if seconds > 0), default=0.0)

@@ -29,7 +29,7 @@ from ddpjob.preflight.judge import MIB, NodeResult, Peer, RankMeasures
 from ddpjob.process import latest_step
 from ddpjob.reporting import termination
 
-JOIN_SECONDS = 60.0  # limit for the rendezvous and for each collective; a slower node is treated as lost
+JOIN_SECONDS = 60.0  # limit for the rendezvous and for each collective; a node that takes longer counts as lost
 ROUNDS_MAX = 16  # rounds of exchanges: with more than 17 nodes each has 16 peers
 CONFIRMATIONS = 2  # further measurements of a suspect before it is bad
 PINGS, CLOCK_TRIALS = 20, 4
@@ -108,7 +108,7 @@ def _decoded(fields: list[Any]) -> RankMeasures:
 
 
 def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
-    """Let each node exchange bytes with the others, one at a time; in a round each node is in at most one pair."""
+    """Let each node exchange bytes with the others, in rounds: in a round each node has at most one peer."""
     nodes = sorted(first_ranks)
     for pairs in rounds(len(nodes)):
         for one, other in ((nodes[a], nodes[b]) for a, b in pairs):
@@ -118,8 +118,8 @@ def _measure_links(world: World, first_ranks: dict[int, int]) -> Iterator[Peer]:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of each round, as in a tournament: the first node keeps its seat, and the others rotate. If the
-    number of nodes is odd, each round leaves one out."""
+    """Return the pairs of each round, as in a round-robin tournament: the first node keeps its place, and the others
+    rotate. If the number of nodes is odd, each round leaves one out."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     played = []
     for _ in range(min(len(seats) - 1, ROUNDS_MAX)):
@@ -130,9 +130,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
-    """Return the best seconds per byte, both ways at once as in a ring all_reduce, and seconds of a small message."""
+    """Return the least seconds per byte, both ways at once as in a ring all_reduce, and seconds of a small message."""
     on_device = gather.device_for(None, device)
-    _exchange(peer, 1, on_device)  # not timed: nccl connects at the first exchange
+    _exchange(peer, 1, on_device)  # not timed, because nccl connects at its first exchange
     latency = min(_exchange(peer, 1, on_device) for _ in range(PINGS))
     probe = min(_exchange(peer, PROBE_BYTES, on_device) for _ in range(PROBES))
     both = torch.empty(1, dtype=torch.float64, device=on_device)
@@ -144,7 +144,7 @@ def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
 
 
 def _exchange(peer: int, size: int, device: torch.device) -> float:
-    """Return the seconds of an exchange. Both sides begin together, after each has received a byte from the other."""
+    """Return the seconds of an exchange. Both sides begin together, when each has received a byte of the other."""
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     swap(peer, out[:1], into[:1])
     began = time.perf_counter()
@@ -153,8 +153,7 @@ def _exchange(peer: int, size: int, device: torch.device) -> float:
 
 
 def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
-    # As one batch, nccl uses the communicator of the whole group; otherwise each pair would create one, which takes
-    # about a second.
+    # As one batch, because nccl would otherwise create a communicator for each pair, which takes a second.
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
         work.wait()
     if out.is_cuda:
@@ -162,7 +161,7 @@ def swap(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
-    """Return this node's clock minus that of node 0, which asks the others one by one."""
+    """Return this node's clock minus node 0's, in seconds. Node 0 measures the other nodes one by one."""
     if world.rank != first_ranks[min(first_ranks)]:
         return _clock_less_that_of(first_ranks[min(first_ranks)], world.device)
     for rank in sorted(first_ranks.values()):
@@ -172,8 +171,8 @@ def skew_seconds(world: World, first_ranks: dict[int, int]) -> float:
 
 
 def _clock_less_that_of(peer: int, device: torch.device) -> float:
-    """Return our clock minus the peer's, computed like NTP: from the fastest message in each direction, because it
-    waited least, and assuming that both directions take equally long."""
+    """Return our clock minus the peer's in seconds, computed like NTP: from the fastest message in each direction,
+    because it waited least. Both directions are assumed to take equally long."""
     on_device = gather.device_for(None, device)
     theirs = torch.empty(1, dtype=torch.float64, device=on_device)
 
@@ -188,7 +187,7 @@ def _clock_less_that_of(peer: int, device: torch.device) -> float:
 
 
 def seconds_per_flop(device: torch.device) -> float:
-    """Return seconds per operation of a matrix product in this process, the best of several in a fifth of a second."""
+    """Return seconds per floating-point operation of a matrix product, the best of several within 0.2 s."""
     size = 4096 if device.type == "cuda" else 256  # takes some milliseconds, less than a time slice of the processor
     left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
 
@@ -224,7 +223,7 @@ def resolve_seconds(name: str) -> float:
 
 
 def _least_seconds(work: Callable[[], None], least: int, seconds: float, most: int = 1000) -> float:
-    """Return the best of several tries, because other work on the machine can only add time."""
+    """Return the shortest duration of several calls, because other work on the machine only adds time."""
     until = time.perf_counter() + seconds
     took: list[float] = []
     while len(took) < least or (len(took) < most and time.perf_counter() < until):

@@ -10,7 +10,7 @@ VARIABLE = "DDPJOB_TENSORBOARD"
 
 
 class EventFiles:
-    """The event files of rank 0. A viewer drops the steps of an earlier process that come again after a restart."""
+    """The event files of rank 0. A viewer drops the steps of the earlier process that a restart repeats."""
 
     def __init__(self, folder: str) -> None:
         """folder: where the files are written; "": nowhere."""
@@ -24,9 +24,9 @@ class EventFiles:
         try:
             writer = self._writer = self._writer or _opened(self._folder, step)
             for name, text in metrics.items():
-                with contextlib.suppress(ValueError):  # a text is no point of a curve
+                with contextlib.suppress(ValueError):  # a text cannot be drawn
                     writer.add_scalar(name, float(text), step)
-            writer.flush()  # a killed rank closes no file
+            writer.flush()  # a rank that is killed does not close its files
         except Exception as error:
             process.log(f"{VARIABLE}={self._folder}: no more event files: {type(error).__name__}: {error}")
             self._folder = ""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-FRAMES_MAX, BYTES_MAX = 20, 3000  # limits of an answer to ddprun, which must fit into a memory page of 4 KiB
+FRAMES_MAX, BYTES_MAX = 20, 3000  # an answer to ddprun must fit into 4 KiB
 TEXT_CHARACTERS_MAX = 120
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")
@@ -22,7 +22,7 @@ class Frame(NamedTuple):
 
     @property
     def is_of_script(self) -> bool:
-        """True outside Python's library and installed packages."""
+        """True if the code is outside Python's library and installed packages."""
         return not self.file.startswith(_LIBRARIES) and "-packages" not in self.file
 
     @property

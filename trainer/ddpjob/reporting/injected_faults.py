@@ -116,4 +116,4 @@ def _break(fault: Fault) -> None:
     elif fault.kind == "exit":
         raise SystemExit(fault.value)  # like sys.exit() in a script: leaves the group, writes the termination message
     else:
-        threading.Event().wait()  # the posting thread continues: the rank reports, but makes no step
+        threading.Event().wait()  # the thread that posts continues, so the rank reports but makes no step

@@ -48,7 +48,7 @@ FINAL_FLUSH_SECONDS = 1.0
 SAVED_POST_SECONDS = 1.0  # a receiver accepts one post a second, but a script may save more often
 PHASES_DECLARED = ("save", "evaluate")
 _STEP = heartbeat.STEP
-RATE_WINDOW_POSTS = 12  # a minute at the default interval: stable enough for an ETA, fast enough to show a slow-down
+RATE_WINDOW_POSTS = 12  # a minute at the default interval: enough for a stable ETA, and a slow-down shows soon
 
 
 def progress(step: int, total: int | None = None, samples: int | None = None, **metrics: Any) -> None:
@@ -136,7 +136,7 @@ def _post_save() -> None:
 
 
 def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
-    """Send the last values as final, waiting at most `timeout_seconds`; then nothing until `progress` is called."""
+    """Send the last values as final, within `timeout_seconds`. Send nothing more until `progress` is called."""
     state = process.current
     reporter, state.reporter, state.checks_each_step, state.begun = state.reporter, None, True, False
     if not state.stepping:
@@ -185,7 +185,7 @@ def _begin_heartbeat(step: int) -> None:
 
 
 def _write_step(step: Any) -> None:
-    """Write a float or any other value: a script that calls `progress` at every step must not look stalled."""
+    """Write the step to the heartbeat. Count a call with an invalid step: a script that reports is not stalled."""
     cells = process.current.cells
     try:
         cells[_STEP] = int(step)
@@ -262,7 +262,7 @@ class Reporter:
             self.sender.close()
 
     def saved(self) -> None:
-        """Post without waiting for the next interval, because a rank that is killed now reports nothing more."""
+        """Post now, not at the next interval, because the rank may be killed before."""
         if not self.failures:
             self.has_saved = True
             self.news.set()
@@ -336,8 +336,7 @@ class Reporter:
         }
 
     def steps_per_second(self, step: int, when: float) -> float | None:
-        """Return steps per second over the last posts. It uses the times of the calls, so a pause between posts is no
-        slow-down."""
+        """Return steps per second over the last posts, from the times of the calls of `progress`, not of the posts."""
         if not self.marks or self.marks[-1][0] != step:
             self.marks.append((step, when))
         (first, began), (last, ended) = self.marks[0], self.marks[-1]
@@ -357,7 +356,7 @@ def pace(rate: float | None, step: int, total: int | None, samples: int | None) 
 
 
 def misuse(step: Any, metrics: Mapping[str, Any]) -> str:
-    """Return why an argument is not shown; "" if all are. Training continues silently."""
+    """Return why an argument of `progress` is not shown; "" if all are shown. Never raises."""
     if not _is_number(step):
         return f"step: {step!r:.40} is not a number, so nothing is reported"
     if len(metrics) > METRICS_MAX:
@@ -398,7 +397,7 @@ def _value_as_text(value: Any) -> str:
         return str(int(value))[:TEXT_CHARACTERS_MAX]
     if hasattr(value, "detach"):
         value = value.detach()  # torch warns when a tensor with a gradient is converted
-    return f"{float(value):.6g}"  # also a tensor or a numpy number; nan, inf and -inf as text
+    return f"{float(value):.6g}"  # accepts tensors and numpy's numbers; nan, inf and -inf become text
 
 
 def encode(document: dict[str, Any]) -> bytes:

@@ -28,7 +28,7 @@ from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
-RECENT = 32  # number of last backward passes for which some values are kept
+RECENT = 32  # number of the last backward passes whose parameter values are kept
 RECENT_VALUES = 64  # values kept per pass, spread over one parameter
 PREFIX_WORDS = 4096  # 64-bit words at the start of a parameter that a backward pass sums
 ROW = 1021  # 64-bit words that share a weight; a prime, because axes of tensors are rarely multiples of it
@@ -36,9 +36,9 @@ WORDS_WEIGHTED = 2048  # 64-bit words; in larger tensors the words of a row shar
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
 FORMS_A_GROUP = re.compile(rb"\b(?:init_process_group|ddpjob\.init)\(")
-# torch's communication hooks, except OUT_OF_STEP, leave all ranks with the same parameters before a backward pass. A
-# script's own hook may do anything, local SGD lets replicas differ for some steps, and ZeRO may still be sending
-# parameters when the next pass begins.
+# torch's communication hooks, except OUT_OF_STEP, leave all ranks with the same parameters before a backward pass.
+# This is not so for a script's own hook, and for local SGD, whose replicas differ for some steps.
+# Nor for ZeRO, which may still be sending parameters when the next pass begins.
 HOOKS = "torch.distributed.algorithms."
 OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")
 
@@ -86,7 +86,7 @@ def begin_in_new_process(path: str) -> None:
     torchs = sys.modules.get("torch.nn.parallel.distributed")
     if torchs is None or process.current.end is not None:
         return
-    begin(path).group_size = 2  # a group may have been formed earlier, so never report that this rank trained alone
+    begin(path).group_size = 2  # a group may have been formed before, so this rank must not count as trained alone
     watch_ddp(torchs.DistributedDataParallel)
 
 
@@ -115,7 +115,7 @@ def formed(group: Any) -> None:
 
 def _write(end: RankEnd) -> None:
     with contextlib.suppress(Exception):
-        # Do not write in a fork of the rank, nor after an exception, because then the others wait for the restart.
+        # Do not write in a fork of the rank, nor after an exception: then the ranks are restarted and not compared.
         if process.current.end is end and getattr(sys, "last_value", None) is None:
             end.write()
 
@@ -132,7 +132,7 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, 1  # number of backward passes so far, and number of the next one to sum (0: none)
+        self._made, self._next = 0, 1  # backward passes so far, and the number of the next pass to sum (0: none)
         self._passes: list[tuple[int, int, str]] = []
         # Compare values of matrices only: a bias may get equal gradients on ranks with different data.
         self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
@@ -179,8 +179,8 @@ class WatchedModule:
         }
 
     def _reached(self, index: int, _gradient: Any) -> None:
-        """Count a backward pass at the parameter that the first pass reached first. There, no collective of the pass
-        has begun yet, so the number of collectives identifies the pass."""
+        """Count a backward pass when it reaches the parameter that the first pass reached first. The pass has begun no
+        collective by then, so the number of collectives identifies it."""
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index
@@ -280,7 +280,7 @@ def next_noted(made: int) -> int:
 
 
 def is_captured(torch: Any) -> bool:
-    """True while a CUDA graph is being captured. Our operations would become part of each replay."""
+    """True while a CUDA graph is being captured: our operations would become part of each replay."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -377,7 +377,7 @@ def hardware(torch: Any, parameter: Any) -> str:
         if parameter.device.type == "cuda":
             return str(torch.cuda.get_device_name(parameter.device))
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            start = file.read(4096)  # only the first processor: the kernel takes milliseconds to list many
+            start = file.read(4096)  # only the first processor, because the kernel takes milliseconds to list many
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
 
@@ -392,8 +392,8 @@ def has_trained_alone() -> bool:
 
 
 def names_a_group() -> bool:
-    """True if the script, or a module next to it, has a call that forms a group. The call was not reached (as behind
-    `if __name__ == "main"`), or its exception was swallowed (as in a future that nobody reads)."""
+    """True if the script, or a module next to it, has a call that forms a group. The call was not reached (behind a
+    mistyped `if __name__ == "main"`), or its exception was lost (in a future that nobody reads)."""
     # Do not use getattr: a module that loads lazily may raise any exception.
     modules = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in list(sys.modules.items())}
     folder = os.path.dirname(os.path.abspath(modules["__main__"] or "")) + os.sep
@@ -412,7 +412,7 @@ def knows_others() -> bool:
 
 
 def has_run_backward(torch: Any) -> bool:
-    """True if autograd has run in this process. Autograd numbers its runs from 0, so a new run shows earlier ones."""
+    """True if autograd has run in this process. Autograd numbers its runs; the first one has number 0."""
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

@@ -31,7 +31,7 @@ class ReportSender:
         return self._request("POST", body)[0]
 
     def ask(self) -> bytes:
-        """Get the body of a 2xx answer; b"" for another answer. Raise OSError, ValueError, HTTPException."""
+        """Send a GET request. Return the body of a 2xx answer, else b"". Raise OSError, ValueError, HTTPException."""
         problem, body = self._request("GET", None)
         return body if problem is None else b""
 
@@ -40,8 +40,8 @@ class ReportSender:
         try:
             return self._request_once(method, body)
         except OSError as error:
-            # The receiver closed the connection after the last post: it waits a minute, and a new operator starts
-            # without it. With TLS this is an SSLEOFError, which is no ConnectionError.
+            # The receiver has closed the connection: it waits a minute for the next post, or was replaced.
+            # With TLS this is an SSLEOFError, which is no ConnectionError.
             if not is_kept or isinstance(error, TimeoutError):
                 raise
             return self._request_once(method, body)

@@ -34,7 +34,7 @@ from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
 _BEGINS = b'{"ddpjob"'
-EXIT_SECONDS = 60.0  # time in which a script may upload or flush at its exit
+EXIT_SECONDS = 60.0  # after a failure, time for the script's exit handlers, for example an upload
 LOCK_SECONDS = 0.5  # limit for the file's lock, which the pod's other ranks hold while they write 4 kB each
 
 
@@ -56,13 +56,13 @@ def tell(error: BaseException) -> None:
     """Write the exception of this process. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
-        if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written it
+        if code == 0 or isinstance(error, Stopped):  # for these tell_stopped or tell_unfit has written the message
             return
         # After sys.exit(1) in an except block (also torch.multiprocessing.spawn's), the caught exception is the cause.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
-            # Leave the file empty, so that the kubelet uses the end of the log. There torchrun's table names the rank
-            # of this pod that crashed without an exception.
+            # Leave the file empty, so that the kubelet uses the end of the log.
+            # Torchrun's table is there, with the rank of this pod that crashed without an exception.
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
@@ -153,7 +153,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
 def hidden_by(error: SystemExit) -> tuple[str, str] | None:
     """Return place and line of the exception that an exit with 0 hides: `finally: sys.exit(0)`; None if it hides none.
 
-    An exception class of the script counts as none, because it may mean that the training is done.
+    An exception of a class that the script defines is ignored: it may mean that the training is done.
     """
     cause = error.__context__
     known = type(cause).__module__.partition(".")[0] in ("builtins", "torch")
@@ -170,7 +170,7 @@ def end_soon() -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if process.current.reports_failure:  # a child forked by this rank is not the rank
+    if process.current.reports_failure:  # False in a child that this rank has forked
         tell(error)
     process.current.previous_hook(kind, error, trace)
     if process.current.reports_failure and isinstance(error, Exception):
@@ -200,8 +200,8 @@ def _complaint(error: BaseException) -> BaseException | None:
 
 
 def _one_of_group(error: BaseException) -> BaseException:
-    """Return the last exception of a group that is not about a lost peer, as in the log; any other exception itself.
-    Groups are recognized by their attribute, because Python 3.10 has them only from a package."""
+    """Return the last exception of an ExceptionGroup that reports no lost peer, as the log shows it; any other
+    exception itself. Groups are recognized by their attribute, because Python 3.10 has them only from a package."""
     members = getattr(error, "exceptions", None)
     if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
         return error
@@ -231,8 +231,8 @@ def _leave(message: Failure) -> None:
 
 
 def _forget_earlier() -> None:
-    """Remove a failure written before this process was started: it is of an earlier start of all ranks. Also remove a
-    child's failure if the parent continues: `except ProcessRaisedException: train_alone()`."""
+    """Remove a failure that was written before this process started, because it belongs to an earlier start of all
+    ranks. Also remove a child's failure if the parent continues: `except ProcessRaisedException: train_alone()`."""
     if not os.path.getsize(os.environ["DDPJOB_TERMINATION_LOG"]):
         return
     with _opened() as descriptor:
@@ -273,9 +273,9 @@ def _lock(descriptor: int) -> None:
 
 
 def _stays(written: bytes, message: Failure) -> bool:
-    """True if the file explains more than this message."""
+    """True if the message in the file explains more than this one, so that it must stay."""
     if not written.startswith(_BEGINS):
-        return bool(written)  # the script itself has written the file
+        return bool(written)  # text that the script itself has written
     try:
         earlier = Failure.from_dict(json.loads(written))
     except ValueError:
@@ -308,7 +308,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def _without_its_longest(message: dict[str, Any]) -> dict[str, Any]:
-    """Halve the longest text, or drop another value: a script may put anything into its own message."""
+    """Halve the longest text of the message. If the longest value is no text, drop it: scripts may write anything."""
     name = max(message, key=lambda k: len(json.dumps({k: message[k]})))
     value = message[name]
     rest = {k: v for k, v in message.items() if k != name}

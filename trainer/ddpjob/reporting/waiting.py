@@ -25,15 +25,15 @@ _COLLECTIVES = frozenset(
 )
 # C++ functions that wait for each of their collectives before they return: DDP's constructor and its forward pass.
 _IN_C = frozenset(("_broadcast_coalesced", "_verify_params_across_processes", "_rebuild_buckets"))
-TIMEOUT_MS_MIN = 10_000  # a shorter time-out of the group ends the wait by itself, and a script may rely on that
+TIMEOUT_MS_MIN = 10_000  # ms; a script may rely on a shorter time-out, which ends the wait by itself
 GROUPS_MAX, RECENT, RANKS_MAX = 12, 6, 64
-# Names of types in torch's recorder: the name that users write, and the size in bytes.
+# By the name of a type in torch's flight recorder: the name that users write, and the size in bytes.
 _DTYPES = {
     "Float": ("float32", 4), "Double": ("float64", 8), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
     "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Char": ("int8", 1), "Byte": ("uint8", 1),
     "Bool": ("bool", 1),
 }  # fmt: skip
-# Threads that begin no collectives, by the file of the outermost call, which they never leave.
+# Files in which threads run that begin no collectives; a thread belongs to the file of its outermost call.
 _HARMLESS = (
     "-packages/torch/utils/data/", "-packages/torch/_inductor/", "-packages/torch/utils/tensorboard/",
     "-packages/tensorboard/", "-packages/tensorboardX/", "-packages/tqdm/_monitor.py", "-packages/wandb/",
@@ -88,7 +88,7 @@ def _is_harmless(frame: FrameType) -> bool:
 
 
 def answer(frames: Mapping[int, FrameType], own: int, recorded: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what this rank waits in; empty if that is uncertain. own: the calling thread."""
+    """Return the collective in which this rank waits; empty if it is uncertain. own: the calling thread."""
     main = threading.main_thread().ident or 0
     waits = how(frames.get(main))
     if not waits or not recorded or not is_known(main, recorded) or may_begin_others(frames, {main, own}):
@@ -161,12 +161,12 @@ def _call(entry: dict[str, Any]) -> list[Any]:
 
 
 def operation(entry: dict[str, Any]) -> str:
-    """Return all_reduce for gloo:all_reduce."""
+    """Return the operation without its backend: all_reduce for gloo:all_reduce."""
     return str(entry.get("profiling_name", "")).rpartition(":")[2][:40]
 
 
 def shape(entry: dict[str, Any]) -> str:
-    """Return [4, 3] float32."""
+    """Return the entry's shape and type, for example "[4, 3] float32"."""
     sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
     kinds = sorted({_DTYPES.get(name, (str(name), 0))[0] for name in dtypes})
     listed = " ".join(str(size) for size in sizes[:2]) + (f" and {len(sizes) - 2} more" if len(sizes) > 2 else "")

@@ -79,7 +79,7 @@ def _share(where: str) -> None:
     pipe = f"/proc/{agent}/fd/{notify}"
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         _notify(pipe)
-        return  # another process of the script already reports for this rank
+        return  # another process of this rank reports already
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = cells[COMPLETED] = 0
     cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
@@ -165,7 +165,7 @@ def _waited_in() -> int:
 atexit.register(_keep_out_of_torch)
 
 
-# The library's threads always wait. They are left out of stacks, because a reader looks for the thread that hangs.
+# The library's threads are left out of stacks: they always wait, and a reader looks for the thread that hangs.
 NEVER_THE_CAUSE = ("ddpjob-progress", "ddpjob-stop", "ddpjob-presence")
 
 
@@ -195,7 +195,7 @@ def _answer(page: memoryview, cells: memoryview) -> None:
 
 
 def _waits(frames: dict[int, FrameType]) -> dict[str, Any]:
-    """Return what the rank waits in. The recorder is read only if it waits in a collective."""
+    """Return the collective in which the rank waits. The flight recorder is read only if it waits in one."""
     if not waiting.how(frames.get(threading.main_thread().ident or 0)):
         return {}
     return _of_torch(lambda: waiting.answer(frames, threading.get_ident(), _recorded())) or {}
@@ -242,7 +242,7 @@ def _recorded() -> list[dict[str, Any]]:
 
 
 def recorder(name: str) -> list[dict[str, Any]]:
-    """Return the entries that this torch function dumps; empty if torch does not have the function."""
+    """Return the entries of torch's flight recorder that this function dumps; empty if torch lacks the function."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
     return list(json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []) if dump else []
 
@@ -280,7 +280,7 @@ def _is_apart(entry: dict[str, Any]) -> bool:
 
 
 def is_done(entry: dict[str, Any]) -> bool:
-    """True if the entry is done. gloo's entries stay "scheduled" and are retired; NCCL's get a state."""
+    """True if the collective of this entry is done: gloo marks its entries "retired", NCCL sets their state."""
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

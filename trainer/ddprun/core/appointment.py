@@ -1,4 +1,4 @@
-"""Who leads the group, as the operator answers it."""
+"""Parse the operator's answer to the question which agent leads the group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob_core.budget import Grant, natural
 
 
 class Appointment(NamedTuple):
-    """The leader of one term."""
+    """The leader of one term. A term lasts until the operator appoints another leader."""
 
     term: int
     """1 for the first leader of an attempt, which is node 0; 0 if the leader is not known yet."""

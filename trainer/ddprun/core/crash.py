@@ -17,7 +17,7 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 
 def calls(dump: str) -> list[str]:
     """Return the calls of a process that a signal killed, as lines of a traceback, most recent last."""
-    _, begin, text = dump.rpartition(_BEGIN)  # only the last dump: earlier dumps are of children, or were requested
+    _, begin, text = dump.rpartition(_BEGIN)  # the last dump; children and requests write earlier ones
     lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack(text if begin else "")]
     return lines[:CALLS_MAX][::-1]
 
@@ -25,9 +25,9 @@ def calls(dump: str) -> list[str]:
 def stack(dump: str) -> list[tuple[str, int, str]]:
     """Return file, line and function of each call of the thread that the signal hit, innermost first.
 
-    dump: faulthandler's text. C++ threads (of gloo, of NCCL's watchdog) have no Python calls. Then return those of the
-    main thread, which most likely waits for that thread. faulthandler lists it last, after at most 99 others. With more
-    threads return nothing.
+    dump: faulthandler's text. If the signal hit a C++ thread (of gloo, of NCCL's watchdog), it has no Python calls.
+    Then return the main thread's, which most likely waits for it. faulthandler lists the main thread last, after at
+    most 99 others; with more threads return nothing.
     """
     current: list[tuple[str, int, str]] = []
     last: list[tuple[str, int, str]] = []

@@ -27,9 +27,9 @@ SYNC = "sync"
 DEFAULT_GROUP = "0"
 # Every rank of the group must contribute before any rank has the result.
 _NEED_ALL = frozenset(("all_reduce", "sparse_all_reduce", "barrier", "all_gather"))
-# A rank may complete these without some ranks. It is blocked for sure only if no other rank can contribute.
+# A rank may complete these although some ranks do not take part. It is stuck only if no other rank can contribute.
 _NEED_ANY = frozenset(("broadcast", "reduce", "gather", "scatter", "all_to_all"))
-_WITHOUT_INPUT = ("barrier", "scatter")  # any other operation with 0 bytes may complete without a peer
+_WITHOUT_INPUT = ("barrier", "scatter")  # any other operation without input may complete without a peer
 _OF_EQUAL_SIZE = frozenset(("all_reduce", "all_gather"))
 
 
@@ -185,7 +185,7 @@ class _World:
 
 
 def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> bool:
-    """True if the other rank's collective at this number does not match this one, or contributes too few bytes."""
+    """True if the other rank's collective with this number is a different one, or contributes too few bytes."""
     known = _NEED_ALL | _NEED_ANY
     if call.op not in known or there.op not in known:
         return False
@@ -199,7 +199,7 @@ def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> boo
 
 
 def sentence(found: CollectiveConflict, ranks: dict[int, Standing]) -> str:
-    """Return `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:12 in step), …`."""
+    """Return for example `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:9), …`."""
     one = f"rank {found.rank} waits in {_named(found.group, found.call, ranks[found.rank].where)}"
     other = ranks[found.other]
     if other.waits is None:

@@ -13,7 +13,7 @@ LINES_MAX = 60
 
 
 class RankStack(NamedTuple):
-    """One rank's answer, or why there is none."""
+    """The stack of one rank, or why the rank has not answered."""
 
     rank: int
     pid: int
@@ -26,7 +26,7 @@ class RankStack(NamedTuple):
 
 
 def text(ranks: Sequence[RankStack]) -> str:
-    """Return the whole text, without a final line end."""
+    """Return the text for these ranks, without a newline at the end."""
     lines = [f"{BEGIN}{_named([r.rank for r in ranks])}, innermost call first:"]
     groups: dict[object, list[RankStack]] = {}
     for one in sorted(ranks):

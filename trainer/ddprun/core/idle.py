@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 
 IDLE_SECONDS = 60.0
 LOOK_SECONDS = 5.0
-CPU_SHARE_MAX = 0.02  # share of a CPU; ten times the use of waiting threads of torch and this library
+CPU_SHARE_MAX = 0.02  # share of a CPU; waiting threads of torch and of this library use a tenth of it
 CPU_SECONDS_MAX = 0.2  # CPU seconds that do not end an idle period: an idle rank still answers the agent
 IDLE, NO_PROGRESS = "have been idle", "have made no step and ended no collective"
 

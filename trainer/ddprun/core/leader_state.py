@@ -115,9 +115,9 @@ NOT_RESTARTED: dict[str, str] = {
     "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
 }
 CHARGED_MAX = 5
-ANSWER_SECONDS = 3.0  # limit for answers; an agent needs about one second
+ANSWER_SECONDS = 3.0  # limit for answers; an agent answers within about one second
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
-PREFLIGHT_SECONDS = 120.0  # limit; a pre-flight takes some seconds, plus its imports
+PREFLIGHT_SECONDS = 120.0  # limit; a pre-flight takes some seconds and the time of its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
 
 
@@ -129,7 +129,7 @@ class Generation:
     reruns: str = ""  # why the ranks are restarted at once without a failure; "" if they are not
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
+    failures: list[Failure] = field(default_factory=list)  # as they arrived: clocks of nodes differ and jump
     unable: set[int] = field(default_factory=set)  # nodes that lack the program
     raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
     awaited: str | None = None  # exception of a rank; other nodes get a moment to raise it too
@@ -164,11 +164,11 @@ class LeaderState:
         turn: int | None = None,
         survivors: Collection[int] = (),
     ) -> None:
-        """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all.
+        """places: of all nodes that may take part. least: the smallest number of nodes that may train; None: all nodes.
 
         last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
-        is connected before it may interrupt a generation to join it. leader: place of this agent; None: the first one.
-        turn: number of this leader in its reports; None: the number of its pod.
+        is connected before it may interrupt a generation to join it. leader: place (number) of this agent; None: the
+        first place. turn: number of this leader in its reports; None: the number of its pod.
         survivors: nodes of an earlier leader's last generation; the first start waits for no others.
         """
         self.state: State = "gathering"
@@ -196,11 +196,11 @@ class LeaderState:
         self._wants_preflight = preflight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
-        self._has_trained = False  # the job has made a step, or ran so long that it must have trained
+        self._has_trained = False  # True if the job has made a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(self._leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
-        self._uncharged: Failure | None = None  # loss of a node; its next connection shows if the pod was lost
+        self._uncharged: Failure | None = None  # a lost node; when it connects again, its pod is the same or a new one
         self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
@@ -208,7 +208,7 @@ class LeaderState:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `tick` has something to do."""
+        """Time of the next call of `tick`; None if none is due."""
         return min((at for at in (self._deadline, self._grows_at) if at is not None), default=None)
 
     @property
@@ -230,7 +230,7 @@ class LeaderState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Restarts charged here, by class, and consecutive restarts, including those that the operator has counted."""
+        """Restarts charged by this leader, by class; restarts in a row, including those counted by the operator."""
         return self._budget.report
 
     def is_outdated(self, node: int, replacement: int) -> bool:
@@ -281,12 +281,12 @@ class LeaderState:
         self._budget = self._budget.renewed(grant, turn)
 
     def ready(self, node: int, now: float) -> None:
-        """Let a connected node join after its snooze: its ranks would start at once from now on."""
+        """Record that the ranks of a connected node could start at once. The node joins after its snooze."""
         if node in self._here:
             self._newcomers.ready(node, now)
 
     def lost(self, node: int, now: float) -> None:
-        """Remove a node whose connection was lost, and stop running ranks: they need the lost ones."""
+        """Remove a node whose connection was lost. Stop all ranks, because they cannot continue without this node."""
         if node not in self._here:
             return None
         self._part(node, now)
@@ -313,7 +313,7 @@ class LeaderState:
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # the cause is known; the node reports it again in `stopped`
+            self._ask_no_more()  # the cause is known, and the node reports it again when it calls `stopped`
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -326,7 +326,7 @@ class LeaderState:
         *,
         lacks_program: bool = False,
     ) -> None:
-        """Record the failures of a node whose ranks have all ended; after the last node, decide how to go on.
+        """Record the failures of a node whose ranks have all ended. After the last node, decide what happens next.
 
         ended: a rank that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank
         has tried to run it.
@@ -342,7 +342,7 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
-        """Record that all ranks of a node ended with 0; after the last node, end the job. ended: the first rank."""
+        """Record that all ranks of a node ended with 0; after the last node, end the job. ended: first rank to end."""
         if self.state == "running" and node in self.members:
             self._current.finished.add(node)
             self._current.ended += [ended] if ended is not None else []
@@ -423,7 +423,7 @@ class LeaderState:
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
         elif node == self._leader and node in self._current.finished:
-            self._stop([self._lose(node)], now)  # stop all: the leader must leave, and other ranks have a state to save
+            self._stop([self._lose(node)], now)  # stop all: the leader must leave, and the others may save first
 
     def tick(self, now: float) -> None:
         """Act on a deadline that has passed, such as the end of a back-off or a missing answer."""
@@ -493,7 +493,7 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def _go_on_if_enough_are_here(self, now: float) -> None:
-        """Start if all nodes are connected, or if enough nodes are and no more are expected."""
+        """Start if all nodes are connected, or if enough nodes are connected and no further node is expected."""
         if self.state != "gathering":
             return None
         lost = self._uncharged
@@ -504,7 +504,7 @@ class LeaderState:
                 return self._charge(lost, now)  # the same pod, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod has replaced it"
         here = len(self._here)
-        if here > self._most:  # a node that connects again and again does not prolong the wait
+        if here > self._most:  # reconnects do not prolong the wait
             self._most, self._most_since = here, now
         if here < self._least:
             self._calls, self._deadline = True, self._since + self._join_seconds
@@ -575,7 +575,7 @@ class LeaderState:
         return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
 
     def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
-        """Stop the ranks that were given a moment to make the same mistake."""
+        """Stop the ranks that got time to make the same mistake."""
         if self._current.awaited is None or self.state != "stopping":
             return
         still = self._stopping - self._current.raised.get(self._current.awaited, set())
@@ -586,7 +586,7 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
-        """Stop waiting for positions, and stop the ranks. answered: only if all ranks have answered or ended."""
+        """Stop waiting for positions, and stop the ranks. answered: do so only if all ranks have answered or ended."""
         question = self._current.question
         if not question.asked or (answered and not question.is_answered(self._stopping)):
             return
@@ -601,13 +601,13 @@ class LeaderState:
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
         if self._current.finished.issuperset(self.members) and not (self._current.checking or self._dev):
-            return self._end(0, None, "all ranks have ended", now)  # the stop was only for a new node
+            return self._end(0, None, "all ranks have ended", now)  # the ranks were stopped only to let a new node join
         if self._current.reruns:
             self.said = self._current.reruns
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
-        # The rank that others waited for comes last, because a rank that failed by itself is a better cause.
-        # A rank that others waited for does not count if another rank ended with 0, whose missing steps are the cause.
+        # The rank that others waited for comes last: a rank that failed by itself is more likely the cause.
+        # It does not count if another rank ended with 0, because the missing steps of that rank are the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):
@@ -640,7 +640,7 @@ class LeaderState:
             return self._stand(describe(failure), now)
         failure, verdict = self._judge(failure, now)
         if isinstance(verdict, str):
-            # A rank that ended too early has code 0, which would count as success.
+            # A rank that ended too early has exit code 0, which would count as success.
             code = failure.exit_code or (1 if failure.early else RESUMABLE)
             return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
         if self._does_without(failure):
@@ -653,7 +653,7 @@ class LeaderState:
         place = failure.node_rank if failure.rank is None else self.members.place_of_rank(failure.rank, self._nproc)
         charged = failure._replace(
             node_rank=place, charged_to=verdict.charged_to or "", generation=self.generation
-        )  # set the place now, because the next generation may have other members
+        )  # set now, because the next generation may have other members
         self.charged = [*self.charged, charged][-CHARGED_MAX:]
         return self._pause(verdict.wait_seconds, now)
 
@@ -671,7 +671,7 @@ class LeaderState:
             from ddpjob_core import rules
 
             unsaved = next((f for f in self._current.failures if rules.is_unsaved(f.exception)), None)
-            if unsaved is not None:  # do not end with 75, which would mean that the state was saved
+            if unsaved is not None:  # exit code 75 would mean that it was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
@@ -690,7 +690,7 @@ class LeaderState:
             ran_seconds=self._ran_seconds,
             only_complaints=failure.symptom and not failure.unstarted,
         )
-        # Seconds of the monotonic clock: only differences count.
+        # Seconds of the monotonic clock, because only differences are used.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
         found, is_elsewhere = self._class_of(failure, history, attempt)
@@ -719,7 +719,7 @@ class LeaderState:
         code = failure.exit_code
         found = "infrastructure" if failure.symptom else rules.classify(failure)
         if failure.lacks_program and found in ("permanent", "application"):
-            # The operator's rule, too: permanent only if the job has never trained and no node has the program.
+            # As in the operator: a missing program is permanent if the job never trained and no node has it.
             one_may_have_it = len(self._current.unable) < len(self.members) and self._has_operator
             found = "infrastructure" if one_may_have_it else "permanent"
             if self.furthest_step or self.generation > 0:
@@ -742,8 +742,8 @@ class LeaderState:
         return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
 
     def _is_again(self, failure: Failure) -> bool:
-        """True for an exception of the same type at the same line as the last one. On one machine no node is the cause;
-        the plan has the same rule for attempts (`plan/settlement.py`).
+        """True for an exception of the same type and line as the last one. Only checked if all nodes are on one
+        machine, where no node is the cause. The plan has the same rule for attempts (`plan/settlement.py`).
         """
         if not self.charged or not failure.where or failure.exit_code in (None, 0):
             return False
@@ -765,13 +765,13 @@ class LeaderState:
 
 
 class Terminations:
-    """Nodes whose termination was requested from outside. Failures caused by a termination are not charged."""
+    """Nodes whose termination was requested from outside. Failures that follow from a termination are not charged."""
 
     def __init__(self, leader: int, others_go_on: bool) -> None:
         """others_go_on: False if all nodes end when one leaves."""
         self._leader, self._others_go_on = leader, others_go_on
         self._requested: set[int] = set()  # nodes whose termination was requested in this generation
-        self.leaving: set[int] = set()  # nodes that have no new agent yet
+        self.leaving: set[int] = set()  # nodes that leave and have no new agent yet
         self.came_first = False  # True if a termination was requested before any failure
 
     @property
@@ -784,7 +784,7 @@ class Terminations:
         self._requested.add(node)
 
     def begin_generation(self) -> None:
-        """Drop the requests: they explain nothing in the next generation."""
+        """Drop the requests, because they explain no failure of the next generation."""
         self._requested, self.came_first = set(), False
 
     def group_stops(self) -> None:
@@ -792,7 +792,7 @@ class Terminations:
         self.came_first = bool(self._requested)
 
     def explain(self, failure: Failure) -> bool:
-        """True if the root cause of the stop follows from a termination."""
+        """True if this failure, the root cause of the stop, follows from a termination."""
         if not self._others_go_on or self.came_first:
             return bool(self._requested)
         return bool(self._requested) and failure.precedence >= Precedence.RESUMABLE
@@ -802,8 +802,8 @@ class Terminations:
 
 
 def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
-    """Replace a node's known failures by those that it reports when its ranks have ended. Keep node 0's own findings
-    (stalled, pre-flight), because a stopped rank does not report them.
+    """Return a node's failures: those that it reports when its ranks have ended replace the known ones. Keep node 0's
+    own findings (stalled, pre-flight), because a stopped rank does not report them.
     """
     by_rank = {failure.rank: failure for failure in news}
     ranks = {failure.rank for failure in known}
@@ -812,7 +812,7 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
 
 
 def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
-    """Replace a lost connection by its cause if the other rank ended with 0, because that rank made fewer steps."""
+    """Return the cause of a lost connection if the other rank ended with 0 (it made fewer steps), else the failure."""
     if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
         return failure
     from ddpjob_core import rules
@@ -827,14 +827,14 @@ def _listed(places: Sequence[int]) -> str:
 
 
 def _is_wrong(failure: Failure) -> bool:
-    """True if a restart would fail in the same way, or there is no program."""
+    """True if a restart would fail in the same way, or if the program is missing."""
     from ddpjob_core import rules
 
     return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
 
 
 def _compared(failure: Failure) -> str:
-    """Return the exception, shortened as in the reports of other nodes."""
+    """Return the exception as other nodes report it: shortened, so that equal exceptions are equal texts."""
     return abridged(failure.exception, BRIEF_MAX)
 
 

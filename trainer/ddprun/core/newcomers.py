@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-STABLE_SECONDS = 600.0  # a node that stays so long may join, however often it has left before
+STABLE_SECONDS = 600.0  # seconds; departures before a stay of this length are forgotten
 
 
 class Newcomers:
@@ -21,7 +21,7 @@ class Newcomers:
         self._left: dict[int, tuple[float, int]] = {}  # by place: time of the last departure, departures in a row
 
     def came(self, place: int, now: float, *, is_ready: bool) -> None:
-        """Set the snooze of a node that connected. is_ready: its ranks would start at once, so the snooze begins."""
+        """Set the snooze of a node that connected. is_ready: its ranks would start at once; then the snooze begins."""
         self._snoozes[place] = min(self._snooze_seconds * 2 ** self._departures(place, now), STABLE_SECONDS)
         self._joins_at.pop(place, None)
         if is_ready:
@@ -40,7 +40,7 @@ class Newcomers:
         return min((self._joins_at[place] for place in places if place in self._joins_at), default=None)
 
     def joins_in(self, place: int, now: float) -> float:
-        """Return the seconds between the time when this connected node is ready and the time when it may join."""
+        """Return how many seconds this connected node must be ready before it may join."""
         return self._joins_at.get(place, now + self._snoozes[place]) - now
 
     def _departures(self, place: int, now: float) -> int:

@@ -72,7 +72,7 @@ def node_end(written: Mapping[int, Any]) -> NodeEnd:
 
 
 def as_message(end: NodeEnd) -> dict[str, Any]:
-    """Return the results as a message of one line: all modules that fit, then all parameter names that fit."""
+    """Return the results as a message of one line, with as many modules and then parameter names as fit."""
     message: dict[str, Any] = {"alone": end.alone, "modules": [], "hidden": end.hidden}
     left, named = MESSAGE_BYTES_MAX, set[str]()
     for module in end.modules:
@@ -144,7 +144,7 @@ def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
     """Return the first backward pass that both recorded with different parameters; None if there is none.
 
     The last common pass is ignored if one rank made more passes. A rank may make a pass alone, for example to evaluate
-    averaged weights, and record it with the key of the others' next pass.
+    averaged weights, and record it under the key of the other ranks' next pass.
     """
     both = one.passes.keys() & other.passes.keys()
     if both and not max(both) == max(one.passes) == max(other.passes):
@@ -172,7 +172,7 @@ def _dtypes(first: ModuleEnd, other: ModuleEnd, index: int) -> str:
 
 
 def _hardware(first: ModuleEnd, drifted: Sequence[ModuleEnd]) -> str:
-    """Return a text with the processors or GPUs if they differ between ranks, because they may round differently."""
+    """Return a text that names the processors or GPUs if they differ, because they may round differently; else ""."""
     other = next((module for module in drifted if module.hardware != first.hardware), None)
     if other is None or not first.hardware or not other.hardware:
         return ""
@@ -195,7 +195,7 @@ def _hidden(written: Any) -> tuple[int, str, str] | None:
 
 
 def _modules(written: Any, ranks: tuple[int, ...] | None) -> list[ModuleEnd]:
-    """Return the well-formed modules of a file or message. ranks: of all modules; None: each module names its own."""
+    """Return the well-formed modules of a file or message. ranks: of all modules; None if each names its own."""
     read = [_module(one, ranks) for one in written] if isinstance(written, list) else []
     return [module for module in read if module is not None]
 

@@ -21,11 +21,11 @@ from ddpjob_core.stall_limits import Learned, Limit, Phase, learn, limit
 
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
-STILL_SECONDS = 5.0  # without CPU time for this long, a rank counts as blocked in a collective
+STILL_SECONDS = 5.0  # a rank that used no CPU for this long counts as blocked in a collective
 # Levels, by what shows the progress of a rank: steps, or only collectives if the script does not use the library.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 # A script without the library does not report its start. It counts as training after this many reads with progress.
-# With fewer, the collectives of DDP's constructor would count, and the first step may then compile for long.
+# With fewer reads the collectives of DDP's constructor would count as training, and a long first step as a stall.
 LOOKS_UNTIL_TRAINING = 5
 
 
@@ -83,7 +83,7 @@ NOTHING = StallReport(0, False, 0.0, "start")
 
 
 def update(pace: HeartbeatTracker | None, beat: Heartbeat, now: float) -> HeartbeatTracker | None:
-    """Return the tracker after a read; None until the rank reports something."""
+    """Return the tracker after this heartbeat was read; None until the rank reports something."""
     level, phase, mark = _where(pace, beat)
     if level == 0:
         return None
@@ -98,7 +98,7 @@ def update(pace: HeartbeatTracker | None, beat: Heartbeat, now: float) -> Heartb
 
 
 def restart_clocks(trackers: Mapping[int, HeartbeatTracker], now: float) -> dict[int, HeartbeatTracker]:
-    """Return the trackers after a gap in our reads: the ranks may have been suspended with us."""
+    """Return the trackers with their clocks at 0. Used after a gap: ranks may have been suspended with the agent."""
     return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in trackers.items()}
 
 

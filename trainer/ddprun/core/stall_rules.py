@@ -94,7 +94,7 @@ class DeadlockSearch(Question):
         self._is_known = False  # True from `settle` until a rank uses the CPU again or ends
 
     def heard(self, node: int, *, still: bool) -> None:
-        """Record if all ranks of a node have used no CPU for seconds (still=True), or if a rank has used it."""
+        """Record that all ranks of a node have used no CPU for seconds (still=True), or that a rank has used it."""
         self._is_known = self._is_known and still
         self._still[node] = still
 
@@ -104,7 +104,7 @@ class DeadlockSearch(Question):
         self._is_known = False
 
     def is_due(self, nodes: Collection[int]) -> bool:
-        """True if it is time to ask: all ranks of these nodes are still, and their waits are not known yet."""
+        """True if it is time to ask: all ranks of these nodes use no CPU, and it is unknown in what they wait."""
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
 
     def settle(self, nodes: Collection[int]) -> Failure | None:
@@ -151,12 +151,12 @@ class Standstill(Question):
         """End the request. Return the failure if the group is still stalled and a hang is certain."""
         positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
         counting, stalled, self._positions = self._counting, self.stalled, None
-        # Nodes measure the next stall from this request on.
+        # From this request on the nodes measure the next stall.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
         # Without the library a rank cannot report that it is evaluating.
-        # Only a rank that waits in a collective, or that is idle and needs no other rank, proves a hang.
+        # So only a rank that waits in a collective, or that is idle and needs no other rank, proves a hang.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
@@ -190,7 +190,7 @@ def _named(culprit: Position, positions: Sequence[Position], stood: str) -> Fail
 
 
 def only_waited(failures: Sequence[Failure]) -> bool:
-    """True if a rank waited for another until its timeout, and all other failures follow from that."""
+    """True if the failures are a rank that waited for another until its timeout, and consequences of that."""
     return any(f.waited_in for f in failures) and all(f.waited_in or f.symptom for f in failures)
 
 
@@ -214,17 +214,17 @@ def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> 
 
 
 def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
-    """True if all others have begun a later collective, except exiting ranks that do not answer."""
+    """True if all other ranks have begun a later collective, except ranks that are exiting and do not answer."""
     counting = [position for position in others if position.answers or not position.apart]
     return culprit.sequence > 0 and all(position.sequence > culprit.sequence for position in counting)
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """Return the rank with the lowest collective. Of several, prefer a rank that has completed it, then the rarest
-    operation or shape, then the lowest step.
+    """Return the rank whose collective has the lowest number. Of several ranks prefer one that has completed the
+    collective, then the rarest operation or shape, then the lowest step.
 
-    A rank that does not answer is blocked below Python, or has no thread that could answer. It is the cause if all
-    others only wait.
+    A rank that does not answer is blocked below Python, or has no thread that could answer. Such a rank is the cause if
+    all others only wait.
     """
     known = [position for position in positions if position.sequence]
     alike = Counter((position.sequence, position.op, position.shape) for position in known)

@@ -54,4 +54,4 @@ for epoch in range(step // len(loader), -(-STEPS // len(loader))):
             break
     left_out = 0
 accelerator.print(f"done: {step} steps")
-accelerator.end_training()  # leave the group in order, otherwise gloo's threads may abort a finished rank
+accelerator.end_training()  # leave the group cleanly: otherwise gloo's threads may abort a finished rank

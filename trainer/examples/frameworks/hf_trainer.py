@@ -40,4 +40,4 @@ last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
 print(f"resumes from {last}" if last else "begins", flush=True)
 trainer.train(resume_from_checkpoint=last)
 print(f"done: {trainer.state.global_step} steps", flush=True)
-trainer.accelerator.end_training()  # leave the group in order, otherwise gloo's threads may abort a finished rank
+trainer.accelerator.end_training()  # leave the group cleanly: otherwise gloo's threads may abort a finished rank

@@ -1,6 +1,6 @@
 """DDP's work by hand: sum the gradients of all ranks, divide by their number, step. Both give the same result.
 
-DDP sums in buckets while the backward pass is still running; by hand this comes after the pass.
+DDP sums in buckets while the backward pass is still running; by hand the sum comes after the pass.
 
     torchrun --nproc-per-node 2 trainer/examples/notes/blocks_averaging.py
 """

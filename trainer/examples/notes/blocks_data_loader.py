@@ -19,7 +19,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=2)
 
     seen = []
-    for epoch in (0, 0, 1):  # as if set_epoch were forgotten once: epoch 0 twice has the same order
+    for epoch in (0, 0, 1):  # epoch 0 twice, as if set_epoch were forgotten once: its order is the same
         sampler.set_epoch(epoch)
         seen.append(torch.cat([batch for (batch,) in loader]))
     assert torch.equal(seen[0], seen[1]), "without another set_epoch the order is the same"

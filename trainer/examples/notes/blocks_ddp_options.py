@@ -43,7 +43,7 @@ def unused_parameters() -> None:
     ignorant = DistributedDataParallel(TwoHeads())
     ignorant(x).sum().backward()
     try:
-        ignorant(x)  # raises, because the reduction of the first step never ended
+        ignorant(x)  # raises, because the first step's gradient reduction has not ended
     except RuntimeError as error:
         say(f"a parameter without gradient: {str(error).splitlines()[0][:72]}…")
     else:

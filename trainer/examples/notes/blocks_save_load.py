@@ -26,7 +26,7 @@ def main() -> None:
     if rank == 0:  # only one rank writes: several writers would damage the file
         torch.save(model.state_dict(), state)
         torch.save(model, whole)  # ddpjob: ignore[save-whole-module]
-    dist.barrier()  # no rank reads before it is written
+    dist.barrier()  # no rank reads the file before it is written
     # Without map_location every rank would put the tensors on the GPU that rank 0 saved from.
     model.load_state_dict(torch.load(state, map_location=device, weights_only=True))
     loaded = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -35,8 +35,8 @@ def main() -> None:
     assert torch.equal(loaded, of_rank_0), "after loading, all ranks hold what rank 0 saved"
     assert rank == 0 or not torch.equal(loaded, saved), "and not what they had before"
 
-    # A whole module is a pickle of its class. torch.load from 2.6 on refuses it, unless its classes are declared safe,
-    # or with weights_only=False, which allows the file to run any code.
+    # A whole module is a pickle of its class. From 2.6 on torch.load refuses it unless its classes are declared safe.
+    # With weights_only=False torch.load accepts it, but then the file may run any code.
     try:
         torch.load(whole, map_location=device)
     except pickle.UnpicklingError as error:

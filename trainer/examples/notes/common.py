@@ -50,8 +50,8 @@ def train(device: torch.device | str = "cpu") -> None:
             optimizer.step()
     if dist.get_rank() == 0:
         print(f"PARAMS {params_sha256(model)} world {dist.get_world_size()}", flush=True)
-    # A process that ends right after the last all-reduce of a gloo group may abort or hang (2.13; docs/dev/upstream.md,
-    # Groups), because gloo's threads are still working on it. A real training evaluates and saves meanwhile;
+    # A process that ends right after the last all-reduce of a gloo group may abort or hang, because gloo's threads are
+    # still working (torch 2.13; docs/dev/upstream.md, Groups). A real training evaluates and saves meanwhile, and
     # ddpjob.init() makes the exit wait for these threads.
     time.sleep(0.1)
 

@@ -85,8 +85,8 @@ class Copies:
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published plan, not used before its first step
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # this step, the one before, and the last that may be copied
-        self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True for save() or keep()
+        self._step = self._before = self._counted = 0  # current step, the step before, the last step to copy
+        self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True if save() or keep() has them
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has passed a state to save() or keep()
         # True if should_stop() and save() find the same parameters at the same step; None: not known yet
@@ -98,18 +98,18 @@ class Copies:
         self._said: tuple[bool, bool, int] | None = None
         self._ended = 0.0
         self._began = time.perf_counter()
-        self._spent, self._has_copied = 0.0, False  # seconds of all copies; True after a copy under this plan
+        self._spent, self._has_copied = 0.0, False  # duration of all copies in seconds; True after a copy of this plan
         self._paces: collections.deque[float] = collections.deque(maxlen=15)
         self._costs: collections.deque[float] = collections.deque(maxlen=5)
 
     @property
     def instead(self) -> bool:
-        """True if a state that survivors write after a failure could be wrong."""
+        """True if copies replace survivors: a state that a survivor writes after a failure could be wrong."""
         return self.changes or self._on_device
 
     @property
     def by_cadence(self) -> bool:
-        """True if states are also copied at steps that the script does not save."""
+        """True if the plan decides when to copy. False if only states that the script saves are copied."""
         return self.instead or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
@@ -291,7 +291,7 @@ class Copies:
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
-        """Called before a second optimizer steps within the same step; does nothing for copies from a CPU."""
+        """Called before a second optimizer steps within the same step. Does nothing for a state on the CPU."""
 
     def count_saved(self) -> bool:
         """Make the copy for `save` valid, once all ranks have completed its step or a rank has failed. Return False if
@@ -335,7 +335,7 @@ class Copies:
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """Return values that change with the parameters. On a device only counters: the host would wait for samples."""
+        """Return values that show a change of parameters. On a GPU only version counters: a read would block."""
         return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
@@ -375,7 +375,7 @@ class Copies:
         self._has_copied = False
         every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        # At most double the interval, because a restart rejects a rank more than two old intervals ahead of a copy.
+        # At most double the interval: a restart rejects a copy if a rank is more than two old intervals ahead of it.
         every = every if plan is None else min(every, 2 * plan.every)
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)

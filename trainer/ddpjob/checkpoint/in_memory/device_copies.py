@@ -47,7 +47,7 @@ class _Flight:
     """A copy that the device is writing; it becomes valid some steps later."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
-        """in_torch: lock that a thread holds while it computes the checksum."""
+        """in_torch: the lock to hold while a thread computes the checksum."""
         self.step, self.versions = at.step, at.kept.counters()
         self._in_torch = in_torch
         self.counts = True
@@ -66,7 +66,7 @@ class _Flight:
         self._summing: threading.Thread | None = None
 
     def is_down(self) -> bool:
-        """True if the copy is complete. Does not wait."""
+        """True if the copy is complete, has its checksum, and all ranks have completed its step. Does not wait."""
         if self.ticket is not None and not self.ticket.is_done():
             return False
         return not self._sums() and self.passed is not None and self.passed.is_done()
@@ -88,7 +88,7 @@ class _Flight:
             self.ticket.wait()
 
     def _sums(self) -> bool:
-        """True while a thread computes the checksum of a large state, which may take longer than a step."""
+        """True while a thread is computing the checksum of a large state. This may take longer than a step."""
         if self.held is None or not self.counts or self.total is not None:
             return False
         if self.held.size < SUMMED_AT_ONCE:

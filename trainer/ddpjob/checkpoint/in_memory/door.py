@@ -69,7 +69,7 @@ class InMemory:
 
     @property
     def _otherwise(self) -> str:
-        """Log text: where a restart continues if nothing is kept in memory."""
+        """Text for the log: where a restart continues if memory has no state."""
         return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ class InMemory:
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
-            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # also in the killed pod
+            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # also log it in the killed pod
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:

@@ -139,8 +139,8 @@ class Kept:
     def may_be_assumed(self) -> bool:
         """True if memory may keep these objects of `load`, although the script has not called `save` yet.
 
-        Each object must know its position in the training. A sampler does not if a DataLoader reads ahead of it, and a
-        class of the script may not.
+        Each object must know its position in the training. A sampler does not know it if a DataLoader reads ahead, and
+        a script's own class may not know it.
         """
         return not self.by_value and all(
             isinstance(value, LRScheduler)
@@ -184,13 +184,13 @@ class Kept:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raise OutgrownError for an optimizer with other parameters than before, ReplacedError for a dropped one."""
+        """Raise OutgrownError if an optimizer has other parameters than before, ReplacedError if it was dropped."""
         self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
     def check(self) -> None:
-        """Raise OutgrownError if modules or optimizers have other parameters than before. `large` checks buffers."""
+        """Raise OutgrownError if modules or optimizers have other parameters than before; `large` checks buffers."""
         self.check_counts()
         if self._parts_now() != self._parts:
             raise OutgrownError("the model has other parameters")
@@ -297,10 +297,10 @@ class Kept:
         return large
 
     def buffers_as_they_are(self) -> dict[str, dict[str, Any]]:
-        """Return the content of each buffer, to find out if it has changed, by the names in `buffered` and its key.
+        """Return the content of each buffer, by model and buffer name, to compare it later.
 
-        For a large buffer: first bytes, address and version counter. Version counters alone are not enough, because
-        forward passes in C++ (BatchNorm, InstanceNorm) and writes through `.data` do not move them.
+        For a large buffer return its first bytes, address and version counter. The counter alone is not enough, because
+        forward passes in C++ (BatchNorm, InstanceNorm) and writes through `.data` do not change it.
         """
         if not self.buffered:
             return {}
@@ -328,7 +328,7 @@ class Kept:
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
-        self._held = self._living()  # keeps optimizer state alive if the script's main() returns
+        self._held = self._living()  # keeps the optimizer's state alive after the script's main() has returned
 
     def release(self) -> None:
         """Drop the references to optimizers, to notice an optimizer that the script drops."""
@@ -388,7 +388,7 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """Return a reference to call for the object, or for None if the script has dropped it; keeps modules alive."""
+    """Return a function that returns the object, or None if the script has dropped it. A module is kept alive."""
     if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)
@@ -521,8 +521,8 @@ def _merged(large: Any, small: Any) -> Any:
 
 
 def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield for each buffer its state_dict key, the dict that holds it and its name there, because `getattr` takes ten
-    times as long. Raises StateError."""
+    """For each buffer yield its state_dict key, the dict that holds it, and its key in that dict. Reading the dict
+    takes a tenth of the time of `getattr`. Raises StateError."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:

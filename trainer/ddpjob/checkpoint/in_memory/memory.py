@@ -50,7 +50,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
-LOOSE_STEPS = 2  # steps in a row with changes after should_stop() until they are logged; one may be an epoch's end
+LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
@@ -102,8 +102,8 @@ class Keeper:
         self._repeated: set[str] | None = None  # names of optimizers whose settings had not changed when the step began
         self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
-        # [0] counts optimizer steps between any calls of should_stop(), keep() and save(). [1] counts those between
-        # calls of keep() and save(). Both are only needed if there is no folder.
+        # [0] counts optimizer steps between calls of should_stop(), keep() and save(), [1] those without should_stop().
+        # Both are only needed if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
@@ -112,7 +112,7 @@ class Keeper:
         self._sum: tuple[int, int] | None = None  # (step, sum of all bits of its state), checked before the next step
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
-        self._is_unnamed = True  # True until save() or keep() is called, or the log says that it was not called
+        self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -128,7 +128,7 @@ class Keeper:
 
     @property
     def _is_off(self) -> bool:
-        """True if nothing is kept any more, or in a forked process, whose objects do not belong to this training."""
+        """True if keeping was turned off, or in a forked process, whose objects do not belong to this training."""
         return self.mode is Mode.OFF or os.getpid() != self.pid
 
     def _to(self, event: Event) -> None:
@@ -167,7 +167,7 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # equal parts: only plain values are new
+        if self.kept is None or not kept.has_parts_of(self.kept):  # otherwise only plain values are new
             self._early.forget()
         with self.lock:
             self.kept, self._outgrown, self._stepped = kept, None, True
@@ -274,7 +274,7 @@ class Keeper:
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
         if not self._copies_instead and memory.step_of(self.shared.cells[CLOCK]) != step:
-            self._stepped = True  # otherwise a state that should_stop() gave another step number is not copied
+            self._stepped = True  # otherwise the state is not copied if should_stop() got another step number for it
         if self.copies is None:
             self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._is_copied |= not self._has_other(step)
@@ -326,7 +326,7 @@ class Keeper:
             process.log(text)
 
     def _tell_not_kept(self, why: str) -> None:
-        """Log and report in the status that memory lacks some steps."""
+        """Log that memory lacks some steps, and report it in the job's status."""
         if not process.current.not_kept:
             process.current.not_kept = why
             if self._rank == 0:
@@ -516,7 +516,7 @@ class Keeper:
         return self._noted, value["small"], random_states.expanded(value["rng"])
 
     def _slot_to_write(self, step: int) -> int:
-        """Return the slot with the older step: two slots alternate. The same step goes to the same slot again."""
+        """Return the slot to write: the one of two with the older step. If a step is repeated, its slot is reused."""
         if self._turn is not None and step == self._noted:
             return 1 - self._turn
         self._noted = step
@@ -591,10 +591,10 @@ class Keeper:
         self.has_begun = False
         kept.count_step(optimizer)
         while not self._may_step():
-            time.sleep(AGAIN_SECONDS)  # the agent's signal follows
+            time.sleep(AGAIN_SECONDS)  # until the agent ends this process by a signal
 
     def _may_step(self) -> bool:
-        """Begin the step, unless the ranks are being stopped and the state before it is in memory already."""
+        """Begin the step and return True; False if the ranks are being stopped and memory has the last state."""
         with self.lock:
             if self.survivor.is_done:
                 return False

@@ -80,7 +80,7 @@ class Places:
         return new
 
     def _of_open(self, names: Collection[str]) -> set[str]:
-        """Return the names of values that memory may lack: none if a folder has the same values as memory."""
+        """Return those of these values that memory may lack; none of them if a folder has the same values as memory."""
         return set() if self.counts else set(names)
 
     def step(self, values: Mapping[str, Any], repeated: Collection[str] = ()) -> set[str]:

@@ -64,7 +64,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
 
     Nodes also agree on COPIES (parameters change after the end of a step), because all ranks copy at the same steps.
     Rank 0's node has priority, because rank 0 may be the only one that calls save. A node that lacks the loaded state
-    takes over PROVEN from the nodes that have it. Otherwise it would keep nothing until its ranks have proved it again.
+    copies PROVEN (only optimizers change parameters) from a node that has it, so that its ranks repeat no proof.
     """
     own = _Row()
     if shared is not None:
@@ -104,7 +104,7 @@ class Fetched(NamedTuple):
 
 
 class _Numbering(NamedTuple):
-    """Says whose slots a restart uses, also if the number of ranks has changed."""
+    """Which former rank's slots each present rank uses after a restart, also if the number of ranks has changed."""
 
     of: list[tuple[int, int]]
     """For each present rank: the former rank that wrote its slots, and the number of ranks at that time."""
@@ -214,7 +214,7 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Return work(); None after an error, which is added to `trouble`: all ranks must learn of it before one raises."""
+    """Return work(); None after an error, which is added to `trouble`: all ranks must know it before one raises."""
     if trouble:
         with contextlib.suppress(StateError, OSError, KeyError, TypeError):
             work()

@@ -35,7 +35,7 @@ from ddpjob_core.memory import (
 )
 
 AGAIN_SECONDS = 0.001
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: map all pages at once, because one by one takes ten times as long
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: map all pages at once; one by one takes ten times as long
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
 
@@ -67,7 +67,7 @@ class Shared:
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[int]:
-        """Open the memory's file for a moment: a script may close descriptors that stay open. Raises OSError."""
+        """Open the memory's file briefly, because a script may close descriptors that stay open. Raises OSError."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield descriptor
@@ -138,8 +138,8 @@ class Shared:
             with self._file() as descriptor:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
-            # Write zeros, because a virtual machine may get its memory only at the first write. Otherwise a surviving
-            # rank would need 4 s for 1,500 MB.
+            # Write zeros, because a virtual machine may get its memory only at the first write.
+            # Otherwise a surviving rank would need 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 
@@ -339,7 +339,7 @@ class Shared:
         write_record(self.cells, {PROOF_STEP: step, PROOF_GENERATION: self.generation, PROOF_SUM: total})
 
     def proof(self) -> Proof | None:
-        """Return the last record of `write_proof` by this local rank, maybe from an earlier generation; else None."""
+        """Return the last record of `write_proof` by this local rank, of any generation; None if there is none."""
         step = self.cells[PROOF_STEP]
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
 

@@ -90,8 +90,8 @@ class Early:
             return
         self._rng = rng
         content = kept.buffers_as_they_are()
-        # Leave out buffers that the forward pass did not change, for example a weight average that is updated after the
-        # optimizer step: its value here would be one step older than on the ranks that finish the step.
+        # Leave out buffers that the forward pass did not change, such as an average that is updated after a step.
+        # Such a buffer would be one step older here than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
         if before is None:  # in the first step it is not known which buffers the forward pass changes
             before, own = content, kept.wrapped

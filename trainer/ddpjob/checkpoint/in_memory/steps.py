@@ -34,7 +34,7 @@ class Unmarked:
 
 
 class Numbers:
-    """Checks that `should_stop` and `save` get the number of steps made so far, and the same number for a state."""
+    """Checks that `should_stop` and `save` get the number of steps made so far, the same one for the same state."""
 
     def __init__(self, began: int) -> None:
         """began: the step that `load` returned."""

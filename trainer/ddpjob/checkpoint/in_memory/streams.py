@@ -98,7 +98,7 @@ class Streams:
         return StreamMark(self.device)
 
     def is_recording(self) -> bool:
-        """True if the current stream is being captured into a CUDA graph: queued work runs only when it is replayed."""
+        """True if the current stream is being captured into a CUDA graph: then queued work runs only at a replay."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -108,5 +108,5 @@ def for_device(device: torch.device) -> Streams | None:
 
 
 def _event() -> Any:
-    """Return an event for which the host waits by sleeping, without using its processor."""
+    """Return a CUDA event. A host thread that waits for it sleeps and uses no CPU."""
     return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

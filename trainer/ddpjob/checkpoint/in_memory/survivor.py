@@ -38,7 +38,7 @@ from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE,
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _BACKWARD = torch.autograd.backward.__code__
-DIRTY_SECONDS = 0.05  # seconds; an optimizer step usually takes less
+DIRTY_SECONDS = 0.05  # seconds to wait for the end of an optimizer step, which usually takes less
 TRIES_LEAST = 50  # attempts to write, even after the time limit; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # a main thread that is waiting for CPU time may need this many times the usual duration of a step
 
@@ -95,9 +95,9 @@ class Survivor:
 
     @property
     def is_done(self) -> bool:
-        """True if all ranks are being stopped, and the memory has this rank's state: a step after it would be lost.
+        """True if all ranks are being stopped, and the memory has this rank's state: a further step would be lost.
 
-        The state of a boundary that another rank of this node has passed is not there before this rank has passed it.
+        False if another rank has completed a later step than this rank: the memory needs the state of that step.
         """
         shared, clock = self._keeper.shared, self._keeper.shared.cells[CLOCK]
         if not process.current.cells[FAILED] or not memory.is_clean(clock) or not shared.has_agent:
@@ -121,7 +121,7 @@ class Survivor:
     def _at_exit(self) -> None:
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
-        # If one pod is stopped, all ranks stop, and the agents of the other pods keep the state in their memory.
+        # Write the state also after a requested stop: if only one pod ends, the other pods keep it in their memory.
         is_saved = self._keeper.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
@@ -288,6 +288,6 @@ class Survivor:
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
                 held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)
-                self._check_unchanged(kept, step)  # changes during the write make the checksum wrong
+                self._check_unchanged(kept, step)  # a change during the write would make the checksum wrong
                 shared.write_rescued(state, held, threads)
         return SAVED

@@ -39,9 +39,8 @@ def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
 
 
 def updated_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of a sampler's state at the end of its epoch and of a scheduler or an average of weights that
-    was updated for this epoch already; two empty strings if there are none. A resume has no batch left, but updates it
-    again."""
+    """Return the names of a sampler's state at the end of an epoch, and of a scheduler or weight average that was
+    already updated for this epoch; ("", "") if there are none. A resume has no batch left, but updates it again."""
     for place, state in objects.items():
         if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
             continue
@@ -154,7 +153,7 @@ class SinceLastStep:
         """Return the name of a model with gradients that wait for an optimizer step; "" if there is none."""
         for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
-                self._watch(value)  # in case this optimizer has not stepped yet
+                self._watch(value)  # an optimizer that has not stepped yet is not watched
         for parameter in (each for its in self._watched.values() for each in its):
             waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
             for name, value in objects.items() if waits else ():

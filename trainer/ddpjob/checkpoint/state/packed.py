@@ -240,7 +240,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
 
 
 def threads(processes: int, size: int) -> int:
-    """Return the threads to use for `size` bytes while `processes` processes of this machine do the same."""
+    """Return how many threads to use for `size` bytes if `processes` processes of this machine do the same."""
     if size < WORTH_BYTES:
         return 1
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, processes)))

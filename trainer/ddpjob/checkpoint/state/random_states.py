@@ -147,10 +147,10 @@ def set_to(own: Mapping[str, Any]) -> None:
 
 
 def continue_from_here() -> None:
-    """Let a sampler that resumes within an epoch reset the generators to their present states at its first batch.
+    """Record the present random states. A sampler that resumes within an epoch restores them at its first batch.
 
     iter(DataLoader) draws a seed, even without workers. A training without a restart draws it only at the beginning of
-    the epoch. The reset has no effect after the next optimizer step.
+    the epoch. Nothing is restored after the next optimizer step.
     """
     state, now = current(), process.current.optimizer_steps
 

@@ -124,7 +124,7 @@ def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weighted sum of the bits. It always changes if one word changes, else with probability 1 - 2^-32.
+    """Return a weighted sum of the bits. A changed word always changes it, several with probability 1 - 2^-32.
 
     Each 32-bit word has a random odd weight, and the sum is modulo 2^64. Plain sums of rows and columns cost less, but
     miss changes that cancel out in each row and column.

@@ -148,7 +148,7 @@ def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
     items = {_key(key, where, depth): copied(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     if type(value) is dict:
         return items
-    same = type(value)(items)  # MultiStepLR's milestones are a Counter
+    same = type(value)(items)  # for example Counter, the type of MultiStepLR's milestones
     if hasattr(value, "_metadata"):  # `_metadata` has the versions of the modules, which load_state_dict reads
         same._metadata = copied(value._metadata, f"{where} metadata", depth + 1)  # type: ignore[attr-defined]
     return same
@@ -226,7 +226,7 @@ def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict
     """Replace loaded tensors of models and optimizers by the objects' own tensors, to free memory."""
     own = {}
     for name, target in large_of(objects).items():
-        with contextlib.suppress(RuntimeError):  # raised by ZeroRedundancyOptimizer, whose state is sharded
+        with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer raises it, because its state is sharded
             own[name] = unwrapped(target).state_dict()
     return {**state, **own}
 
@@ -306,7 +306,7 @@ def _restore_one(target: Any, saved: Any) -> None:
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
         if shares:  # PostLocalSGDOptimizer would keep its old list of groups, which schedulers change
             target.param_groups = inner.param_groups
-        if lacked := own.difference(own.intersection(*target.param_groups)):  # another class: step() would fail
+        if lacked := own.difference(own.intersection(*target.param_groups)):  # from another class: step() would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
         target.load_state_dict(_where_they_are(target, saved))
