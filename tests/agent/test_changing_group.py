@@ -182,6 +182,18 @@ def test_a_node_that_still_imports_torch_stops_nobody() -> None:
     assert found.deadline == T0 + 110 + SNOOZE
 
 
+def test_nodes_that_come_together_stop_the_others_once_when_all_have_imported_torch() -> None:
+    found = running(1, 5, 0, 1)
+    found.joined(2, T0 + 100)
+    found.joined(3, T0 + 101, is_ready=False)
+    assert found.deadline == T0 + 100 + SNOOZE + newcomers.IMPORT_SECONDS, "the import may hang"
+    found.ready(3, T0 + 131)
+    assert found.deadline == T0 + 100 + SNOOZE
+    found.tick(T0 + 131)
+    stops(found, T0 + 131, patient=True)
+    assert found.members == (0, 1, 2, 3)
+
+
 def test_whoever_is_here_when_the_ranks_have_stopped_takes_part() -> None:
     found = running(1, 4, 0, 1)
     found.joined(3, T0 + 100)

@@ -116,7 +116,7 @@ class Walk:
     def calm_down(self) -> None:
         """Let all nodes come, answer and stay; the group must then train with all of them."""
         until = self.now + 2 * STABLE_SECONDS
-        while self.now < until and not self.over:
+        while (self.now < until or self._stopping()) and not self.over:
             for what, places in ((self._answer, self._stopping()), (self._come, self._away())):
                 for place in places:
                     self._do(what, place)
