@@ -104,6 +104,7 @@ MEANINGS = {
     "TORCH_FR_BUFFER_SIZE": "entries of torch's flight recorder, which names the collectives of a hang",
     "DDPJOB_LEADER_APPOINTED": "1 in an elastic job in which another node than node 0 was appointed the leader",
     "DDPJOB_REPLACEMENT": "the number of this pod among the pods of its node in the attempt",
+    "DDPJOB_SPARES": "`spares`: how many of the nodes wait until another one is lost",
     "DDPJOB_RESTARTS_LEFT": "the restarts that are left, by class, and what the back-off continues from",
     "DDPJOB_FAILURE_POLICY": "the job's `failurePolicy`, for restarts in place too",
     "DDPJOB_STALL_TIMEOUT": "`stall.timeoutSeconds`: 0 turns the detection of hangs off",
@@ -212,6 +213,8 @@ def _of_agents() -> Mapping[str, str]:
             "stall": {"timeoutSeconds": 600},
             "restartGraceSeconds": 5,
             "preflight": "Always",
+            "spares": 1,
+            "gang": "none",
         }
     )
     killed = api.FailureLine(attempt=1, time=dt.datetime.now(dt.timezone.utc), reason="OOMKilled", message="")

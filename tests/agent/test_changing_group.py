@@ -157,6 +157,27 @@ def test_a_rank_that_fails_is_charged_also_where_another_node_is_lost() -> None:
     assert found.counts["application"] == 1
 
 
+def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_stops_nobody() -> None:
+    found = running(3, 4, 0, 1, 2, spares=1, snooze_seconds=SNOOZE)
+    found.joined(3, T0 + 50)
+    assert (found.deadline, found.joins_in(3, T0 + 60)) == (None, None)
+    found.lost(1, T0 + 100)
+    stops(found, T0 + 100, patient=False)
+    assert taken(found) == [start(found, 1)]
+    assert (found.members, found.restarts) == ((0, 2, 3), 0)
+    found.joined(1, T0 + 200, 0, 1)
+    assert (taken(found), found.deadline) == ([], None), "the next spare"
+    found.lost(1, T0 + 300)
+    assert (taken(found), found.state) == ([], "running")
+
+
+def test_nobody_waits_for_a_spare_at_the_start() -> None:
+    found = group(3, 4, 0, 3, spares=1)
+    found.joined(2, T0 + 1)
+    assert taken(found) == [start(found, 0)]
+    assert found.members == (0, 2, 3)
+
+
 def test_too_few_that_are_left_wait_for_another_and_for_no_last_call_of_those_that_stayed() -> None:
     found = running(2, 3, 0, 1, 2, has_operator=True)
     for place in (1, 2):
@@ -189,6 +210,18 @@ def test_a_node_that_still_imports_torch_stops_nobody() -> None:
     assert (found.joins_in(2, T0 + 105), found.deadline) == (SNOOZE, None)
     found.ready(2, T0 + 110)
     assert found.deadline == T0 + 110 + SNOOZE
+
+
+def test_nodes_that_come_together_stop_the_others_once_when_all_have_imported_torch() -> None:
+    found = running(1, 5, 0, 1)
+    found.joined(2, T0 + 100)
+    found.joined(3, T0 + 101, is_ready=False)
+    assert found.deadline == T0 + 100 + SNOOZE + newcomers.IMPORT_SECONDS, "the import may hang"
+    found.ready(3, T0 + 131)
+    assert found.deadline == T0 + 100 + SNOOZE
+    found.tick(T0 + 131)
+    stops(found, T0 + 131, patient=True)
+    assert found.members == (0, 1, 2, 3)
 
 
 def test_whoever_is_here_when_the_ranks_have_stopped_takes_part() -> None:
@@ -287,7 +320,7 @@ def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
 
 
 LEADER, NEWCOMERS = leader_state, newcomers
-PRESENT = "Members(sorted(self._here, key=lambda place: (place != self._leader, place)))"
+PRESENT = "Members(sorted(chosen, key=lambda place: (place != self._leader, place)))"
 STOPPING = "self._stopping = self._here.intersection(self.members)"
 CHARGE = "return self._charge(Failure(exit_code=75, vanished=True, node_rank=0), now)"
 ENTER = 'self._enter("stopping", now, None)'
@@ -302,6 +335,10 @@ BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
         "for place in ():",
     ),
     "a lost node that only waited stops all": (LEADER, "if node not in self.members:\n            return None", ""),
+    "a spare starts": (LEADER, "in self._here][: self._size]", "in self._here]"),
+    "a spare is waited for": (LEADER, "here >= self._size or", "here == len(self.places) or"),
+    "a spare stops all": (LEADER, " or self.is_full:\n            return None", ":\n            return None"),
+    "a spare takes the place of a node that is here": (LEADER, "*self.members, *sorted", "*sorted"),
     "nobody ever joins": (LEADER, 'if self.state != "running" or', "if True or"),
     "ranks are killed for a node that joins": (LEADER, "self._stop([], now, patient=True)", "self._stop([], now)"),
     "a node that joined is charged": (LEADER, "self.said = self._current.reruns\n", f"{CHARGE}\n"),

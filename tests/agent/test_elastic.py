@@ -13,6 +13,8 @@ from appointments import LEFT, Appointments
 from free_port import free_port
 from shell import eventually
 
+from ddpjob_core.members import Members
+
 # Each rank records generation, world size, rank and node, and waits. If one rank gets SIGTERM, all ranks save.
 TRAIN = """
 import os, signal, sys, time
@@ -123,6 +125,33 @@ def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(
     assert {d.returncode for d in done.values()} == {0}
     assert "ddprun: restart 1 of nodes 0,2: node 1 is lost\n" in done[0].stderr
     assert "charged" not in done[0].stderr
+    forget_killed(launcher)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_its_own_end_changes_nothing(launcher: Launcher) -> None:
+    job, env = Job(launcher, "2:3", "--max-restarts", 0, snooze=500, last_call=500), {"DDPJOB_SPARES": "1"}
+    job.start(0, 1, 2, **env)
+    first = job.up(0)
+    (spare,) = {1, 2} - set(first)
+
+    def says_that_it_is_a_spare(node: int) -> None:
+        assert job.agents[node].stderr is not None
+        assert "this one is a spare" in job.agents[node].stderr.readline()
+
+    says_that_it_is_a_spare(spare)
+    job.kill(first[1])
+    assert job.up(1) == [0, spare]
+    for replacement in (1, 2):
+        job.start(first[1], replacement=replacement, **env)
+        says_that_it_is_a_spare(first[1])
+        if replacement == 1:
+            job.kill(first[1])
+    done = job.done()
+    assert {d.returncode for d in done.values()} == {0}
+    said = done[0].stderr
+    assert f"ddprun: restart 1 of nodes {Members((0, spare)).text}: node {first[1]} is lost\n" in said
+    assert "restart 2" not in said
+    assert "charged" not in said
     forget_killed(launcher)
 
 

@@ -13,6 +13,7 @@ import pytest
 from agents import Launcher
 from script_facts import FACTS, differences
 
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddprun.core.leader_state import REPEATS
 
 
@@ -85,6 +86,31 @@ def test_an_exception_is_printed_as_by_a_new_process_and_exit_handlers_run(launc
     assert (forked.returncode, forked.stdout, traces[0][0]) == (fresh.returncode, fresh.stdout, traces[1][0])
     said = f"rank 0 ended with exit code 1 in train.py:4 (ValueError: mine); {REPEATS}"
     assert said in traces[0][2], "without the library, without @record"
+
+
+def test_a_stopped_rank_ends_as_a_new_process_but_without_the_teardown_of_imported_modules(launcher: Launcher) -> None:
+    """Destroying torch takes each rank 0.25 s of CPU time, and the next generation waits for it."""
+    of_class = "class Noted:\n    def __init__(self, name): self.name = name\n    def __del__(self): print(self.name)\n"
+    launcher.script(f"{of_class}held = Noted('the module')\n", "noted.py")
+    script = launcher.script(
+        """
+        import atexit, threading, noted
+        from ddpjob.errors import Stopped
+        global_object, file = noted.Noted("the script"), open("written", "w")
+        file.write("it is in a buffer")
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread"))).start()
+        raise Stopped(7)
+        """
+    )
+    lines, written = [], []
+    for how in ("--preload=noted", "--no-preload"):
+        done = launcher.done(how, "--max-restarts", 0, script)
+        assert done.returncode == RESUMABLE, done.stderr
+        lines.append(done.stdout.splitlines())
+        written.append((launcher.folder / "written").read_text())
+    assert lines == [["a thread", "at exit", "the script"], ["a thread", "at exit", "the script", "the module"]]
+    assert written == ["it is in a buffer"] * 2
 
 
 @pytest.mark.parametrize(

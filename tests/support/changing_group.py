@@ -64,7 +64,9 @@ class Walk:
         self.story: list[str] = []
         self.module = module
         self.nodes = [Node() for _ in range(self.random.randint(1, 6))]
-        self.least = self.random.randint(1, len(self.nodes))
+        self.spares = self.random.choice([0, self.random.randrange(len(self.nodes))])
+        self.size = len(self.nodes) - self.spares
+        self.least = self.random.randint(1, self.size)
         self.snooze, self.last_call = self.random.choice([0.0, 30.0]), self.random.choice([0.0, 30.0])
         self.has_operator = self.random.random() < 0.7
         self.now = 1000.0
@@ -84,6 +86,7 @@ class Walk:
             JOIN_SECONDS,
             self.now,
             least=self.least,
+            spares=self.spares,
             last_call_seconds=self.last_call,
             snooze_seconds=self.snooze,
             has_operator=self.has_operator,
@@ -114,17 +117,17 @@ class Walk:
         self._do(what, self.random.choice(places))
 
     def calm_down(self) -> None:
-        """Let all nodes come, answer and stay; the group must then train with all of them."""
+        """Let all nodes come, answer and stay; the group must then train with all of them but the spares."""
         until = self.now + 2 * STABLE_SECONDS
-        while self.now < until and not self.over:
+        while (self.now < until or self._stopping()) and not self.over:
             for what, places in ((self._answer, self._stopping()), (self._come, self._away())):
                 for place in places:
                     self._do(what, place)
             self._do(self._wait, 0)
         if self.over:
             return
-        ends = any(node.finished for node in self.nodes)  # after the first node has finished, no other node joins
-        if self.lead.state != "running" or not (ends or len(self.lead.members) == len(self.nodes)):
+        ends = any(node.finished for node in self.nodes)  # once a node has finished, no other node joins
+        if self.lead.state != "running" or not (ends or len(self.lead.members) == self.size):
             raise Wrong(f"all {len(self.nodes)} nodes stay, and {self.lead.state} with {self.lead.members}")
         for place in self.lead.members:
             if not self.nodes[place].finished:
@@ -242,8 +245,10 @@ class Walk:
             raise Wrong(f"generation {order.generation} after {sorted(self.members)}")
         if len(members) < self.least:
             raise Wrong(f"{members} start, and at least {self.least} train")
-        if set(members) != present or 0 not in members:
-            raise Wrong(f"{members} start, and {sorted(present)} are here")
+        if not set(members) <= present or len(members) != min(self.size, len(present)) or 0 not in members:
+            raise Wrong(f"{members} start, and {sorted(present)} are here, {self.spares} of them as spares")
+        if displaced := present.intersection(self.members.get(order.generation - 1, ())) - set(members):
+            raise Wrong(f"{members} start, and nodes {displaced} of the last generation became spares")
         if [rank for place in members for rank in members.ranks(place, 2)] != list(range(members.world_size(2))):
             raise Wrong(f"the ranks of {members} have gaps")
         if busy := [place for place in members if self.nodes[place].has_ranks]:
@@ -281,6 +286,8 @@ class Walk:
 
     def _check_growth(self, order: Any) -> None:
         waiting = [node for place, node in enumerate(self.nodes) if node.is_here and place not in self.lead.members]
+        if len(self.lead.members) == self.size:
+            raise Wrong(f"{order}, and nobody is missing")
         if not any(node.may_join_at(self.snooze) <= self.now for node in waiting):
             raise Wrong(f"{order} at {self.now}, and nobody may join yet")
         if not order.patient:
@@ -306,6 +313,8 @@ class Walk:
     def _check_that_it_goes_on(self) -> None:
         """Check that the group trains again after a while, if enough nodes are connected and no rank has to end."""
         ready = sum(node.is_here and not node.told for node in self.nodes)
+        if not self.over and self.lead.state == "gathering" and ready >= self.size:
+            raise Wrong(f"{ready} nodes are here, {self.size} train, and they wait")
         if self.over or self.lead.state == "running" or ready < self.least or any(node.stopping for node in self.nodes):
             self._idle_since = self.now
         elif self.members and not self._may_be_charged:

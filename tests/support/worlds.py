@@ -207,7 +207,7 @@ class World:
     def running(self) -> World:
         """Let all trainers run."""
         self.settle()
-        return self.runs(*range(self.job.spec.nodes)).settle()
+        return self.runs(*range(self.job.spec.pods)).settle()
 
     def runs(self, *places: int) -> World:
         """Let these trainers start."""

@@ -190,7 +190,9 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_with_a_sympt
             os._exit(9)
         steps.note("joined")
         steps.wait_for("going")
-        join.store_of(world).set("stop/asked", "1")
+        store = join.store_of(world)
+        store.set("stop/asked", "1")
+        store.add("stop/seen", 1)  # as if rank 1 had seen it before it was lost
         wait_until(lambda: process.current.agreement.promised)
         ddpjob.should_stop(2)
 

@@ -418,6 +418,58 @@ def test_an_agent_that_ends_with_0_after_its_ranks_failed_for_torchrun_is_no_use
     assert (world.status.attempt, world.status.restarts.application) == (2, 1)
 
 
+# ---------------------------------------------------------------- spares
+
+
+def trains_with_a_spare() -> World:
+    world = digits(container=DDPRUN, nodes=3, spares=1, gang="none").running().after(60).reports_step(40).settle()
+    assert (world.status.reason, world.status.message) == ("AllNodesRun", "4 of 4 nodes are running, attempt 1")
+    return world
+
+
+def test_a_spare_is_one_more_pod_whose_agent_knows_how_many_wait() -> None:
+    world = trains_with_a_spare()
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2", "digits-1-3"]
+    last = variables(world.job, 3) | agent_environment.environment(world.job, 0)
+    assert (last["PET_NNODES"], last["PET_NODE_RANK"], last["DDPJOB_SPARES"]) == ("3:4", "3", "1")
+    assert (last["DDPJOB_WORLD_SIZE"], world.job.spec.facts.min_nodes) == ("3", 3)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_lost_node_or_spare_is_replaced_while_the_others_go_on(lost: int) -> None:
+    world = trains_with_a_spare().vanishes(lost).settle()
+    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
+    assert world.status.restarts.application == 0
+    assert world.runs(lost).settle().status.reason == "AllNodesRun"
+
+
+def test_a_spare_does_not_hold_a_success_and_is_deleted_at_the_end() -> None:
+    world = trains_with_a_spare().exits(0, message=trained("0-2")).exits(1).exits(2).settle()
+    assert (world.status.state, world.status.message) == ("Succeeded", "all 3 nodes completed")
+    assert world.stops_all().names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_spare_that_took_a_lost_place_counts_and_the_new_pod_does_not(place: int) -> None:
+    world = trains_with_a_spare().vanishes(1).settle().runs(1).settle()
+    world.exits(0, message=trained("0,2-3")).exits(2).settle()
+    assert world.status.state == "Running"
+    assert (world.exits(place).settle().status.state == "Succeeded") is (place == 3)
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "text"),
+    [
+        ("torchrun x.py", {"gang": "none"}, "spec.spares: needs ddprun"),
+        ("ddprun x.py", {}, "spec.spares: needs gang: none"),
+        ("ddprun --nnodes=2:3 x.py", {"gang": "none"}, "--nnodes=2:3 contradicts spec.spares: 1"),
+    ],
+)
+def test_spares_that_could_not_help_are_refused_with_the_fix(command: str, spec: Any, text: str) -> None:
+    found = problems(command.split(), nodes=2, spares=1, **spec)
+    assert any(text in problem for problem in found), found
+
+
 # ---------------------------------------------------------------- who is needed
 
 

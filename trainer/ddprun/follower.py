@@ -55,6 +55,7 @@ class Follower:
         self._connect_until = 0.0
         self._heard_at = self._heartbeat_at = 0.0
         self._done = False  # True if all our ranks have ended with 0
+        self._is_spare = False  # True if the leader has said that this node is a spare
         self._wait_logged = False
         self._was_ready = False  # True if the leader knows that ranks could start here at once
 
@@ -155,7 +156,12 @@ class Follower:
             checks, turn = order.get("preflight") is True, int(order["turn"])
             life = Life(int(order["generation"]), members, host, port, checks, turn)
             self._generation, self._checking, self._done = life.generation, life.preflight, False
+            self._is_spare = False
             self._agent.start(life)
+        elif "spare" in message:
+            if not self._is_spare:
+                say("the other nodes train; this one is a spare, and takes the place of one that is lost")
+            self._is_spare = True
         elif "stop" in message:
             stop = message["stop"]
             if stop["generation"] == self._generation:

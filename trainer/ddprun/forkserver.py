@@ -672,13 +672,47 @@ def record(line: str, printed: str) -> None:
         json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 
+def stopped_code(error: BaseException) -> int:
+    """Return the exit code of a script that ends by `raise ddpjob.Stopped(step)`; 0 for other ends."""
+    errors: Any = sys.modules.get("ddpjob.errors")
+    return int(error.code) if errors is not None and isinstance(error, errors.Stopped) else 0
+
+
+def end_without_teardown(code: int) -> None:
+    """End a stopped rank as Python does, except that imported modules are not destroyed: torch's take 0.25 s of CPU
+    time, and the next generation waits for all ranks.
+
+    Exit functions run, the objects of the script are destroyed, and all files are flushed.
+    """
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit.unregister(gc.unfreeze)
+    if (gloo := sys.modules.get("ddpjob.group.gloo_teardown")) is not None:
+        atexit.unregister(gloo.settle_at_exit)
+    atexit._run_exitfuncs()
+    del sys.modules["__main__"]
+    gc.collect()
+    for file in gc.get_objects():
+        if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(Exception):
+                file.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code)
+
+
 if __name__ == "__main__":
     run = main()
     if run is not None:
+        stopped = 0
         try:
             run()
         except BaseException as error:
             print_without_our_frames()
             if isinstance(error, SystemExit):
                 record_exit(error)
-            raise
+            stopped = stopped_code(error)
+            if not stopped:
+                raise
+        if stopped:
+            end_without_teardown(stopped)

@@ -54,6 +54,7 @@ class Leader:
             time.monotonic(),
             nproc=options.nproc,
             least=options.least,
+            spares=options.spares,
             last_call_seconds=RECALL_SECONDS if agent.leader.term > 1 else options.last_call_seconds,
             snooze_seconds=options.snooze_seconds,
             policy=options.policy,
@@ -167,7 +168,7 @@ class Leader:
             say(f"restart {order.generation}{self._which_nodes(order)}{why}{self._from_where()}")
         elif self._lead.said:
             say(self._lead.said)
-        elif which := self._which_nodes(order):
+        elif (which := self._which_nodes(order)) and not self._lead.is_full:
             say(f"start{which}; the others have not connected")
         try:
             port = self._new_port(order.generation)
@@ -195,6 +196,8 @@ class Leader:
         if (life := self._late_start) is not None and (self._lead.orders or self._agent.node.can_start):
             self._late_start = None
             self._send(life.members, {"start": {**life._asdict(), "members": life.members.text}})
+            if self._lead.is_full:  # otherwise the others have connected since, and join later
+                self._send(set(self._links) - set(life.members), {"spare": 1})
 
     def _from_where(self) -> str:
         """Return the expected resume step, as text for the log. The ranks choose later, and report their choice."""
@@ -379,6 +382,8 @@ class Leader:
             is_ready=has_imports,
         )
         link.send({"welcome": node, "generation": present, "joins": self._lead.joins_in(node, now)})
+        if self._lead.state == "running" and self._lead.is_full and node not in self._lead.members:
+            link.send({"spare": 1})
 
     def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
         if "terminating" in message:

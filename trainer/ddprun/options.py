@@ -63,7 +63,8 @@ class Output(NamedTuple):
 class Options(NamedTuple):
     """Settings of one agent."""
 
-    nodes: int  # number of nodes that may take part
+    nodes: int  # number of nodes that may take part, with the spares
+    spares: int  # number of nodes that wait until another node is lost
     least: int  # smallest number of nodes that train
     is_elastic: bool  # True if the number of nodes may change
     place: int
@@ -270,6 +271,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     stall, grace = (environ.get(name) for name in ("DDPJOB_STALL_TIMEOUT", "DDPJOB_RESTART_GRACE"))
     return Options(
         nodes=nodes,
+        spares=_count("DDPJOB_SPARES", environ),
         least=least,
         is_elastic=":" in read.nnodes and not read.standalone,
         place=_node_rank(read.node_rank, nodes),
@@ -285,7 +287,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         local=environ.get("DDPJOB_LOCAL") == "1",
         dev=environ.get("DDPJOB_DEV") == "1",
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
-        replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
+        replacement=_count("DDPJOB_REPLACEMENT", environ),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", stall, None),
         broken_grace_seconds=_seconds("DDPJOB_RESTART_GRACE", grace, BROKEN_GRACE_SECONDS),
         script=_script(read),
@@ -447,11 +449,12 @@ def _policy_rule(rule: Any) -> PolicyRule:
     return PolicyRule(rule["action"], frozenset(map(natural, rule["codes"])), rule.get("notIn", False) is True)
 
 
-def _replacement(text: str | None) -> int:
+def _count(name: str, environ: Mapping[str, str]) -> int:
+    text = environ.get(name, "")
     try:
         return natural(int(text or "0"))
     except ValueError:
-        raise ValueError(f"DDPJOB_REPLACEMENT: {str(text)[:100]!r} is not 0, 1, …") from None
+        raise ValueError(f"{name}: {text[:100]!r} is not 0, 1, …") from None
 
 
 def _streams(name: str, text: str, nproc: int) -> dict[int, int]:

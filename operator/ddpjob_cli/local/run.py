@@ -139,15 +139,15 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
     notes = []
     requested = podspec.gpus(job.spec.template)
     visible = gpus.visible()
-    shares: list[tuple[str, ...] | None] = [None] * job.spec.nodes
+    shares: list[tuple[str, ...] | None] = [None] * job.spec.pods
     if requested:
         try:
-            shares = [tuple(share) for share in gpus.share(visible, job.spec.nodes, requested)]
+            shares = [tuple(share) for share in gpus.share(visible, job.spec.pods, requested)]
         except gpus.TooFewGpusError as error:
             raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
     elif visible:
         # A node whose pod requests no GPU gets none, as in a cluster.
-        shares = [()] * job.spec.nodes
+        shares = [()] * job.spec.pods
     if job.spec.facts.backend == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")

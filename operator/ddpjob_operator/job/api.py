@@ -57,8 +57,10 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Number of nodes, one pod each. Changes only while the job is suspended, or if minNodes is set. The scale
     subresource sets it."""
     min_nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] | None = None
-    """Makes the job elastic: it trains with minNodes to `nodes` nodes, as torchrun's --nnodes=MIN:MAX, and `nodes` may
-    change while it runs. Needs ddprun or torchrun in the command."""
+    """Makes the job elastic: it trains with minNodes to `nodes` nodes, and `nodes` may change while it runs. Needs
+    ddprun or torchrun in the command."""
+    spares: Annotated[int, Meta(ge=0, le=NODES_MAX)] = 0
+    """More pods, which wait: one takes a lost node's place at once. Needs ddprun."""
     nproc_per_node: Annotated[int, Meta(ge=1, le=bounds.NPROC_MAX)] | Literal["auto"] = "auto"
     """Processes per node. auto: the launcher's number in the command, else one per GPU, else 1."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
@@ -95,8 +97,8 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     failures."""
     gang: Literal["auto", "none", "native", "kueue"] = "auto"
     """Starts all pods or none. native: with a PodGroup of Kubernetes 1.36 or newer. kueue: with the Kueue queue in the
-    label kueue.x-k8s.io/queue-name, else `default`. auto: kueue if the job has that label, else native if it has
-    several nodes; only if operator and API server support it. A change takes effect at the next attempt."""
+    label kueue.x-k8s.io/queue-name, else `default`. auto: kueue with that label, else native with several
+    nodes; only if operator and API server support it. A change takes effect at the next attempt."""
     topology_key: Annotated[str, Meta(max_length=317)] = ""
     """A node label, such as topology.kubernetes.io/rack: all pods go to nodes with the same value. Needs a gang."""
     managed_by: Annotated[str, Meta(max_length=63)] = ""
@@ -109,7 +111,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
         """What follows from this spec for any number of nodes."""
         return JobFacts(
             self.template,
-            min_nodes=self.min_nodes,
+            min_nodes=self.nodes if self.spares and self.min_nodes is None else self.min_nodes,
             nproc_per_node=self.nproc_per_node,
             backend=self.backend,
             dns=self.dns,
@@ -119,11 +121,16 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     def members(self) -> Members:
         """The places of the job (the numbers in its pods' names), in order. Only this translates between places
         (pods, startedNodes, completedNodes and replacements in a status) and node ranks (reports, failures)."""
-        return _members(self.nodes)
+        return _members(self.pods)
+
+    @property
+    def pods(self) -> int:
+        """Number of pods: the nodes and the spares."""
+        return self.nodes + self.spares
 
     @property
     def world_size(self) -> int:
-        return self.members.world_size(self.facts.nproc_per_node)
+        return self.nodes * self.facts.nproc_per_node
 
     def rank_of_place(self, place: int) -> int | None:
         """Return the rank of a pod's only process; None if the pod has several processes or the rank is unknown."""
@@ -187,7 +194,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The observed state, written by the operator alone."""
 
     state: State | None = None
-    """In one word: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
+    """In one word."""
     reason: Text = ""
     """Why, as one CamelCase word; docs/messages.md lists them."""
     message: Annotated[str, Meta(max_length=4096)] = ""
@@ -205,10 +212,9 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     first_step_time: Time | None = None
     """When this attempt reported its first step."""
     start_retries: Count = 0
-    """How often in a row all pods were deleted because not all ran within startDeadlineSeconds."""
+    """How often in a row startDeadlineSeconds passed."""
     starting_since: Time | None = None
-    """Start of the first of several attempts in which not all pods started, for startDeadlineSeconds; else
-    attemptTime."""
+    """Start of the first of several attempts in which not all pods started."""
     unconfigured_since: Time | None = None
     """When a ConfigMap or Secret was first missing."""
     restarts: Restarts | None = None
@@ -244,8 +250,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     resumed_from: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
     """Source of that state: a folder, or the memory of named nodes."""
     not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
-    """Why the state is not kept in memory, in which pods, and what to do; a restart continues from the last save.
-    Unset if it is kept, or if no rank has tried."""
+    """Why the state is not kept in memory, in which pods, and what to do. Unset if it is kept, or if no rank has
+    tried."""
     save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
     """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds."""
     furthest_step: Count | None = None
@@ -342,8 +348,7 @@ class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     uncharged_in_a_row: Count = 0
     """Restarts charged to infrastructure since the last new step; after a hundred the job fails."""
     peers_lost: Count = 0
-    """Those of unchargedInARow in which ranks only reported lost peers; the next such failure is charged to the
-    application."""
+    """Those of unchargedInARow with lost peers alone; the next is charged to the application."""
 
 
 class JobLeader(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -410,9 +415,9 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """What shows the root cause and its class; kept because the pod may be gone when they are decided again."""
 
     precedence: Annotated[str, Meta(max_length=16)]
-    """Its precedence among possible causes, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
+    """Its precedence among possible causes, from KERNEL to STOPPED."""
     raised: bool = False
-    """True if a process raised the exception; false if it says why a container could not start."""
+    """True if a process raised the exception; false if a container could not start."""
     container_reason: Annotated[str, Meta(max_length=128)] = ""
     """The container's reason in its status."""
     pod_reason: Annotated[str, Meta(max_length=128)] = ""
@@ -519,8 +524,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     productive_seconds: Count = 0
     """All nodes ran, and steps were made at the expected pace."""
     idle_seconds: Count = 0
-    """All nodes ran, but no step was made: for longer than expected, until ranks restarted in place made one, or until
-    a node was given up."""
+    """All nodes ran without a step: for longer than expected, or until a restart in place or the loss of a node."""
     unreported_seconds: Count = 0
     """All nodes ran, but no step was ever reported, so it is unknown whether they trained."""
     starting_seconds: Count = 0
@@ -562,7 +566,7 @@ class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only
     reason: Text
     """Why, as one CamelCase word."""
     message: Annotated[str, Meta(max_length=bounds.CONDITION_MAX)] = ""
-    """Why, as a sentence. For the state's condition: status.message; for Accepted: what is wrong with the spec."""
+    """Why, as a sentence."""
     last_transition_time: Time
     """When the status of this condition last changed."""
     observed_generation: int | None = None

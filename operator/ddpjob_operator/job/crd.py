@@ -71,8 +71,8 @@ NAME_RULES = (
 # The rule reads oldSelf, because one update may suspend and change a running job.
 STOPPED = "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && !(has(oldSelf.status) && has(oldSelf.status.startTime))"
 STOP_FIRST = (
-    "changes only while the job is suspended and stopped. Set spec.suspend to true, wait for the condition Suspended "
-    "(kubectl wait --for=condition=Suspended), then change it. Or delete the job and apply the new one."
+    "changes only while the job is suspended and stopped. Set spec.suspend to true, wait for the condition Suspended, "
+    "then change it."
 )
 
 
@@ -103,9 +103,11 @@ WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('messag
 # Therefore `_template` declares all fields of a pod and its containers, and both directions are compared.
 # The operator must detect an update that only replaces one undeclared field by another undeclared field.
 UNCHANGED = {
-    "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
+    # Agents know how many spares there are, so a job with spares keeps its size.
+    "nodes": "has(self.spec.minNodes) && !has(self.spec.spares) || self.spec.nodes == oldSelf.spec.nodes",
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.
     "minNodes": _same("minNodes", "0"),
+    "spares": _same("spares", "0"),
     # Unset means auto, so writing `auto` into the spec is no change.
     "nprocPerNode": _same("nprocPerNode", "'auto'"),
     "template": (
@@ -349,7 +351,7 @@ def _containers(known: Schema) -> Schema:
         "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
         "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},
     }
-    about = "A container of a pod: `kubectl explain pod.spec.containers` describes its fields."
+    about = "See `kubectl explain pod.spec.containers`."
     container = {"description": about, "type": "object", "required": ["name", "image"], **_open(known | fields)}
     # Bounded to keep the cost of the rule low.
     return {"type": "array", "maxItems": 100, "items": container, "x-kubernetes-validations": [ONE_OF_EACH_NAME]}

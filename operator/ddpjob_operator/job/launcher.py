@@ -164,6 +164,11 @@ def contradictions(spec: api.Spec) -> Found:
     path = spec.facts.command_path
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = spec.facts.launcher
+    if spec.spares and not spec.facts.restarts_in_place:
+        yield (
+            ("spec", "spares"),
+            "needs ddprun, which goes on without a lost node. Use it, or remove spares.",
+        )
     if launcher is None:
         if spec.min_nodes is not None:
             yield ("spec", "minNodes"), NEEDS_LAUNCHER
@@ -177,6 +182,8 @@ def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     least, most = launcher.nodes
     if wanted and spec.min_nodes is not None and least != spec.min_nodes:
         yield f"--nnodes={wanted} contradicts spec.minNodes: {spec.min_nodes}. Remove --nnodes: the job sets it."
+    elif wanted and spec.spares:
+        yield f"--nnodes={wanted} contradicts spec.spares: {spec.spares}. Remove --nnodes: the job sets it."
     elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")

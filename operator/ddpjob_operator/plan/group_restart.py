@@ -104,12 +104,12 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
     unplaced = [p for p in late if p.unschedulable]
     if unplaced:
         waited, _ = pending.waited(status.starting_since or status.attempt_time, view.now)
-        why = f"{len(unplaced)} of {view.spec.nodes} pods: {pending.why_unschedulable(unplaced)}{waited}"
+        why = f"{len(unplaced)} of {view.spec.pods} pods: {pending.why_unschedulable(unplaced)}{waited}"
         return reasons.UNSCHEDULABLE, f"Unschedulable: {why}"
     creating, _ = pending.creating(view, status, late)
     first = late[0]
     why = creating or ": ".join(part for part in (first.name, first.trainer.reason, first.trainer.message) if part)
-    return reasons.CANNOT_START, f"{len(late)} of {view.spec.nodes} pods have not started: {why}"
+    return reasons.CANNOT_START, f"{len(late)} of {view.spec.pods} pods have not started: {why}"
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:
@@ -220,7 +220,7 @@ def _open_question(failure: api.JobFailure) -> str:
 
 def _going_on(view: View, settled: Settled, attempt: int) -> str:
     wait = settled.verdict.wait_seconds
-    who = f"all {view.spec.nodes} nodes" if view.spec.nodes > 1 else "the node"
+    who = f"all {view.spec.pods} nodes" if view.spec.pods > 1 else "the node"
     when = f" in {wording.duration(wait)}" if wait else ""
     return f"{settled.text}; restarting {who}{when}: attempt {attempt}, {charge(view, settled.verdict)}"
 

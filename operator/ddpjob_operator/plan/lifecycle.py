@@ -193,4 +193,4 @@ def _how_many_run(view: View, status: api.Status) -> str:
     done = f" and {count} completed" if count else ""
     restarts = status.restarted_in_place
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""
-    return f"{wording.running(nodes - count, view.spec.nodes)}{done}, attempt {status.attempt}{times}"
+    return f"{wording.running(nodes - count, view.spec.pods)}{done}, attempt {status.attempt}{times}"

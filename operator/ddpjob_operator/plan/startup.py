@@ -90,7 +90,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
     again = view.now + dt.timedelta(seconds=start_back_off_seconds(view.job.metadata.uid, retries))
     count = sum(p.trainer.state == "running" for p in view.pods.values())
     text = (
-        f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
+        f"{count} of {view.spec.pods} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all pods are deleted, next try at {wording.clock(again)}"
     )
     # Allow avoided nodes again: startDeadlineSeconds may be shorter than the wait after which avoidance is lifted.
@@ -167,8 +167,8 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
     if retried or only_group or status.state in ("Starting", "Running"):
         return Decision(status, missing, earliest(view.active_deadline(status), view.start_deadline(status)))
     count = sum(isinstance(action, CreatePod) for action in missing)
-    text = f"attempt {status.attempt}: creating {count} of {view.spec.nodes} pods"
-    more = count + len(status.started | set(view.pods)) < view.spec.nodes
+    text = f"attempt {status.attempt}: creating {count} of {view.spec.pods} pods"
+    more = count + len(status.started | set(view.pods)) < view.spec.pods
     return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing, view.now if more else None)
 
 
@@ -303,7 +303,7 @@ def _avoids(view: View, status: api.Status) -> str:
 
 
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
-    total = view.spec.nodes
+    total = view.spec.pods
     unschedulable = [p for p in pods if p.unschedulable]
     if unschedulable and gang.adapter_of(view, status) is not None:
         unplaced, why = sum(not p.node for p in pods), pending.why_unschedulable(unschedulable)

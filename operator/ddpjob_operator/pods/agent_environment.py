@@ -20,6 +20,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     variables = {
         "DDPJOB_REPLACEMENT": replacement,
         "DDPJOB_LEADER_APPOINTED": 1 if job.status.leader is not None else None,
+        "DDPJOB_SPARES": spec.spares or None,
         "DDPJOB_RESTARTS_LEFT": grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,

@@ -191,7 +191,7 @@ def _shared_memory(spec: Body) -> None:
 
 
 def _spread(job: api.DDPJob, spec: Body) -> None:
-    if not wants_one_pod_per_node(job.spec) or job.spec.nodes == 1:
+    if not wants_one_pod_per_node(job.spec) or job.spec.pods == 1:
         return
     term = {"labelSelector": {"matchLabels": naming.labels(job)}, "topologyKey": "kubernetes.io/hostname"}
     affinity = spec.setdefault("affinity", {})

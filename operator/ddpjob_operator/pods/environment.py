@@ -29,7 +29,7 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
         **_rendezvous(job, node_rank, nproc, rendezvous),
         **(single_process if nproc == 1 and least is None else {}),
         **_torchrun(job, attempt, node_rank if is_numbered else None, nproc, rendezvous),
-        **({} if least is None else {"PET_NNODES": f"{least}:{job.spec.nodes}"}),
+        **({} if least is None else {"PET_NNODES": f"{least}:{job.spec.pods}"}),
         **({} if is_numbered else _elastic(job, node_rank, rendezvous)),
         "DDPJOB_NAME": job.metadata.name,
         "DDPJOB_NAMESPACE": job.metadata.namespace,
@@ -77,7 +77,7 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
         "NNODES": str(job.spec.nodes),
         "NODE_RANK": str(node_rank),
         "NPROC_PER_NODE": str(nproc),
-        "DDPJOB_WORLD_SIZE": str(job.spec.members.world_size(nproc)),
+        "DDPJOB_WORLD_SIZE": str(job.spec.world_size),
     }
 
 

@@ -34,7 +34,7 @@ from ddpjob.errors import (
     UnsupportedError,
 )
 from ddpjob.group import meet, stop
-from ddpjob.group.gloo_teardown import never_destroy, settle
+from ddpjob.group.gloo_teardown import never_destroy, settle, settle_unless_at_exit
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import report_start
 from ddpjob_core import stall_limits
@@ -559,7 +559,7 @@ def _leave(group: _Group) -> None:
     finally:
         if dist.is_initialized():
             wait_for_others(group, CLOSE_SECONDS if process.current.stopped_at is None else stop.STOPPED_CLOSE_SECONDS)
-            settle(failed=False)
+            settle_unless_at_exit()
             dist.destroy_process_group()
 
 

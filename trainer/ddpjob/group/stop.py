@@ -8,13 +8,14 @@ In the training loop, after each step and on every rank:
     if stop:
         raise ddpjob.Stopped(step)
 
-The ranks agree through the group's store. A rank that gets SIGTERM sets a key there. Each rank that sees the key
-promises to wait for a decision at its next call of `should_stop`, and writes the step of that call. The last rank to
-promise decides on the highest of these steps. No rank has passed that step, and every rank can still reach it, because
-a thread makes the promise, even while training waits in a collective. A rank that has left the group cleanly promises
-never to stop; then the other ranks finish, too.
+The ranks agree through the group's store. A rank that gets SIGTERM sets a key there. When all ranks have seen the key,
+each promises to wait for a decision at its next call of `should_stop`, and writes the step of that call. The last rank
+to promise decides on the highest of these steps. No rank has passed that step, and every rank can still reach it,
+because a thread makes the promise, even while training waits in a collective. A rank that has left the group cleanly
+promises never to stop; then the other ranks finish, too.
 
-This needs no collective: each step only takes a lock, and the thread polls the store twice a second.
+This needs no collective: each step only takes a lock, and the thread polls the store twice a second. Training goes on
+until all ranks have seen the key; otherwise each stop would cost half a second.
 """
 
 import atexit
@@ -43,7 +44,8 @@ STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
 COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing for waits of minutes by a thousand ranks
 
-_REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
+_REQUESTED, _SEEN, _PROMISES = "stop/asked", "stop/seen", "stop/here"
+_DECISION, _STEP = "stop/at", "stop/step/{}"
 
 
 def should_stop(step: int) -> bool:
@@ -135,6 +137,7 @@ class Agreement:
         self._limit_seconds = limit_seconds
         self._lock = threading.Lock()
         self._passed = -1
+        self._seen = False  # True if this rank is counted among those that have seen the request
         self.promised = False
         self.decided = threading.Event()
         self._at = NEVER
@@ -160,6 +163,7 @@ class Agreement:
         self._sigterm.wake()
         self._thread.join(AGREE_SECONDS)
         with contextlib.suppress(RuntimeError):
+            self._count_seen()
             self._promise(NEVER)
 
     def wait_for_others(self) -> None:
@@ -172,7 +176,7 @@ class Agreement:
     def _watch(self) -> None:
         try:
             while not self._closing and not self.decided.is_set():
-                self._wait(POLL_SECONDS_REQUESTED if self.promised else POLL_SECONDS)
+                self._wait(POLL_SECONDS_REQUESTED if self._seen else POLL_SECONDS)
                 if not self._closing:
                     self._decide_or_give_up()
         except RuntimeError:  # rank 0 is gone, and the store with it
@@ -193,12 +197,20 @@ class Agreement:
 
     def _decide_or_give_up(self) -> None:
         store = self._store
-        if not self.promised and (self._sigterm_at is not None or (store is not None and store.check([_REQUESTED]))):
+        if not self._seen and (self._sigterm_at is not None or (store is not None and store.check([_REQUESTED]))):
+            self._count_seen()
+        if self._seen and not self.promised and (store is None or store.add(_SEEN, 0) >= self._world_size):
             self._promise(None)
         if self.promised and store is not None and store.check([_DECISION]):
             self._decide(int(store.get(_DECISION)))
         elif self._sigterm_at is not None and time.monotonic() > self._sigterm_at + AGREE_SECONDS:
             self._give_up()
+
+    def _count_seen(self) -> None:
+        if not self._seen:
+            self._seen = True
+            if self._store is not None:
+                self._store.add(_SEEN, 1)
 
     def _promise(self, step: int | None) -> None:
         """Promise not to pass this step before the decision; by default the step of the next call of `should_stop`."""

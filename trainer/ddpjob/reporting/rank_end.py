@@ -162,7 +162,8 @@ class WatchedModule:
     def _sum_all(self) -> None:
         torch: Any = sys.modules["torch"]
         parameters = self._living()
-        if self.ended is not None or not self._passes or not parameters:
+        has_stopped = process.current.stopped_at is not None  # the agent compares only ranks that have completed
+        if self.ended is not None or has_stopped or not self._passes or not parameters:
             return
         with torch.no_grad():
             sums = checksums(torch, parameters)

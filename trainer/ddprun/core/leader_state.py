@@ -152,6 +152,7 @@ class LeaderState:
         *,
         nproc: int = 1,
         least: int | None = None,
+        spares: int = 0,
         last_call_seconds: float = 0.0,
         snooze_seconds: float = 0.0,
         policy: Sequence[PolicyRule] = (),
@@ -164,7 +165,8 @@ class LeaderState:
         turn: int | None = None,
         survivors: Collection[int] = (),
     ) -> None:
-        """places: of all nodes that may take part. least: the smallest number of nodes that may train; None: all nodes.
+        """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all but the
+        spares. spares: how many of the nodes only wait, until another one is lost.
 
         last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
         is connected before it may interrupt a generation to join it. leader: place (number) of this agent; None: the
@@ -187,7 +189,8 @@ class LeaderState:
         self._begun = -1  # highest generation that the operator knows of
         self.members = places  # places of the last generation
         self._nproc = nproc
-        self._least = len(places) if least is None else least
+        self._spares = spares
+        self._least = self._size if least is None else least
         self._last_call_seconds = last_call_seconds
         self._calls = True  # True if the next start waits for more nodes than the smallest number
         self._most, self._most_since = 0, now  # highest number of connected nodes before this start, and its time
@@ -207,6 +210,11 @@ class LeaderState:
         self._deadline: float | None = now + join_seconds  # time at which this state ends by itself
 
     @property
+    def _size(self) -> int:
+        """Largest number of nodes that train."""
+        return len(self.places) - self._spares
+
+    @property
     def deadline(self) -> float | None:
         """Time of the next call of `tick`; None if none is due."""
         return min((at for at in (self._deadline, self._grows_at) if at is not None), default=None)
@@ -214,13 +222,18 @@ class LeaderState:
     @property
     def _grows_at(self) -> float | None:
         """Time at which running ranks are stopped for nodes that have connected meanwhile; None without such nodes."""
-        if self.state != "running" or self._current.checking or self._current.finished:
+        if self.state != "running" or self._current.checking or self._current.finished or self.is_full:
             return None
         return self._newcomers.due_at(self._here.difference(self.members))
 
+    @property
+    def is_full(self) -> bool:
+        """True if no more nodes can join the last generation: the others are spares."""
+        return len(self.members) >= self._size
+
     def joins_in(self, node: int, now: float) -> float | None:
-        """Return the seconds until a waiting node joins the running generation; None for a node that is not waiting."""
-        waits = self.state == "running" and node not in self.members
+        """Return the seconds until a waiting node joins the running generation; None for other nodes."""
+        waits = self.state == "running" and node not in self.members and not self.is_full
         return self._newcomers.joins_in(node, now) if waits else None
 
     @property
@@ -508,7 +521,7 @@ class LeaderState:
             self._most, self._most_since = here, now
         if here < self._least:
             self._calls, self._deadline = True, self._since + self._join_seconds
-        elif here == len(self.places) or not self._calls or self._here >= self._survivors > frozenset():
+        elif here >= self._size or not self._calls or self._here >= self._survivors > frozenset():
             return self._start(now)
         else:
             self._deadline = self._most_since + self._last_call_seconds
@@ -536,7 +549,9 @@ class LeaderState:
         return self._gather(now)
 
     def _start(self, now: float) -> None:
-        self.members = Members(sorted(self._here, key=lambda place: (place != self._leader, place)))
+        first = dict.fromkeys((self._leader, *self.members, *sorted(self._here)))  # a spare displaces no member
+        chosen = [place for place in first if place in self._here][: self._size]
+        self.members = Members(sorted(chosen, key=lambda place: (place != self._leader, place)))
         self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 STABLE_SECONDS = 600.0  # seconds; departures before a stay of this length are forgotten
+IMPORT_SECONDS = 10.0  # nodes that came together import torch for seconds, and should stop the others only once
 
 
 class Newcomers:
@@ -36,8 +37,13 @@ class Newcomers:
         self._left[place] = now, self._departures(place, now) + 1
 
     def due_at(self, places: Iterable[int]) -> float | None:
-        """Return when the first of these connected nodes may join; None if none is ready."""
-        return min((self._joins_at[place] for place in places if place in self._joins_at), default=None)
+        """Return when the first of these connected nodes may join; None if none is ready.
+
+        All that are connected then start together, so it waits a moment for those that are not ready.
+        """
+        times = [self._joins_at.get(place) for place in places]
+        first = min((at for at in times if at is not None), default=None)
+        return first + IMPORT_SECONDS if first is not None and None in times else first
 
     def joins_in(self, place: int, now: float) -> float:
         """Return how many seconds this connected node must be ready before it may join."""

@@ -130,8 +130,10 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
             raise InputError(f"{fault.option}: needs a job with --nodes MIN:MAX under ddprun")
         if isinstance(fault, Resize) and not (facts.min_nodes or 1) <= fault.nodes <= job.spec.nodes:
             raise InputError(f"{fault.option}: the job trains with {facts.min_nodes} to {job.spec.nodes} nodes")
-        if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
-            raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.nodes - 1}")
+        if isinstance(fault, Resize) and job.spec.spares:
+            raise InputError(f"{fault.option}: a job with spec.spares keeps its number of nodes")
+        if isinstance(fault, NodeFault) and fault.node >= job.spec.pods:
+            raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.pods - 1}")
         if isinstance(fault, RankFault) and fault.rank >= ranks:
             raise InputError(f"{fault.option}: the job's ranks are 0 to {ranks - 1}")
 
