@@ -252,7 +252,7 @@ def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) ->
     for kind, part in itertools.product(("kill", "leave", "come"), ("cost", *PARTS)):
         if known := [one[part] for one in found if one["kind"] == kind and part in one]:
             print(
-                f"  {kind}: {part} {statistics.median(known):.2f} s (median of {len(known)}), {max(known):.2f} s (most)"
+                f"  {kind}: {part} {statistics.median(known):.2f} s (median of {len(known)}), {max(known):.2f} s (max)"
             )
     print(
         "{}: {} changes; {} steps repeated, {} epochs with a sample missing or twice; {}".format(

@@ -61,7 +61,7 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
     took, cost = new[-1][1] - new[0][1], sum(gaps) - usual * len(gaps)
     killed = "no step after a kill"
     if gaps:
-        killed = f"a kill until the next new step {statistics.median(gaps):.2f} s (median), {max(gaps):.2f} s (most)"
+        killed = f"a kill to the next new step {statistics.median(gaps):.2f} s (median), {max(gaps):.2f} s (max)"
     return (
         f"{len(new)} steps in {took:.0f} s, median {usual * 1e3:.1f} ms; {len(gaps)} kills, {len(steps) - len(new)} "
         f"steps repeated; {killed}; goodput {1 - cost / took:.2%}"
