@@ -106,7 +106,7 @@ def test_a_training_ends_although_a_rank_is_killed_repeatedly(cli: Cli, command:
 def test_kills_at_an_interval_report_the_number_of_restarts_and_if_none_happened(cli: Cli) -> None:
     done, _, told = run(cli, "--fail", "every=10m", script="import ddpjob\nddpjob.progress(step=1)")
     assert done.returncode == 1
-    assert "--fail every=10m: the job ends after 3 restarts; --max-restarts allows more" in told
+    assert "--fail every=10m: the job fails after 3 restarts; --max-restarts allows more" in told
     assert "--fail every=10m: did not happen; no rank of the job trained for so long" in told
 
 
@@ -134,7 +134,7 @@ def test_only_a_fault_that_did_not_happen_is_named(cli: Cli) -> None:
     late, early = "rank=1,step=5000", "rank=0,step=12,exit=7"
     done, _, told = run(cli, "--fail", early, "--fail", late, "--fail", "node=1,at=10m")
     assert done.returncode == 1
-    assert f"--fail {late}: did not happen; that rank did not call ddpjob.progress() with that step\n" in told
+    assert f"--fail {late}: did not happen; the rank did not call ddpjob.progress() with this step\n" in told
     assert "--fail node=1,at=10m: did not happen; the job had ended before" in told
     assert f"--fail {early}" not in told
 

@@ -126,7 +126,7 @@ def test_no_two_nodes_share_a_gpu(nodes: int, per_node: int, shares: list[list[s
 def test_too_few_gpus_give_an_error_with_both_numbers_and_the_fix() -> None:
     with pytest.raises(TooFewGpusError) as caught:
         share(["0"], 2, 8)
-    sentence = "the job asks for 16 GPUs (2 nodes x 8), this machine has 1 for it. Run it on the CPU with --cpu"
+    sentence = "the job requests 16 GPUs (2 nodes x 8), but this machine has 1 for it. Run it on the CPU with --cpu"
     assert str(caught.value).startswith(sentence)
 
 

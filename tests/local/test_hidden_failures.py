@@ -74,7 +74,7 @@ def test_a_stop_signal_that_a_shell_does_not_forward_is_explained(cli: Cli, shel
     assert "trains" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     last = process.communicate(timeout=60)[1].splitlines()[-1]
-    assert ("; nothing was saved: the shell in front of `ddprun train.py` ended on SIGTERM" in last) is is_kept
+    assert ("; nothing was saved: the shell that started `ddprun train.py` ended on SIGTERM" in last) is is_kept
 
 
 def test_an_exit_code_of_the_launcher_lost_by_the_shell_gets_one_warning_before_the_run(cli: Cli) -> None:

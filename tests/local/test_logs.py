@@ -61,7 +61,7 @@ def test_a_full_disk_stops_the_log_file_and_not_the_training(tmp_path: Path, mon
     monkeypatch.setattr(own_files, "open_file", lambda _path, flags: os.open("/dev/full", flags))
     log = Log(tmp_path / "log")
     assert fed(log, b"one\n", b"two\n") == ["one", "two"]
-    assert "No space left on device; the log of this node is not kept any more" in log.error
+    assert "No space left on device; the rest of this node's log is lost" in log.error
 
 
 def test_the_last_state_of_a_progress_bar_of_many_kb_is_shown_too(log: Log) -> None:

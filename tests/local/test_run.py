@@ -515,7 +515,7 @@ def test_the_error_about_a_full_log_disk_names_the_disk(cli: Cli) -> None:
     full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
     done = cli.run("run", cli.file("pass"), "--logs", "logs", **full)
     assert (done.returncode, done.stderr) == (
-        2, "logs/job: File too large: cannot hold the logs; choose a folder with --logs\n",
+        2, "logs/job: File too large: logs cannot be written there; choose a folder with --logs\n",
     )  # fmt: skip
 
 

@@ -30,7 +30,9 @@ def test_a_killed_rank_under_torchrun_adds_at_most_15_lines_to_the_output_of_the
     assert len(lines) <= LINES_MAX, "\n".join(lines)
     assert re.search(r"✖ job Failed after \S+: rank 1 \(node 1\) was killed by SIGKILL", lines[-1])
     assert lines[-1].endswith("; --max-restarts 0 allows no restart"), "the option that was typed"
-    assert re.search(r"… \d+ lines of torchrun folded; ddpjob logs job --attempt 1 --node 1", done.stderr), done.stderr
+    assert re.search(
+        r"… \d+ lines of torchrun hidden \(and \d+ of other nodes\); ddpjob logs job --attempt 1 --node 1", done.stderr
+    ), done.stderr
 
 
 def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:

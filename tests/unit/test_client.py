@@ -456,7 +456,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     job["spec"]["minNodes"] = 1
     done = ddpjob("scale", "digits", "--nodes", 4)
-    assert done.err == "digits has 4 nodes now, before 2; all save, and start again\n"
+    assert done.err == "digits now has 4 nodes (before: 2); all ranks save and start again\n"
     assert (job["spec"]["nodes"], job["spec"].get("suspend")) == (4, None)
 
 

@@ -1103,8 +1103,8 @@ def test_a_command_is_accepted_with_and_without_dashes() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("kind: Deployment\n", "no PyTorchJob and no TrainJob in it; there: Deployment (line 1)"),
-        ("", "no PyTorchJob and no TrainJob in it; there: nothing"),
+        ("kind: Deployment\n", "contains no PyTorchJob and no TrainJob, but Deployment (line 1)"),
+        ("", "contains no PyTorchJob and no TrainJob, but nothing else"),
         ("a: [", "stdin:"),
         (TRAINJOB, "stdin:5: spec.runtimeRef.name: the ClusterTrainingRuntime torch-distributed"),
         (PYTORCHJOB.replace("name: mnist", "name: Mnist"), "the DDPJob would not be valid: metadata.name"),

@@ -195,7 +195,7 @@ def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
     monkeypatch.chdir(pods.source)
     code, _, err = ddpjob("dev", "--cluster", "--name", "digits", "train.py")
     assert code != 0
-    assert "there is a DDPJob digits in namespace default already (Running)" in err
+    assert "a DDPJob digits already exists in namespace default (Running)" in err
     assert cluster.find("ddpjobs", "digits")
 
 

@@ -289,7 +289,9 @@ def test_arguments_also_reach_a_command_that_is_set_by_option(tmp_path: Path, co
     setting = f"spec.template.spec.containers[0].command={command.format(file=file)}"
     _, job = sources.load(Source(file, settings=(setting,), arguments=("a", "--log", "5")))
     assert command_of(job.spec.template) == [word.format(file=file) for word in made]
-    with pytest.raises(InputError, match=r"names no script that can be recognized, so -- ARGS cannot be its arguments"):
+    with pytest.raises(
+        InputError, match=r"no script was found in the command, so the arguments after -- cannot be passed to one"
+    ):
         sources.load(Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
 
 

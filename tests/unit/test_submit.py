@@ -448,8 +448,8 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
     [
         ("{}", [], "nb.ipynb:1: not a valid notebook: not a notebook: it has no cells"),
         ("x = 1", [], "nb.ipynb:1: not a valid notebook"),
-        (notebook(), [], "nb.ipynb: its cells hold no Python to run"),
-        (notebook("%%writefile a.py\nx = 1"), [], "nb.ipynb: its cells hold no Python to run"),
+        (notebook(), [], "nb.ipynb: no cell has Python to run"),
+        (notebook("%%writefile a.py\nx = 1"), [], "nb.ipynb: no cell has Python to run"),
         (notebook("x = 1", "y =\n"), [], "nb.ipynb:cell 2:1: not valid Python"),
         (notebook("x = 1"), ["--no-code"], "nb.ipynb: no image contains this script"),
         (notebook("x = 1"), ["--code", "sub"], "nb.ipynb: is not in the folder --code sub"),

@@ -59,12 +59,12 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
     was_suspended = stored.job.spec.suspend
     if stored.job.spec.min_nodes is not None and not was_suspended:
         jobs.patch(cluster, name, {"nodes": nodes})
-        say(f"{name} has {wording.count(nodes, 'node')} now, before {before}; all save, and start again")
+        say(f"{name} now has {wording.count(nodes, 'node')} (before: {before}); all ranks save and start again")
         return
     _stop(cluster, stored, "scaled", seconds, say)
     jobs.patch(cluster, name, {"nodes": nodes, "suspend": was_suspended})
     still = "; it is still suspended" if was_suspended else ""
-    say(f"{name} has {wording.count(nodes, 'node')} now, before {before}{still}")
+    say(f"{name} now has {wording.count(nodes, 'node')} (before: {before}){still}")
 
 
 def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float, say: Say) -> None:

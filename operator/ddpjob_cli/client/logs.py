@@ -94,7 +94,7 @@ class ClusterLogs:
         if rank >= world:
             raise InputError(f"--rank {rank}: {self.name} has ranks 0 to {world - 1}")
         if not spec.facts.ranks_follow_nodes:
-            raise InputError(f"--rank {rank}: torchrun numbers the nodes as they arrive; choose by --node")
+            raise InputError(f"--rank {rank}: torchrun assigns ranks to nodes as they arrive; choose with --node")
         return rank // spec.facts.nproc_per_node
 
     def prefix(self, node: int) -> str:

@@ -83,7 +83,7 @@ def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -
     folder, contents = read(root, without)
     contents |= _of_texts(made or {})
     if not contents and not folder.links:
-        raise InputError(f"{root}: there is nothing in it to pack")
+        raise InputError(f"{root}: contains no file to pack")
     data = _tar(contents, folder)
     if len(data) > PACKED_BYTES_MAX:
         folder.files |= {without or path: len(text) for path, text in (made or {}).items()}
@@ -97,7 +97,7 @@ def read(root: Path, without: str = "") -> tuple[Folder, Contents]:
     folder.files.pop(without, None)
     if len(folder.files) > FILES_MAX:
         raise InputError(
-            f"{folder.root}: more than {FILES_MAX:,} files, so it is no folder of code. {_largest(folder)}"
+            f"{folder.root}: more than {FILES_MAX:,} files, so it is not a folder of code. {_largest(folder)}"
         )
     if folder.bytes > READ_BYTES_MAX:
         raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
@@ -127,7 +127,7 @@ def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
     """Scan one folder; return the subfolders to scan. below: its path in the root with a final slash, or ""."""
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(
-            f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no folder of code"
+            f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a folder of code"
         )
     entries = _entries(folder.root / below)
     ignored.enter(below)

@@ -90,7 +90,7 @@ def _is_there(cluster: Cluster, name: str) -> str:
     with contextlib.suppress(ClusterError, InputError):
         state = f" ({jobs.find(cluster, name).job.status.state or 'new'})"
     return (
-        f"there is a DDPJob {name} in namespace {cluster.namespace} already{state}: "
+        f"a DDPJob {name} already exists in namespace {cluster.namespace}{state}: "
         f"give this one another name (--name {name}-2), or delete the other (ddpjob delete {name})"
     )
 

@@ -267,8 +267,8 @@ def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Return why the job's script was not checked. Otherwise "nothing found" would seem to include the script."""
     started = job.spec.facts.started
-    by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
-    why = f"the command {by}names no script that can be recognized"
+    by = f" that starts {started.launcher}" if started.launcher not in ("", "python") else ""
+    why = f"no script was found in the command{by}"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
         why += similar.file(started.script or "", str(folder_of(document.source, job)))

@@ -207,7 +207,7 @@ def events(connect: Connect, job: str, pods: bool) -> int:
     found = jobs.events(cluster, jobs.find(cluster, job), of_pods=pods)
     if not found:
         why = "a cluster keeps them for an hour, and a short job that just trains has none"
-        say(f"{job} has no Events: {why}; ddpjob describe {job} says how it went")
+        say(f"{job} has no Events: {why}; ddpjob describe {job} shows how it ended")
         return 0
     return answer(output_forms.of_events(found))
 

@@ -78,8 +78,8 @@ def _from_files(paths: tuple[str, ...]) -> list[str]:
     documents = [d for d in everything if isinstance(d.data, Mapping)]
     jobs = [d for d in documents if d.data.get("kind") in KINDS]
     if not jobs:
-        there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
-        lines = [f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}"]
+        there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing else"
+        lines = [f"{paths[0]}: contains no PyTorchJob and no TrainJob, but {there}"]
         lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if advice(d.data)]
         raise yamlfile.InputError("\n".join(lines))
     used = {id(job.data) for job in jobs}

@@ -79,7 +79,7 @@ def with_launcher(source: Source, asked: str | None, missing: Callable[[], str])
     if not made or found.spawns:
         if asked is not None:
             name = source.module or source.file or "stdin"
-            why = "starts the processes of its node by itself" if made else "says in its command what starts the ranks"
+            why = "starts the processes of its node by itself" if made else "names the launcher in its command"
             raise InputError(f"--launcher {asked}: {name} {why}; leave the option out")
         return source, ""
     why = "" if asked is not None else found.needs_torchrun or missing()
@@ -179,8 +179,8 @@ def _document(source: Source) -> tuple[Document, bool]:
     kind = kinds.of(file)
     if kind == "program":
         raise InputError(
-            f"{file}: neither a Python script nor a DDPJob: give the command in it that starts the training, as "
-            "ddpjob convert -- torchrun train.py does, or a YAML whose command starts it"
+            f"{file}: neither a Python script nor a DDPJob. Convert the command in it that starts the training "
+            "(ddpjob convert -- torchrun train.py), or write a YAML with that command"
         )
     if kind != "job":
         return _made(file, source), True
@@ -219,7 +219,7 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
     if not command.read(words).files or tuple(words[len(head) :]) != given:
         place = document.place(job.spec.facts.command_path)
         raise InputError(
-            f"{place}: the command names no script that can be recognized, so -- ARGS cannot be its arguments"
+            f"{place}: no script was found in the command, so the arguments after -- cannot be passed to one"
         )
     # After `--` in the launcher's options, all words belong to the script, so no second `--` is added.
     has_dashes = head[-1:] == ["--"] or command.options_begin(words) is None
@@ -261,7 +261,7 @@ def _cells(path: str) -> notebook.NotebookPart:
     except TooLongError:
         raise InputError(f"{path}: takes too long to read") from None
     if not cells.text.strip():
-        raise InputError(f"{path}: its cells hold no Python to run; what %%writefile writes is a script of its own")
+        raise InputError(f"{path}: no cell has Python to run; a file that %%writefile writes is a separate script")
     try:
         parse(cells.text)
     except SyntaxError as error:

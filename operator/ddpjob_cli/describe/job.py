@@ -60,7 +60,7 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
     yield ""
     text = sentences.sentence(failure)
     yield f"Last failure, of attempt {failure.attempt}, {_ago(failure.time, now)}:"
-    yield "  the one that the state names" if text in status.message else f"  {text}"
+    yield "  the one in the message above" if text in status.message else f"  {text}"
     if failure.failure_class:
         paid = f", charged to {failure.charged_to}" if failure.charged_to else "; no restart followed"
         yield f"  class {failure.failure_class}{paid}"

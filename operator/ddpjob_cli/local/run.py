@@ -81,7 +81,7 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
         text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
         raise InputError(f"{document.place(('spec', 'suspend'))}: {text}")
     if job.spec.managed_by:
-        text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
+        text = f'spec.managedBy: "{job.spec.managed_by}" manages this job. Remove the field to run it here.'
         raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
     written = (("--status", options.status), ("--report", options.report), ("--metrics-file", options.metrics))
     for option, path in written:
@@ -190,7 +190,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
         notes.append(f"not kept after the run: emptyDir {', '.join(lost)}; a hostPath keeps its files")
     if repeated := next((f for f in options.faults if isinstance(f, faults.RepeatedFault)), None):
         most = wording.count(job.spec.backoff_limit, "restart")
-        notes.append(f"{repeated.option}: the job ends after {most}; --max-restarts allows more")
+        notes.append(f"{repeated.option}: the job fails after {most}; --max-restarts allows more")
     return [*notes, *_of_steps(document, job, options)]
 
 
@@ -201,7 +201,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
         return []
     fault = next((f for f in options.faults if isinstance(f, faults.RankFault)), None)
     if fault is not None:
-        text = f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
+        text = f"{path.name} reports no steps, so no rank can fail at a step. Call ddpjob.progress(), or use every=20s."
         raise InputError(f"{fault.option}: {text}")
     if job.spec.stall is None or not job.spec.stall.timeout_seconds or job.spec.facts.restarts_in_place:
         return []
@@ -591,5 +591,5 @@ def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     except OSError as error:
         # An OSError from write() has no file name.
         place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
-        text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
+        text = f"{place}: {error.strerror}: logs cannot be written there; choose a folder with --logs"
         raise InputError(text) from None

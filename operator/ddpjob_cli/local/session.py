@@ -144,7 +144,7 @@ class DevSession:
             self._restore_terminal()
             failed_at = failed_at or time.monotonic()
             if time.monotonic() - failed_at > LOAN_SECONDS:
-                self._news.append(f"{who}, and did not get the terminal; save a file to start all ranks again")
+                self._news.append(f"{who}, but did not get the terminal; save a file to start all ranks again")
                 break
             if self._closed.wait(RETRY_SECONDS):
                 break

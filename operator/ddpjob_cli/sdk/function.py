@@ -63,7 +63,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
     package = Path(_cloudpickle().__file__).parent
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise InputError(f"{name}: a call of it would run nothing, because it is asynchronous or a generator")
+        raise InputError(f"{name}: calling it would run nothing, because it is asynchronous or a generator")
     module = inspect.getmodule(inspect.unwrap(function))
     with contextlib.ExitStack() as stack:
         if module is not None and module.__name__ != "__main__" and not _is_installed(module):

@@ -21,8 +21,8 @@ def main() -> None:
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if sent["python"] != here:
         sys.exit(
-            f"{sent['name']} was sent by Python {sent['python']}, and here is Python {here}, which cannot load it: "
-            f"take an image with Python {sent['python']}, or send a script"
+            f"{sent['name']} was sent by Python {sent['python']}, but this image has Python {here}, which "
+            f"cannot load it: use an image with Python {sent['python']}, or send a script"
         )
     import cloudpickle
 
@@ -31,8 +31,8 @@ def main() -> None:
         function, arguments = cloudpickle.loads(base64.b64decode(sent["function"]))
     except Exception as error:
         sys.exit(
-            f"{sent['name']} cannot be loaded here: {type(error).__name__}: {error}. A module that it imports and that "
-            "is not in the image goes along with code=DIR"
+            f"{sent['name']} cannot be loaded here: {type(error).__name__}: {error}. If it imports a module "
+            "that is not in the image, send the module with code=DIR"
         )
     try:
         answer = function(*arguments)
@@ -50,7 +50,7 @@ def _give(word: str, kind: str, rank: int, answer: object) -> None:
     try:
         data: bytes = cloudpickle.dumps(answer)
         if len(data) > ANSWER_BYTES_MAX:
-            why = f"{what} of {len(data) / 1e6:.1f} MB, and at most 1 MB comes back: save it, return its path"
+            why = f"{what} of {len(data) / 1e6:.1f} MB, but at most 1 MB can be returned: save it, and return the path"
     except Exception as error:
         why = f"{what} cannot be pickled: {error}"
     if why:

@@ -138,7 +138,7 @@ class Record:
         try:
             self._folder.write(name, data)
         except OSError as error:
-            self._error = f"{self._folder.path / name}: {error.strerror}; ddpjob list may not show this run as it is"
+            self._error = f"{self._folder.path / name}: {error.strerror}; ddpjob list may show an old state of this run"
 
 
 def document(status: api.Status) -> bytes:

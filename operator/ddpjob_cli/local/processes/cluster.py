@@ -372,9 +372,11 @@ def _doubt(end: nodes.End) -> str:
     if not launchers or (end.code and end.ended_first):
         return ""
     started = " ".join((launchers[0].launcher, *launchers[0].named))
-    text = f"the shell in front of `{started}` ended on SIGTERM, and did not forward it or wait (exec {started} …)"
+    text = (
+        f"the shell that started `{started}` ended on SIGTERM without forwarding it or waiting; write exec {started} …"
+    )
     if end.ended_first:
-        text = f"the command ended while `{started}` was running, which was killed: nothing waits for it "
+        text = f"the command ended while `{started}` was running, so `{started}` was killed: wait for it "
         text += "(setsid --wait, wait)"
     found = NamedFinding(reasons.EXIT_CODE_LOST.name, text)
     return json.dumps({"ddpjob": 1, "findings": [found.as_dict()]}) + "\n"

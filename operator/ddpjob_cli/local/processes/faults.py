@@ -66,7 +66,7 @@ class RankFault:
     @property
     def wants(self) -> str:
         where = "" if self.attempt is None else f" in attempt {self.attempt}"
-        return f"that rank did not call ddpjob.progress() with that step{where}"
+        return f"the rank did not call ddpjob.progress() with this step{where}"
 
 
 Fault = NodeFault | RankFault | RepeatedFault | Resize

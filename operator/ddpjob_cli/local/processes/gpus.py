@@ -79,8 +79,8 @@ def share(gpus: Sequence[str], nodes: int, per_node: int) -> list[list[str]]:
     wanted = nodes * per_node
     if wanted > len(gpus):
         raise TooFewGpusError(
-            f"the job asks for {count(wanted, 'GPU')} ({count(nodes, 'node')} x {per_node}), "
-            f"this machine has {len(gpus)} for it. Run it on the CPU with --cpu, or ask for fewer: --nodes, or the "
+            f"the job requests {count(wanted, 'GPU')} ({count(nodes, 'node')} x {per_node}), but this machine "
+            f"has {len(gpus)} for it. Run it on the CPU with --cpu, or request fewer: --nodes, or the "
             "GPU limit of the trainer container."
         )
     return [list(gpus[node * per_node : (node + 1) * per_node]) for node in range(nodes)]

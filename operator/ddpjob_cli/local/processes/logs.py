@@ -90,4 +90,4 @@ class Log:
             while view:
                 view = view[self._file.write(view) or 0 :]
         except OSError as error:
-            self.error = f"{self.path}: {error.strerror}; the log of this node is not kept any more"
+            self.error = f"{self.path}: {error.strerror}; the rest of this node's log is lost"

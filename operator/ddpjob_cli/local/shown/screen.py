@@ -123,7 +123,7 @@ class PlainScreen:
 
     def pause(self) -> None:
         """Tell the user how to continue, before Ctrl-Z stops this process."""
-        self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
+        self.note("stopped; the training continues until its output buffer is full: fg shows it again, bg lets it run")
 
     def close(self) -> None:
         pass

@@ -114,9 +114,9 @@ class Teller:
             return
         name = culprit if culprit in counts else max(counts, key=lambda name: counts[name])
         others = sum(counts.values()) - counts[name]
-        more = f", {wording.count(others, 'line')} of other nodes as well" if others else ""
+        more = f" (and {others} of other nodes)" if others else ""
         own = wording.count(counts[name], "line")
-        self._note(f"  … {own} of {self._launcher} folded; {self._command(self._folds[name][0])}{more}")
+        self._note(f"  … {own} of {self._launcher} hidden{more}; {self._command(self._folds[name][0])}")
 
     def _command(self, pod: LocalPod) -> str:
         return f"{self._logs} --attempt {pod.attempt} --node {pod.place}"
