@@ -328,7 +328,7 @@ def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, excepti
     fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (code, "infrastructure")
-    assert order.why.endswith("; another node may have it")
+    assert order.why.endswith("; another node may have the program")
 
 
 def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stopped_before_they_looked_for_it() -> None:

@@ -101,7 +101,7 @@ def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another
     has = launcher.ddprun(*words[0], DDPJOB_RESTARTS_LEFT=LEFT)
     launcher.folder = launcher.folder / "empty"
     lacks = launcher.ddprun(*words[1], DDPJOB_RESTARTS_LEFT=LEFT)
-    assert "; another node may have it" in finish(has).stderr
+    assert "; another node may have the program" in finish(has).stderr
     finish(lacks)
 
 
@@ -325,7 +325,7 @@ def test_nodes_of_different_sizes_get_an_error_about_it(launcher: Launcher) -> N
     leader, follower = launcher.ddprun(*first), launcher.ddprun(*wrong)
     done = finish(leader)
     assert done.returncode == 75
-    assert "node 1 has --nnodes, --nproc-per-node (2, 2), this one (2, 1)" in done.stderr
+    assert "node 1 has --nnodes, --nproc-per-node (2, 2), but this node (2, 1)" in done.stderr
     follower.send_signal(signal.SIGTERM)
     finish(follower)
 

@@ -79,7 +79,7 @@ def test_a_helper_that_outlives_its_rank_is_killed_after_the_grace(launcher: Lau
     done = finish(agent)
     assert (done.stdout, done.returncode) == ("saved\n", 75)
     assert time.monotonic() - began > 2.9
-    assert "the ranks have ended, what they have started has not (python" in done.stderr
+    assert "the ranks have ended, but processes that they started have not (python" in done.stderr
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_helper(launcher: Launcher) -> None:

@@ -262,7 +262,7 @@ def test_the_rank_that_another_waited_for_until_the_timeout_of_torch_is_named_as
     started = launcher.nodes(2, "--preload=torch", launcher.script(TIMES_OUT), OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in started]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr
-    assert "ddprun: rank 0 waited until its timeout: each is asked for its position\n" in done[0].stderr
+    assert "ddprun: rank 0 waited until its timeout: each rank is asked for its position\n" in done[0].stderr
     assert (
         "restart 1: the group made no progress until rank 0 timed out: rank 1 has ended collective 4 (all_reduce), the "
         "others are at 5; in train.py:7 in load_batch; charged to stall, waiting 0 s"

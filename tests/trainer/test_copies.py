@@ -74,7 +74,7 @@ def test_a_single_killed_rank_resumes_from_the_last_copy(node: Node, capfd: pyte
     assert node.run(0, lambda: train(20)) == 0
     assert node.run(1, lambda: train(30)) == 19
     said = capfd.readouterr().err
-    assert "the state is copied at each step, because a rank that trains alone leaves nobody who could write it" in said
+    assert "the state is copied at each step, because there is no other rank that could write it" in said
     assert "resumed at step 19 from a copy in the memory on the node of rank 0" in said
     assert node.run(2, lambda: train(31)) == 29
 

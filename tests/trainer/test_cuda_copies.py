@@ -217,7 +217,9 @@ def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(
     assert began[0] == 0, said
     assert 12 <= began[1] <= 28, said
     assert 44 <= began[2] <= 56, said
-    assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
+    assert (
+        "the state is copied every 4 steps, because after a failure it is unknown which step a GPU has reached" in said
+    )
 
 
 @on_gpu
@@ -240,7 +242,7 @@ def test_steps_in_a_real_cuda_graph_are_not_kept_with_a_reason(tmp_path: Path) -
     launcher = Launcher(tmp_path)
     done = launcher.done("--nproc", 1, launcher.script(GRAPH), **real_gpus.shown())
     assert (done.returncode, done.stdout.split()) == (0, ["END", "30"]), done.stderr
-    assert "a CUDA graph makes the optimizer's steps, and nobody hears of one" in done.stderr
+    assert "a CUDA graph makes the optimizer's steps, so no step is noticed" in done.stderr
 
 
 # ---- without a GPU -----------------------------------------------------------------------------------------

@@ -415,7 +415,7 @@ def test_a_model_that_is_not_averaged_over_the_ranks_is_refused(end_ranks, tmp_p
         trained(rank, 2, f"file://{tmp_path}/meet", 1, None, made_of=lambda model: model.module, global_batch=14)
 
     for outcome in end_ranks(body, 2):
-        assert outcome.error.startswith("ConfigurationError: model: a Sequential is no DistributedDataParallel, so")
+        assert outcome.error.startswith("ConfigurationError: model: a Sequential is not a DistributedDataParallel, so")
         assert "Use world.wrap(model)" in outcome.error
 
 

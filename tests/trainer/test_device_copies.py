@@ -72,7 +72,9 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
     began, bits = node.run(2, lambda: train(60, ranks=ranks), ranks=ranks)
     assert (began in (40, 44), bits) == (True, undisturbed)
     said = capfd.readouterr().err
-    assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
+    assert (
+        "the state is copied every 4 steps, because after a failure it is unknown which step a GPU has reached" in said
+    )
     assert f"resumed at step {began} from a copy in the memory on the node" in said
     assert "seeded" not in said
 
@@ -137,7 +139,7 @@ def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
         train(12)
         return process.current.not_kept
 
-    assert node.run(0, recorded) == "a CUDA graph makes the optimizer's steps, and nobody hears of one"
+    assert node.run(0, recorded) == "a CUDA graph makes the optimizer's steps, so no step is noticed"
     assert "the state is not kept in memory: a CUDA graph" in capfd.readouterr().err
     assert node.step is None
 

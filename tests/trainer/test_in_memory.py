@@ -216,7 +216,7 @@ def test_a_script_that_loads_again_after_steps_returns_to_the_newest_state(
         return step, back
 
     assert [node.run(number, train) for number in range(2)] == [(0, 4), (4, 8)]
-    assert "names are one" not in capfd.readouterr().err, "should_stop and keep count alike"
+    assert "name the same state" not in capfd.readouterr().err, "should_stop and keep count alike"
 
 
 def test_a_script_that_loads_values_is_kept_from_the_first_save_on(node: Node) -> None:
@@ -384,7 +384,7 @@ def test_a_script_that_counts_differently_for_should_stop_and_save_resumes_from_
 
     assert [node.run(0, lambda: train(saves=True)), node.run(1, lambda: train(saves=False))] == [0, 5]
     assert node.run(2, lambda: train(saves=False)) == 5, "it has not saved again, and counts as before"
-    assert "should_stop(0) is called after the step that follows step 0" in capfd.readouterr().err
+    assert "should_stop(0) is called after step 1 was made" in capfd.readouterr().err
 
 
 def test_memory_false_keeps_nothing_and_a_restart_uses_the_folder(node: Node) -> None:
@@ -811,7 +811,7 @@ def test_parameters_changed_after_the_boundary_do_not_count_as_those_of_the_step
             objects["model"][0].weight.clamp_(-0.01, 0.01)
 
     assert node.run(0, lambda: train(6, clip)) == 0
-    assert "parameters changed after step 6, and by no optimizer.step()" in capfd.readouterr().err
+    assert "parameters changed after step 6, but not in optimizer.step()" in capfd.readouterr().err
     assert node.run(1, lambda: train(6)) == 4
 
 
@@ -1128,7 +1128,7 @@ def test_a_state_with_a_changed_bit_in_memory_is_not_used_and_the_log_says_so(
     assert node.step == 6
     assert node.run(1, lambda: train(7)) == 4
     said = capfd.readouterr().err
-    assert "step 6 in memory is not used: rank 0: its bits do not add up to what was written" in said
+    assert "step 6 in memory is not used: rank 0: its checksum differs from the one that was written" in said
 
 
 def test_an_optimizer_that_steps_within_backward_is_never_kept_in_the_middle_of_a_step(node: Node) -> None:
@@ -1290,7 +1290,7 @@ def test_a_script_without_step_numbers_fails_if_a_state_known_only_to_memory_is_
     assert node.run(0, train) == 0
     node.run_ranks = lambda body, ranks: [outcome.exit_code for outcome in end_ranks(body, ranks)]
     assert node.run(1, go_on, ends=True) == (0 if is_written else 1)
-    why = "the steps after 6 were not saved, and the state of step 6, from which they went on, was in memory alone, in "
+    why = "the steps after 6 were not saved, and the state of step 6, from which they went on, was only in memory, in "
     assert (f"{why}snapshots; there is no snapshot; save the last" in capfd.readouterr().err) == (not is_written)
 
 
@@ -1354,7 +1354,7 @@ def test_a_folder_that_accepts_no_claim_does_not_lose_the_state_in_memory(
     assert node.run(0, lambda: train(6)) == (0, "")
     step, why = node.run(1, lambda: train(8))
     assert step == 6
-    assert why.startswith("the state of step 6 is in memory alone: disk full")
+    assert why.startswith("the state of step 6 is only in memory: disk full")
     node.lose(0)
     assert node.run(2, lambda: train(9))[0] == 8
 

@@ -139,7 +139,7 @@ class Averages:
 @pytest.mark.parametrize(
     ("which", "why"),
     [
-        ("a buffer", "buffers and what else is small have 68 MiB, and 64 MiB can be written at each step"),
+        ("a buffer", "buffers and other small objects have 68 MiB, but at most 64 MiB can be written at each step"),
         ("an object", "averages: it has more than 4 MiB to copy at each step"),
     ],
 )
@@ -259,6 +259,6 @@ def test_a_script_whose_step_needs_its_peers_is_told_in_time_that_memory_lacks_s
         return process.current.not_kept
 
     not_kept = node.run(0, train, ranks=2)
-    why = "as with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+    why = "as with LBFGS or a second optimizer: a rank that fails there leaves no complete state"
     assert (why in not_kept) == (kind != "plain")
     assert capfd.readouterr().err.count(why) == int(kind != "plain")

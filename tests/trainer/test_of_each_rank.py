@@ -76,7 +76,7 @@ def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, 
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
         with pytest.raises(
-            ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, and there are 3 now"
+            ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, but there are 3 now"
         ):
             snapshot.load(reader=Reader(9))
         snapshot.load()  # load() without objects checks none
@@ -187,7 +187,7 @@ def test_replicas_that_differ_are_named_at_a_save(
         snapshot.close()
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
-    said = "model: the ranks have different parameters of it: a restart does not give each rank its own"
+    said = "model: its parameters differ between the ranks: a restart does not give each rank its own"
     assert capfd.readouterr().err.count(said) == int(differs)
 
 
@@ -206,7 +206,7 @@ def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: A
 
     in_ranks(run_ranks, tmp_path, "a", 3, save)
     for text in in_ranks(run_ranks, tmp_path, "b", 3, load):
-        assert "reader: each rank had its own when step 1 was saved, and that of rank 2 is not in the snapshot" in text
+        assert "reader: each rank had its own when step 1 was saved, but that of rank 2 is not in the snapshot" in text
 
 
 def test_a_per_rank_state_that_is_too_large_is_named_at_once(
@@ -221,5 +221,6 @@ def test_a_per_rank_state_that_is_too_large_is_named_at_once(
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
     assert (
-        capfd.readouterr().err.count("queue: the ranks have different states of it, of more than 4 MiB: a restart") == 1
+        capfd.readouterr().err.count("queue: its state differs between the ranks and has more than 4 MiB: a restart")
+        == 1
     )

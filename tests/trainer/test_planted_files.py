@@ -183,5 +183,5 @@ def test_a_folder_is_created_as_ours_or_refused(tmp_path, outside):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     for refused in (tmp_path / "link", tmp_path / "open", outside):
-        with pytest.raises(OSError, match="not a folder of this user alone"):
+        with pytest.raises(OSError, match="not a folder that only this user can write"):
             own_files.make_folder(refused)

@@ -196,7 +196,7 @@ def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_k
     found = rank.shared.read_slot(EARLY)
     assert found["rng"] is None
     assert described(found["small"]["model"]) == described(rank.kept.buffers()["model"])
-    assert capfd.readouterr().err.count("should_stop() does not get its random numbers back") == 1
+    assert capfd.readouterr().err.count("should_stop() loses its random numbers") == 1
 
 
 def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(
@@ -213,7 +213,7 @@ def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a
     found = rank.shared.read_slot(EARLY)
     assert described(random_states.expanded(found["rng"])) == described(random_states.current())
     assert not found["small"]["model"]
-    assert capfd.readouterr().err.count("should_stop() does not get its buffers back") == 1
+    assert capfd.readouterr().err.count("should_stop() loses its buffers") == 1
     place = {"of_0": [], "own": ["model"], "models": ["model"]}
     with pytest.raises(StateError, match="model: each rank had buffers of its own, and this one has lost them"):
         recall._small(None, found, {"small": {"model": {"centre": 1}, PLACE: place}}, None)

@@ -355,9 +355,9 @@ def test_every_scheduler_of_torch_continues_from_a_snapshot(tmp_path, name):
 @pytest.mark.parametrize(
     ("value", "target", "said"),
     [
-        (torch.ones(1), torch.zeros(3), r"saved was float32 \[1\], to be restored is float32 \[3\]"),
-        (torch.ones(3, dtype=torch.float64), torch.zeros(3), "saved was float64"),
-        (torch.ones(3), torch.zeros(3, dtype=torch.int64), r"saved was float32 \[3\], to be restored is int64"),
+        (torch.ones(1), torch.zeros(3), r"saved: float32 \[1\]; to be restored: float32 \[3\]"),
+        (torch.ones(3, dtype=torch.float64), torch.zeros(3), "saved: float64"),
+        (torch.ones(3), torch.zeros(3, dtype=torch.int64), r"saved: float32 \[3\]; to be restored: int64"),
         ([1], torch.zeros(3), "a list was saved"),
         ([1], {"old": 1}, "a list was saved, and cannot fill a dict"),
         (1, 2, "a int cannot be restored in place"),

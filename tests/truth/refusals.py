@@ -94,14 +94,12 @@ _SENTENCES = (
         _gradients,
         of_folder=True,
     ),
-    _Sentence(
-        r".*: a rank that is killed between its backward pass and .* does not get its random nu", _all_generators
-    ),
-    _Sentence(r".*: a rank that is killed between its backward pass and .* does not get its .*buffers", _gradients),
+    _Sentence(r".*: a rank that is killed between its backward pass and .* loses its random nu", _all_generators),
+    _Sentence(r".*: a rank that is killed between its backward pass and .* loses its .*buffers", _gradients),
     _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* such as an eval", _evaluation),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(
-        r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each",
+        r"(?P<model>\w+): its parameters differ between the ranks: a restart does not give each",
         _gradients,
         of_folder=True,
     ),
@@ -117,7 +115,7 @@ _SENTENCES = (
         at_restart=True,
     ),
     _Sentence(
-        r"(?P<names>.*): the ranks have different states of it, .*a restart does not give each rank its own", _large
+        r"(?P<names>.*): its state differs between the ranks .*a restart does not give each rank its own", _large
     ),
 )
 

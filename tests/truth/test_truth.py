@@ -53,7 +53,7 @@ def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
 
 HOOK = (
     "ddpjob: model: its communication hook has a state (dict), which is in no state_dict(): a restart does not "
-    "continue it, and the gradients are others from there on"
+    "continue it, so the gradients differ after it"
 )
 LATE = (
     "ddpjob: rank 1 did not save step 10: from the snapshot a restart does not continue the random numbers there "

@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
         try:
             home = importlib.import_module("ddpjob_cli.sdk")
         except ModuleNotFoundError as error:
-            raise ImportError(f"ddpjob.{name} needs the command line, of which {error.name} is missing here") from error
+            raise ImportError(f"ddpjob.{name} needs the command line, but {error.name} is not installed") from error
     else:
         home = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
     value = getattr(home, name)

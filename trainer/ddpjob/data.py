@@ -226,7 +226,7 @@ class GlobalBatchSampler:
         if times == EPOCH_BEGINS_MAX + 1 and self.rank == 0:
             process.log(
                 f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
-                f"iterations are left early. Call sampler.set_epoch(epoch) before each to go on to the next epoch."
+                f"loops ended early. Call sampler.set_epoch(epoch) before each loop to go on to the next epoch."
             )
 
     def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:
@@ -332,8 +332,8 @@ def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
     if not found and ranks > 1:
         # Without DDP each rank would train its own model. FSDP would divide each gradient by the number of ranks again.
         raise ConfigurationError(
-            f"model: a {type(inner).__name__} is no DistributedDataParallel, so the gradients of {ranks} ranks "
-            f"would not be averaged. Use world.wrap(model), also in the loss."
+            f"model: a {type(inner).__name__} is not a DistributedDataParallel, so the gradients of {ranks} ranks "
+            f"would not be averaged. Pass world.wrap(model), and call it in the loss as well."
         )
     return found
 

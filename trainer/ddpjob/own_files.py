@@ -76,10 +76,10 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     except FileExistsError:
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise OSError(errno.EPERM, "is not a folder of this user alone", os.fspath(path)) from None
+            raise OSError(errno.EPERM, "is not a folder that only this user can write", os.fspath(path)) from None
 
 
 def _not_ours(status: os.stat_result, *, writes: bool) -> str:
     if not stat.S_ISREG(status.st_mode):
-        return f"is {next((name for is_it, name in _NAMES if is_it(status.st_mode)), 'a device')}, no regular file"
+        return f"is {next((name for is_it, name in _NAMES if is_it(status.st_mode)), 'a device')}, not a regular file"
     return "has a second name (a hard link), so it is not written" if writes and status.st_nlink > 1 else ""

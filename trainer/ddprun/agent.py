@@ -239,7 +239,7 @@ class Agent:
             self.unwatch(self._server.fileno())
             self._server.close()
             if not given_up:
-                say(f"no fork server: {self._server.refused}; every rank is a new process (or ask for --no-preload)")
+                say(f"no fork server: {self._server.refused}; every rank is a new process (or use --no-preload)")
         for name, why in self._server.failed.items():
             say(f"--preload: {name}: {why}; left out")
         self._server.failed = {}

@@ -198,7 +198,8 @@ def unsafe() -> str:
     if threads > pool:
         names = [thread_name(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
         of_blas = f", of which OpenBLAS has {pool}" if pool else ""
-        return f"the preloaded modules run {threads} threads ({', '.join(sorted(names))}){of_blas}: a fork has none"
+        shown = ", ".join(sorted(names))
+        return f"the preloaded modules run {threads} threads ({shown}){of_blas}: a forked process would lose them"
     return ""
 
 

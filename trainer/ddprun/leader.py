@@ -94,7 +94,7 @@ class Leader:
             try:
                 self._listener = ports.listen(port)
             except OSError as error:
-                say(f"port {port}, where the other nodes connect to this one: {error.strerror}")
+                say(f"cannot listen on port {port} for the other nodes: {error.strerror}")
                 # The next attempt gets another port. If this agent was appointed, another one is.
                 return self._agent.end(RESUMABLE, None, ended=self._agent.leader.term <= 1)
             self._agent.watch(self._listener.fileno(), self._accept)
@@ -217,7 +217,7 @@ class Leader:
         timed_out = order.timed_out
         why = "no rank makes progress" if timed_out is None else f"rank {timed_out} waited until its timeout"
         if not order.quiet:
-            say(f"{why}: each is asked for its position")
+            say(f"{why}: each rank is asked for its position")
         self._send(self._lead.members, {"ask": {"generation": order.generation, "quiet": order.quiet}})
         self._agent.watching.ask(now, quiet=order.quiet)
 
@@ -354,7 +354,7 @@ class Leader:
         if node is None or node == self._options.place or not 0 <= node < nodes:
             raise Refused(f"node {node} of {nodes}")
         if other != own:
-            say(f"node {node} has --nnodes, --nproc-per-node {other}, this one {own}: it cannot join")
+            say(f"node {node} has --nnodes, --nproc-per-node {other}, but this node {own}: it cannot join")
             raise Refused("another size")
         generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
         grant = Grant.read(message["left"]) if message.get("left") else None

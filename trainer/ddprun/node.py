@@ -359,7 +359,7 @@ class LocalRanks:
         assert not self.running, "only what has ended is settled"
         self._end_tree(self._not_of_ranks())
         if not self._folder.copy_last() and takes(STDERR):
-            say(f"the console is too slow: the end of what the ranks have printed is {self._folder.rest}")
+            say(f"the console is too slow: the end of the ranks' output is {self._folder.rest}")
         if self._life is not None:
             self._add_termination_message()
         self._blame_for_ports()

@@ -86,8 +86,8 @@ class Posting:
         self._at = now + self._back_off
         if not self._has_warned:
             self._has_warned = True
-            why = why or "the process that was to do it was killed"
-            say(f"restarts in place are not reported to DDPJOB_STATUS_URL: {why}; tried again, said once")
+            why = why or "the process that sends them was killed"
+            say(f"restarts in place are not reported to DDPJOB_STATUS_URL: {why}; trying again, reported once")
 
 
 def encode(document: Mapping[str, Any]) -> bytes:

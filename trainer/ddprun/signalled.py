@@ -82,7 +82,8 @@ class Signalled:
         shown = sorted(self.left)[:NAMES_MAX]
         names = ", ".join(f"{_text(f'/proc/{pid}/comm').strip() or 'ended'} {pid}" for pid in shown)
         more = ", …" if len(self.left) > NAMES_MAX else ""
-        return f"the ranks have ended, what they have started has not ({names}{more}): SIGKILL in {seconds_left:.0f} s"
+        text = "the ranks have ended, but processes that they started have not"
+        return f"{text} ({names}{more}): SIGKILL in {seconds_left:.0f} s"
 
 
 def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]) -> set[int]:

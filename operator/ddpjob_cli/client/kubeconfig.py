@@ -142,7 +142,7 @@ def _of_files(named: str, wanted: str | None) -> Access:
         raise InputError(f"--context {wanted}: not in {named}{suggestion(wanted, contexts)} (there: {there})")
     name = current if wanted is None else wanted
     if name not in contexts:
-        without = "it has no current context" if contexts else "it is not there, or has no context"
+        without = "it has no current context" if contexts else "it does not exist, or has no context"
         raise ValueError(f"the current context {name} is not in it" if name else without)
     context = contexts[name]
     cluster = merged["clusters"].get(str(context.get("cluster")))

@@ -166,7 +166,7 @@ class Snapshot:
     def folder(self) -> Path:
         """Folder of the states. Raises SnapshotError if the states are in memory only."""
         if self._folder is None:
-            raise SnapshotError("folder: none: the state is in memory alone.")
+            raise SnapshotError("folder: none: the state is only in memory.")
         return self._folder
 
     # ---- save ----------------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ class Snapshot:
         if ahead := [name for name, value in state.items() if getattr(value, "has_workers", False) is True]:
             self._log_once(
                 "sampler",
-                f"{ahead[0]}: a DataLoader iterates this sampler. One with workers takes batches before they are "
-                f"trained, and a resume leaves these out: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
+                f"{ahead[0]}: a DataLoader iterates this sampler. With workers it takes batches before they are "
+                f"trained, and a resume skips them: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
         self._unwritten = None  # free the previous copy first, because otherwise three copies would be in memory
         document = {
@@ -271,7 +271,7 @@ class Snapshot:
             self._log_once(
                 f"hook of {name}",
                 f"{name}: its communication hook has a state ({kind}), which is in no state_dict(): a restart does not "
-                f"continue it, and the gradients are others from there on",
+                f"continue it, so the gradients differ after it",
             )
         if step and (name := self._since_step.pending(objects)):
             self._log_once(
@@ -352,7 +352,7 @@ class Snapshot:
                 return
         raise SnapshotError(
             f"the steps after {owed.version.step} were not saved, and the state of step {owed.version.step}, from "
-            f"which they went on, was in memory alone, {self._newest()}; save the last step, or call should_stop(step) "
+            f"which they went on, was only in memory, {self._newest()}; save the last step, or call should_stop(step) "
             f"after each step."
         )
 
@@ -393,13 +393,13 @@ class Snapshot:
             for name in of_each_rank.too_large(document["ranks"]):
                 self._log_once(
                     f"large {name}",
-                    f"{name}: the ranks have different states of it, of more than {of_each_rank.OWN_BYTES_MAX >> 20} "
-                    f"MiB: a restart does not give each rank its own",
+                    f"{name}: its state differs between the ranks and has more than "
+                    f"{of_each_rank.OWN_BYTES_MAX >> 20} MiB: a restart does not give each rank its own",
                 )
             for name in of_each_rank.out_of_step(unwritten.samples, (its.samples for its in others.values())):
                 self._log_once(
                     f"replicas of {name}",
-                    f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
+                    f"{name}: its parameters differ between the ranks: a restart does not give each rank its own, "
                     f"all go on from rank 0's",
                 )
         self._remove_left(writer)  # before the write, because temporary files of a killed process may fill the disk
@@ -664,7 +664,7 @@ class Snapshot:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
             # report a state that only memory has, because a failure now would lose it
-            self._report_failed(f"the state of step {found.held.version.step} is in memory alone", error)
+            self._report_failed(f"the state of step {found.held.version.step} is only in memory", error)
             return None
         for entry in entries:
             if found is not None and not is_newer(self._version(entry), found.held):
@@ -1068,7 +1068,7 @@ def _decoded(file: BinaryIO, path: Path) -> dict[str, Any]:
         document = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # the bytes are intact, but a different torch version may have written them
         raise SnapshotError(
-            f"{path}: this torch {torch.__version__} does not read it: {reason(error).splitlines()[0]}"
+            f"{path}: this torch {torch.__version__} cannot read it: {reason(error).splitlines()[0]}"
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         version = document.get("format") if isinstance(document, dict) else None

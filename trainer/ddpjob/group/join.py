@@ -438,7 +438,7 @@ def _store_in_file(where: str, place: RankInfo, timeout: timedelta) -> Store:
     run = own.add(f"joined/{place.rank}", 1)
     if run > 1 and not PrefixStore(f"run/{run - 1}", own).check([_LEFT.format(place.rank)]):
         raise RendezvousError(
-            f"init_method: {where!r} was left by a run that did not end in order: rank {place.rank} had joined through "
+            f"init_method: {where!r} was left by a run that did not end cleanly: rank {place.rank} had joined through "
             f"it before. Delete {path}, or give every run a file of its own."
         )
     return PrefixStore(f"run/{run}", own)
@@ -506,7 +506,7 @@ class _Group:
         process.log(
             f"rank {self.world.rank} has waited for another rank for the time-out of "
             f"{self.world.timeout_step_seconds:g} s (timeout_step_seconds of ddpjob.init). If that rank was at work, "
-            f"raise it; if not, it hangs or makes fewer steps."
+            f"raise the time-out; if not, the rank hangs or makes fewer steps."
         )
 
 

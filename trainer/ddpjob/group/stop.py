@@ -286,8 +286,8 @@ def _end_as_resumable() -> None:
         agreement.wait_for_others()
     if not state.stopped_raised and (error is None or termination.exit_code(error) == 0):
         process.log(
-            f"stopped after step {step}: exit code {rules.RESUMABLE_EXIT_CODE}, not 0, for the training is not "
-            f"complete. End the script by `raise ddpjob.Stopped(step)`."
+            f"stopped after step {step}: exit code {rules.RESUMABLE_EXIT_CODE}, not 0, because the training is "
+            f"not complete. End the script by `raise ddpjob.Stopped(step)`."
         )
         _end_now(rules.RESUMABLE_EXIT_CODE)
 

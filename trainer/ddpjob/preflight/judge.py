@@ -168,11 +168,11 @@ def _warnings(measures: Sequence[RankMeasures]) -> Iterator[str]:
             way = "ahead of" if rank.skew_seconds > 0 else "behind"
             yield (
                 f"{node}'s clock is {abs(rank.skew_seconds):.1f} s {way} node 0's: tokens and certificates may be "
-                f"refused there, and times in logs mislead. See that it runs chrony or another NTP client."
+                f"refused there, and times in logs mislead. Check that it runs chrony or another NTP client."
             )
         if rank.resolve_seconds > RESOLVE_SECONDS:
             yield (
-                f"{node} took {rank.resolve_seconds:.1f} s to resolve MASTER_ADDR: look at the cluster's DNS, its "
+                f"{node} took {rank.resolve_seconds:.1f} s to resolve MASTER_ADDR: check the cluster's DNS, its "
                 f"load, and the pod's search domains."
             )
         if rank.shm_bytes is not None and rank.shm_bytes < SHM_BYTES and ranks[rank.node] > 1:

@@ -298,7 +298,7 @@ class Reporter:
         if self.complained or self.finishing.is_set():
             return
         self.complained = True
-        process.log(f"progress is not reported: {self.url}: {problem}; training goes on; tried again, reported once")
+        process.log(f"progress is not reported: {self.url}: {problem}; training goes on; trying again, reported once")
 
     def _document(self, *, final: bool) -> dict[str, Any] | None:
         state, place = process.current, process.place()

@@ -693,7 +693,7 @@ class LeaderState:
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
         if is_elsewhere and found == "infrastructure":
-            return failure, "another node may have it"
+            return failure, "another node may have the program"
         if verdict.charged_to is None:
             by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
             return failure, "not restarted, by failurePolicy" if by_policy else REPEATS

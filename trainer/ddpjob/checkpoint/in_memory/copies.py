@@ -37,7 +37,7 @@ from ddpjob_core.copies import CopyPlan
 from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
 
 PACES_LEAST = 3
-ALONE = "a rank that trains alone leaves nobody who could write it"
+ALONE = "there is no other rank that could write it"
 IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, one that is killed does not"
 CHANGES = "parameters or optimizer state change between a boundary and the next optimizer.step()"
 
@@ -317,7 +317,7 @@ class Copies:
                 self._shared.count_copy(written.area, written.held)
                 return
         step = written.held.version.step
-        self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
+        self.begin_with_changes(f"parameters changed after step {step}, but not in optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
         """After a failure, make the last copy valid if every rank has written its small values. Return SAVED or UNABLE
@@ -404,7 +404,7 @@ class Copies:
         if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):
             return
         self._said = present
-        steps = "at each step" if every == 1 else f"each {every} steps"
+        steps = "at each step" if every == 1 else f"every {every} steps"
         where = " that save() or keep() name" if named else ""
         process.log(f"the state is copied {steps}{where}, because {CHANGES if self.changes else self._because}")
 

@@ -38,7 +38,7 @@ from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
 from ddpjob_core.memory import Held, Version
 
-ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
+ON_DEVICE = "after a failure it is unknown which step a GPU has reached"
 SUMMED_AT_ONCE = 1 << 20  # bytes; below this, starting a thread takes as long as the checksum
 ABORTS = ("1", "2")  # NCCL's modes that abort the group: the device then continues without the others
 
@@ -235,13 +235,13 @@ class DeviceCopies(Copies):
     def before_step(self, kept: Kept) -> None:
         """Before an optimizer step, make the device wait for its copies. The host does not wait."""
         if self._streams.is_recording():
-            raise StateError("a CUDA graph makes the optimizer's steps, and nobody hears of one")
+            raise StateError("a CUDA graph makes the optimizer's steps, so no step is noticed")
         flight, looked = self._flight, self._has_looked
         is_new = flight is not None and flight.passed is None
         if flight is not None and is_new and flight.counts:
             if not flight.is_saved and not self._is_as_it_was(kept, flight.versions):
                 self.give_up_last()
-                self.begin_with_changes(f"parameters changed after step {flight.step}, and by no optimizer.step()")
+                self.begin_with_changes(f"parameters changed after step {flight.step}, but not in optimizer.step()")
                 return
             self.before_other_step()
         if is_new or looked:
@@ -290,4 +290,4 @@ def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> st
     how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""
     if world_size == 1 or backend != "nccl" or how not in ABORTS:
         return ""
-    return f"{name}={how} lets a GPU go on after a collective was aborted; 3, as PyTorch has it by itself, does not"
+    return f"{name}={how} lets a GPU go on after a collective was aborted; 3, PyTorch's default, does not"

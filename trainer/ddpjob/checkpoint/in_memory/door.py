@@ -13,7 +13,7 @@ from ddpjob.group.join import World, store_of
 from ddpjob_core.memory import FoundState, Version
 
 _ALONE = (
-    "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
+    "Snapshot() has no folder: the state is kept only in the memory of the pods, and the training begins at step 0 "
     "when all ranks have ended"
 )
 _REFUSED = "the kernel gives the agent no file in memory (memfd_create)"

@@ -227,8 +227,8 @@ class Kept:
         if isinstance(value, torch.nn.Module):
             if own := ignored(value):
                 raise StateError(
-                    f"{name}: DistributedDataParallel is told to ignore {own[0]}: each rank may train its own, and the "
-                    f"survivors of a failure have only theirs"
+                    f"{name}: DistributedDataParallel ignores {own[0]}: each rank may train its own, and the "
+                    f"surviving ranks do not have that of a lost rank"
                 )
             self._modules[name] = value, list(_buffers(name, value))
             self._keys[name] = list(value.state_dict())
@@ -523,7 +523,7 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise StateError(f"{name}: {key} is not dense, and would be when it comes back")
+            raise StateError(f"{name}: {key} is not dense, but would be dense after a restart")
         if is_lazy(value):
             raise StateError(f"{name}: {key} has no shape before the first forward pass")
         prefix, _, leaf = key.rpartition(".")

@@ -286,7 +286,7 @@ class Keeper:
         if self._makers.boundary():
             self._tell_not_kept(
                 "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
-                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+                "with LBFGS or a second optimizer: a rank that fails there leaves no complete state"
             )
         rng, settings, content = random_states.compact(), kept.settings(), kept.buffers_as_they_are()
         values = self._watched_with(kept, content | {RANDOM: random_states.mark(rng)}, settings)
@@ -400,7 +400,7 @@ class Keeper:
         if last is None or not own or last in own.values():
             return
         if not moved({name: self.places.marked.get(name) for name in own}, {name: values[name] for name in own}):
-            raise ReplacedError(f"{', '.join(own)}: another sampler gives the batches than the one that save() has")
+            raise ReplacedError(f"{', '.join(own)}: the batches come from another sampler than the one given to save()")
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
         """Log that the script changes objects after the end of a step. where: between which two calls."""
@@ -596,7 +596,7 @@ class Keeper:
             self.copies.count_saved()
         kept.check_counts()
         if self._makers.is_unknown(kept, optimizer):
-            raise ReplacedError("an optimizer makes steps that save() was not given")
+            raise ReplacedError("an optimizer that save() was not given makes steps")
         self._leave(kept)
         if self._sum is not None:
             self._compare(kept, *self._sum)

@@ -203,8 +203,8 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
         left = {} if early is None else early["small"]
         if lost := [name for name in place["own"] if small.get(name) and not left.get(name)]:
             raise StateError(
-                f"{', '.join(lost)}: each rank had buffers of its own, and this one has lost them before it had marked "
-                f"the step, or there were more or fewer ranks"
+                f"{', '.join(lost)}: each rank had buffers of its own, and those of this rank are lost: it was killed "
+                f"before it had marked the step, or the number of ranks has changed"
             )
         for others, names in (({} if of_0 is None else of_0["small"], place["of_0"]), (left, place["models"])):
             small |= {name: {**small[name], **others[name]} for name in names if name in others}
@@ -228,7 +228,7 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
     state = merged(large, small)
     threads = packed.threads(process.number("LOCAL_WORLD_SIZE", 1), found.held.size)
     if packed.total(packed.tensors_of(large), threads) != found.held.total:
-        raise StateError("its bits do not add up to what was written")
+        raise StateError("its checksum differs from the one that was written")
     if missing := sorted(objects.keys() - state.keys()):
         raise StateError(f"it has no {', '.join(missing)}")
     if problem := misfit(objects, state):

@@ -266,8 +266,8 @@ class Shared:
         self.forget_slot(slot)
         if size > memory.SECTION_BYTES:
             raise StateError(
-                f"buffers and what else is small have {size >> 20} MiB, and {memory.SECTION_BYTES >> 20} MiB can be "
-                f"written at each step"
+                f"buffers and other small objects have {size >> 20} MiB, but at most "
+                f"{memory.SECTION_BYTES >> 20} MiB can be written at each step"
             )
         if size > self._taken[slot]:
             self._taken[slot] = -(-size // memory.PAGE_BYTES) * memory.PAGE_BYTES

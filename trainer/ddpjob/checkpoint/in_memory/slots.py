@@ -60,8 +60,8 @@ class Early:
         """Stop writing random states or buffers to EARLY, because they change after the backward pass."""
         if self._rank == 0 and not self._has.isdisjoint(what):
             process.log(
-                f"{why}: a rank that is killed between its backward pass and should_stop() does not get its "
-                f"{' and '.join(what)} back"
+                f"{why}: a rank that is killed between its backward pass and should_stop() loses its "
+                f"{' and '.join(what)}"
             )
         self._has -= {*what}
         shared.forget_slot(EARLY)

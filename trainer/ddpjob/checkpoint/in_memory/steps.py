@@ -58,18 +58,18 @@ class Numbers:
         self._last, self._has_stepped = (step, named), False
         if named:
             if marked not in (None, step):
-                return f"should_stop({marked}) and the state of step {step} that save() or keep() names are one"
+                return f"should_stop({marked}) and save() or keep() with step {step} name the same state"
             if has_stepped and last == (step, False):
-                return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
+                return f"should_stop({step}) was called before an optimizer step, but save() or keep() after it"
             return ""
         self._marked = step
         if last is not None:
             is_other = has_stepped and last[0] == step
-            return f"an optimizer made a step between two boundaries that are both called {step}" if is_other else ""
+            return f"an optimizer made a step between two calls with step {step}" if is_other else ""
         if is_kept and step > self.began and not self.has_worked:
             return f"should_stop({step}) is called before step {step} is made"
         if step == self.began and has_stepped:
-            return f"should_stop({step}) is called after the step that follows step {step}"
+            return f"should_stop({step}) is called after step {step + 1} was made"
         return ""
 
 
@@ -106,7 +106,7 @@ class Makers:
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:
-            raise ReplacedError("an optimizer makes the steps that save() was not given")
+            raise ReplacedError("an optimizer that save() was not given makes the steps")
         return is_mixed and bool(made)
 
     def saw(self, optimizer: Any) -> None:

@@ -257,11 +257,11 @@ class Survivor:
         loaded = self._keeper.shared.loaded
         if loaded is not None and step == loaded.version.step:
             if packed.total(packed.tensors_of(kept.large())) != loaded.total:
-                raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
+                raise StateError(f"the state changed after step {step} was loaded, but not in optimizer.step()")
         elif name := kept.changed():
             self._keeper.shared.node[COPIES] = memory.CHANGED  # tell the next generation to make copies
             what = name if name == "parameters" else f"{name}: its state"
-            raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
+            raise StateError(f"{what} changed after step {step}, but not in optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """True if the rank is in optimizer.step(), and will soon complete its step without the other ranks."""

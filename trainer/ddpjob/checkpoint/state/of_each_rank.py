@@ -205,7 +205,7 @@ def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Se
         raise StateError(problem)
     if names and world_size > 1 and (late := sorted(set(range(world_size)) - ranks.keys())):
         raise LateError(
-            f"{_had_own(names, document)}, and that of rank {late[0]} is not in the snapshot, because it did not save "
+            f"{_had_own(names, document)}, but that of rank {late[0]} is not in the snapshot, because it did not save "
             f"in time."
         )
     for name, part in ranks.get(rank, {}).items() if world_size == document["world_size"] else ():
@@ -218,11 +218,11 @@ def _lost(names: Sequence[str], document: Mapping[str, Any], world_size: int) ->
     """Return why ranks cannot restore their own parts, the same text on all ranks; "" if they can."""
     if names and world_size != document["world_size"]:
         return (
-            f"{_had_own(names, document)}, by {document['world_size']} ranks, and there are {world_size} now. Start as "
+            f"{_had_own(names, document)}, by {document['world_size']} ranks, but there are {world_size} now. Start as "
             f"many, or save only what is the same on all ranks."
         )
     if names and (large := [name for name in too_large(document["ranks"]) if name in names]):
-        return f"{_had_own(names, document)}, and {', '.join(large)} is too large to be kept of each."
+        return f"{_had_own(names, document)}, and {', '.join(large)} is too large to be saved for each."
     return ""
 
 

@@ -284,7 +284,7 @@ def _does_not_fit(target: Any, saved: Any) -> str:
         if (saved.shape, saved.dtype) == (target.shape, target.dtype):
             return ""
         # copy_ would silently broadcast rows, or cut values that do not fit into a smaller type.
-        return f"saved was {described(saved)}, to be restored is {described(target)}."
+        return f"saved: {described(saved)}; to be restored: {described(target)}."
     if isinstance(target, dict):
         return "" if isinstance(saved, dict) else f"a {type(saved).__name__} was saved, and cannot fill a dict."
     return (
