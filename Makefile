@@ -31,7 +31,7 @@ $(VENV)/trains: pyproject.toml constraints.txt
 demo: $(VENV)/trains ## Train a model on two local nodes.
 	$(BIN)/ddpjob run examples/digits.yaml
 
-check: install ## Style, types, layers, and that generated files are what the code gives.
+check: install ## Check style, types, layers, and that generated files are up to date.
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
@@ -58,7 +58,7 @@ test: quick test-processes ## All tests; those that need a cluster run where KUB
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not alone" --durations 25 tests/cluster
 	$(BIN)/python -m pytest -n 0 -m "not long and alone" --durations 25 tests/api tests/cluster
 
-test-long: install ## What varies the promises of `make test` in hundreds of ways and takes hours: for the night.
+test-long: install ## Run the tests with hundreds of other seeds and settings; takes hours.
 	$(PYTEST) -m long --durations 25 --ignore tests/api --ignore tests/cluster
 	$(BIN)/python -m pytest -n 0 -m long --durations 25 tests/api tests/cluster
 	$(PYTEST) --quiet --hypothesis-profile night --timeout 1800 tests/property
@@ -82,15 +82,15 @@ dist: install ## Wheel, sdist, chart and lists of the images' packages (CycloneD
 pictures: install ## The terminal pictures of README, from a real run; needs tmux.
 	$(BIN)/python tools/pictures.py
 
-pictures-check: install ## That the lines of these pictures are those of a new run, numbers apart; needs tmux.
+pictures-check: install ## Check that these pictures equal a new run, except for numbers; needs tmux.
 	$(BIN)/python tools/pictures.py --check
 
 SEEDS ?= 20000
-simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.
+simulate: install ## Simulate SEEDS=20000 jobs in a model of a cluster, with random faults.
 	$(BIN)/python tests/simulation/simulate.py --seeds $(SEEDS)
 
 N ?= 500
-truth: install ## N=500 drawn training scripts, killed at random: each ends as undisturbed, or was refused before.
+truth: install ## Draw N=500 training scripts and kill their runs: the result must be equal, or a message names the difference.
 	$(BIN)/python tests/truth/search.py --draws $(N)
 
 test-kind: install ## The tests that need a cluster, on a kind cluster of two nodes (docker, kind, kubectl and helm on the PATH).

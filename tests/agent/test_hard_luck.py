@@ -27,7 +27,7 @@ from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
-LOST_AFTER = "restart 1: node 1 is lost, and a new pod is in its place"
+LOST_AFTER = "restart 1: node 1 is lost, and a new pod has replaced it"
 UP = 'open("up-" + os.environ["RANK"] + "-" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()'
 WAITS = 'while not os.path.exists("enough"): time.sleep(0.01)'
 

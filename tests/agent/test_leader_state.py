@@ -560,7 +560,7 @@ def terminate(found: LeaderState, node: int, at: float = T0) -> None:
 
 @pytest.mark.parametrize(
     ("comes", "charged", "why"),
-    [(0, 1, "charged to infrastructure"), (1, 0, "a new pod is in its place"), (4, 0, "a new pod is in its place")],
+    [(0, 1, "charged to infrastructure"), (1, 0, "a new pod has replaced it"), (4, 0, "a new pod has replaced it")],
 )
 def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: int, charged: int, why: str) -> None:
     """If a new pod replaces the node, the operator has already counted the restart."""

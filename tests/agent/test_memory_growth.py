@@ -114,7 +114,7 @@ def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
-    said = "load() was not given all that is trained: until save() or keep() names it, nothing is kept in memory, and a"
+    said = "load() did not get all objects that are trained: until save() or keep() gets them, nothing is kept"
     assert said in done[0].stderr.partition("restart 1:")[2].partition("restart 2:")[0]
     assert said not in done[0].stderr.partition("restart 1:")[0], "save() has named it at step 3"
 
@@ -139,5 +139,6 @@ def test_a_save_without_the_new_optimizer_makes_a_restart_use_the_folder(launche
     assert began(done) == [0, 3, 20], done[0].stderr
     assert sorted(words(done, "END")) == ends, done[0].stderr
     assert (
-        "optimizer: the script has replaced what save() was given: the state is kept in memory again" in done[0].stderr
+        "optimizer: the script has replaced the object that it passed to save(): the state is kept in memory again"
+        in done[0].stderr
     )

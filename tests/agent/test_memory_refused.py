@@ -99,5 +99,5 @@ def test_a_job_whose_agent_gets_no_memory_resumes_from_the_folder_and_the_log_gi
 
     began, said = restarted(launcher, monkeypatch, refused)
     assert began == ["BEGIN 0", "BEGIN 5"], said
-    why = "the state is not kept in memory: the kernel gives the agent no file in memory (memfd_create); a restart"
+    why = "the state is not kept in memory: the kernel refuses the agent's file in memory (memfd_create); a restart"
     assert said.count(why) == 2, "once in each generation"

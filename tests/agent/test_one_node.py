@@ -121,7 +121,10 @@ def test_a_backend_unknown_to_torch_is_not_retried(launcher: Launcher) -> None:
     done = launcher.done("--preload=json", script)
     assert done.returncode == 1
     assert (launcher.folder / "starts").read_text() == "x"
-    assert "(AssertionError: Unknown backend type gluu); the same error would come again: not restarted" in done.stderr
+    assert (
+        "(AssertionError: Unknown backend type gluu); a restart would fail in the same way: not restarted"
+        in done.stderr
+    )
 
 
 COMPLAINTS = """

@@ -115,7 +115,7 @@ def test_a_preflight_after_a_lost_pod_does_not_hide_the_reason_of_the_restart(wo
         found.stopped(1, [], T0)
     found.finished(1, T0)
     assert taken(found)[-1] == start(found, 1)
-    assert found.said.startswith("node 1 is lost, and a new pod is in its place")
+    assert found.said.startswith("node 1 is lost, and a new pod has replaced it")
     assert ("no torch here" in found.said) is not works
 
 

@@ -99,7 +99,7 @@ def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, di
     assert steps(tmp_path / "s") == [1]
     said = json.loads((tmp_path / "said").read_text())["exception"]
     assert "the state of step 2 was not saved: disk full" in said
-    assert said.rstrip(".").endswith("the newest snapshot there is of step 1")
+    assert said.rstrip(".").endswith("the newest snapshot in the folder is of step 1")
 
 
 def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, disk):
@@ -122,7 +122,7 @@ def test_a_deleted_claim_is_created_again(tmp_path):
     saved(snapshot, 2)
     assert (tmp_path / "writer-000001.json").exists()
     (tmp_path / "writer-000001.json").write_text('{"job": "another", "attempt": 1}')
-    with pytest.raises(ddpjob.Superseded, match="belongs to attempt 1 of job another now"):
+    with pytest.raises(ddpjob.Superseded, match="now belongs to attempt 1 of job another"):
         snapshot.save(3)
 
 

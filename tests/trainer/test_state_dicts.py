@@ -466,7 +466,8 @@ def test_the_state_of_an_optimizer_of_other_parameters_is_refused() -> None:
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == ""
     other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == (
-        "optimizer is not as it was: 3 parameters in 2 groups were trained, now there are 2 parameters in 1 group"
+        "optimizer is not as it was: the saved state has 3 parameters in 2 groups, "
+        "this optimizer 2 parameters in 1 group"
     )
 
 

@@ -82,4 +82,4 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 def _not_ours(status: os.stat_result, *, writes: bool) -> str:
     if not stat.S_ISREG(status.st_mode):
         return f"is {next((name for is_it, name in _NAMES if is_it(status.st_mode)), 'a device')}, not a regular file"
-    return "has a second name (a hard link), so it is not written" if writes and status.st_nlink > 1 else ""
+    return "has another hard link, so it is not written" if writes and status.st_nlink > 1 else ""

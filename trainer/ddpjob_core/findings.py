@@ -44,7 +44,7 @@ class NamedFinding(NamedTuple):
 def trained_alone(world_size: int) -> NamedFinding:
     """Return the finding of ranks that have all trained alone."""
     text = f"{world_size} ranks ran, but none formed a process group with another: each trained a model of its own, or"
-    text += " nothing. Call init_process_group, or give the script the option with which it calls it"
+    text += " nothing. Call init_process_group, or pass the option with which the script calls it"
     return NamedFinding(NO_PROCESS_GROUP, text)
 
 

@@ -161,7 +161,7 @@ class Agent:
         self.node.tick(now)
         if self.node.outlives_sigkill(now):
             # Without this exit the agent would wait forever. If it ends, the job continues with another pod.
-            say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
+            say("a rank does not end after SIGKILL, because it waits in the kernel; this node is given up")
             return self.group.abandon()
         if self.folder.tails:
             self._has_backlog = not self.folder.copy()

@@ -146,7 +146,7 @@ class Follower:
             order = message["start"]
             members = Members.read(str(order["members"]))
             if self._options.place not in members:
-                raise ValueError(f"members {members.text}: this node is none of them")
+                raise ValueError(f"this node is not among the members {members.text}")
             host, port = str(order["host"]), int(order["port"])
             checks, term = order.get("preflight") is True, int(order["term"])
             life = Life(int(order["generation"]), members, host, port, checks, term)

@@ -276,7 +276,7 @@ class _Watch:
 
     def _changed(self, before: dict[str, Any], after: dict[str, Any]) -> str:
         if (more := after["bytes"] - self.resident) > BYTES_MAX:
-            return f"takes the fork server's imports to {more // MIB} MiB, more than {BYTES_MAX // MIB}"
+            return f"takes the fork server's imports to {more // MIB} MiB; the limit is {BYTES_MAX // MIB}"
         names = {"threads": "starts a thread", "files": "keeps a file open", "printed": "prints"}
         names["cuda"] = "initialises CUDA"
         names |= dict.fromkeys(("python", "numpy", "torch"), "draws random numbers")

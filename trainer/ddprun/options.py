@@ -336,7 +336,7 @@ def _refuse_more_nodes(least: int, host: str, environ: Mapping[str, str]) -> Non
     most = environ.get("PET_NNODES", "").rpartition(":")[2]
     is_of_job = "DDPJOB_UID" in environ and host == environ.get("PET_MASTER_ADDR")
     if is_of_job and most.isdecimal() and least > int(most):
-        raise ValueError(f"--nnodes: {least}: the job has {most} nodes, so it would wait in vain. Leave it out.")
+        raise ValueError(f"--nnodes: {least}: the job has {most} nodes, so this agent would wait for ever. Remove it.")
 
 
 def _nodes(text: str) -> tuple[int, int]:

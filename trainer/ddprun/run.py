@@ -37,7 +37,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
         return USAGE
     if folder.has_unseen:
-        say(f"what the console does not show of the ranks' output is in {folder.path}")
+        say(f"the ranks' output that the console does not show is in {folder.path}")
     agent = Agent(options, prepared, folder, _fork_server(options, prepared))
     agent.watching, agent.group_of, asking = Watching(agent), partial(_group, agent), Asking(agent, agent.take_answer)
     # A pod that was created after another agent had been appointed asks first.

@@ -24,7 +24,7 @@ PY_SPY_RANKS_MAX = 4
 STATES = {
     "T": "stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on",
     "t": "held by a debugger",
-    "D": "does not answer: the kernel holds it, for instance for a disk or a driver",
+    "D": "does not answer: it waits in the kernel, for example for a disk or a driver",
     "R": "does not answer: it has been running C code that holds the interpreter",
     "S": "does not answer: it waits in C code that holds the interpreter",
 }

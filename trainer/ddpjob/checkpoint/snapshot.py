@@ -424,8 +424,8 @@ class Snapshot:
         report_save_failed(why)
 
     def _why_unwritten(self, error: BaseException) -> str:
-        """Return for example "disk full: No space left on device (errno 28), in /ckpt; the newest snapshot there is of
-        step 100".
+        """Return for example "disk full: No space left on device (errno 28), in /ckpt; the newest snapshot in the
+        folder is of step 100".
         """
         return f"{reason(error)}, {self._newest(reason(error))}"
 
@@ -434,7 +434,9 @@ class Snapshot:
         try:
             entries = _entries(self.folder)
             newest = (
-                f"; the newest snapshot there is of step {entries[0].step}" if entries else "; there is no snapshot"
+                f"; the newest snapshot in the folder is of step {entries[0].step}"
+                if entries
+                else "; there is no snapshot"
             )
         except OSError as problem:
             newest = "" if reason(problem) == known else f", which cannot be read: {reason(problem)}"
@@ -522,7 +524,7 @@ class Snapshot:
             if number and writers.saves(self.folder, writer):
                 raise SnapshotError(
                     f"folder: {self.folder} is in use by process {number}, which is running. Give each run a folder of "
-                    f"its own, or end that process first: one would remove what the other one saves."
+                    f"its own, or end that process first: each would remove the other's snapshots."
                 )
             return
         who = writers.named(claim.job)
@@ -541,7 +543,7 @@ class Snapshot:
         who = "a newer writer" if claim is None else f"{claim} of {writers.named(claim.job)}"
         who = f"another process of {who}" if claim == self._own_claim else who
         return Superseded(
-            f"snapshot folder {self.folder} belongs to {who} now: this process, of {self._own_claim}, must end."
+            f"snapshot folder {self.folder} now belongs to {who}: this process, of {self._own_claim}, must end."
         )
 
     # ---- load ----------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class Leave(NamedTuple):
 
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
-REPEATS = "the same error would come again: not restarted"
+REPEATS = "a restart would fail in the same way: not restarted"
 # By reason for which a job fails; with any other reason, the text names the spent budget.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
@@ -497,7 +497,7 @@ class LeaderState:
             self._uncharged = None
             if self._replacements[place] == self._current.lost_pods[place]:
                 return self._charge(lost, now)  # the same pod, so only the connection was lost
-            self.said = f"{describe(lost)}, and a new pod is in its place"
+            self.said = f"{describe(lost)}, and a new pod has replaced it"
         here = len(self._here)
         if here > self._most:  # a node that connects again and again does not prolong the wait
             self._most, self._most_since = here, now

@@ -38,8 +38,8 @@ from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, 
 
 PACES_LEAST = 3
 ALONE = "there is no other rank that could write it"
-IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, one that is killed does not"
-CHANGES = "parameters or optimizer state change between a boundary and the next optimizer.step()"
+IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, a killed rank does not"
+CHANGES = "parameters or optimizer state change between the end of a step and the next optimizer.step()"
 
 
 class Boundary(NamedTuple):
@@ -121,7 +121,7 @@ class Copies:
         self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
         self.forget()
         if self._rank == 0 and not is_placed:
-            process.log(f"{why}: the state is copied at the steps that save() or keep() name, from the first one on")
+            process.log(f"{why}: the state is copied at each step that the script passes to save() or keep()")
 
     def stop(self) -> None:
         """Make no further copy."""

@@ -16,7 +16,7 @@ _ALONE = (
     "Snapshot() has no folder: the state is kept only in the memory of the pods, and the training begins at step 0 "
     "when all ranks have ended"
 )
-_REFUSED = "the kernel gives the agent no file in memory (memfd_create)"
+_REFUSED = "the kernel refuses the agent's file in memory (memfd_create)"
 _KILLED = (
     "a pod of this job was killed because it used more memory than its limit, and the state counts against that; to "
     "keep it again, suspend the job, raise the limit, and resume it"

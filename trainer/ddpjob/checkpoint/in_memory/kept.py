@@ -159,7 +159,7 @@ class Kept:
         """Return the object with this name. Raises ReplacedError if the script has dropped it."""
         value = self._objects[name]()
         if value is None and type(self._objects[name]) is not _Held:
-            raise ReplacedError(f"{name}: the script has replaced what save() was given")
+            raise ReplacedError(f"{name}: the script has replaced the object that it passed to save()")
         return value
 
     def samplers(self) -> dict[str, Any]:

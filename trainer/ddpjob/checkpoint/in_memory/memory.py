@@ -316,8 +316,8 @@ class Keeper:
             self._is_unnamed = False
             if self._rank == 0:
                 process.log(
-                    f"load() was not given all that is trained: until save() or keep() names it, nothing is kept in "
-                    f"memory, and {self._otherwise}"
+                    f"load() did not get all objects that are trained: until save() or keep() gets them, nothing is "
+                    f"kept in memory, and {self._otherwise}"
                 )
 
     def _tell_of_saves(self, text: str) -> None:
@@ -439,7 +439,7 @@ class Keeper:
         if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):
             self.shared.node[MISCOUNTED] = 1
             self._forget_assumed()
-            self.turn_off(f"{why}: give both the number of steps made so far")
+            self.turn_off(f"{why}: pass the number of steps made so far to both")
 
     @property
     def _copies_instead(self) -> bool:

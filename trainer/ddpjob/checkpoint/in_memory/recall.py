@@ -188,7 +188,9 @@ def _why_not_random(shared: Shared | None, version: Version, own: Any, source: i
             "steps were made after it, and all ranks were lost before one had written its state; the random states of "
             "this step are gone"
         )
-    return "" if is_kept else "this rank had kept nothing when it was lost, so its random states of this step are gone"
+    return (
+        "" if is_kept else "this rank was lost before it had kept anything, so its random states of this step are gone"
+    )
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Survivor:
         if not why and not places.is_settled(kept.idle) and not self._is_in_step():
             if self._has_time(began, 0.5):
                 return None
-            why = "the script is between should_stop() or keep() and the next step, where more may follow"
+            why = "the script is between should_stop() or keep() and the next step, where it may still change values"
         if why:
             process.log(f"the state is not written: {why}")
         return UNABLE if why else SAVED
@@ -284,7 +284,7 @@ class Survivor:
                 state = packed.pack(kept.large())
                 if state.size > shared.reserved():
                     room = shared.reserved()
-                    raise StateError(f"it has grown to {state.size} bytes since room was made for {room}")
+                    raise StateError(f"the state has grown to {state.size} bytes, but {room} are reserved")
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
                 held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)

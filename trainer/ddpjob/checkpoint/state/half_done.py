@@ -134,7 +134,7 @@ class SinceLastStep:
             self._scans_left = 0
             process.log(
                 "a DataLoader draws its seed from torch's global generator: a restart within an epoch does not "
-                "continue the random numbers (dropout, augmentation), because it draws the seed once more. Give the "
+                "continue the random numbers (dropout, augmentation), because it draws the seed again. Give the "
                 "DataLoader a GlobalBatchSampler as batch_sampler, or generator=torch.Generator()."
             )
 
@@ -146,7 +146,7 @@ class SinceLastStep:
             shards = getattr(value, "_all_state_dicts", None) if isinstance(value, torch.optim.Optimizer) else None
             if shards and self._shards.get(value) is shards:
                 raise StateError(
-                    f"{name}: what it has consolidated is older than its last step. Call "
+                    f"{name}: its consolidated state is older than its last step. Call "
                     f"{name}.consolidate_state_dict(0) on every rank before each save()."
                 )
 

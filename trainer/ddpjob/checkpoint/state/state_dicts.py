@@ -252,7 +252,7 @@ def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 def _would_refuse(target: Any, saved: Any) -> str:
     if isinstance(target, torch.optim.Optimizer):
         own, its = ([len(g["params"]) for g in groups] for groups in (target.param_groups, saved["param_groups"]))
-        return "" if own == its else f"{_counted(its)} were trained, now there are {_counted(own)}"
+        return "" if own == its else f"the saved state has {_counted(its)}, this optimizer {_counted(own)}"
     if not isinstance(target, torch.nn.Module) or not isinstance(saved, Mapping):
         return ""
     if _shapes(target.state_dict()) == _shapes(saved):
