@@ -153,7 +153,7 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
     """If DistributedDataParallel broadcasts no buffers, a rank that has lost its own must not get those of rank 0."""
     place = {"of_0": [], "own": ["model"], "models": ["model"]}
     first = {"small": {"model": {"centre": 1}, PLACE: place}}
-    with pytest.raises(StateError, match="model: each rank had buffers of its own, and this one has lost them"):
+    with pytest.raises(StateError, match="model: each rank had buffers of its own, and those of this rank are lost"):
         recall._small(None, None, first, None)
     early = {"small": {"model": {"centre": 2}}}
     assert recall._small(None, early, first, None) == early["small"]
@@ -215,5 +215,5 @@ def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a
     assert not found["small"]["model"]
     assert capfd.readouterr().err.count("should_stop() loses its buffers") == 1
     place = {"of_0": [], "own": ["model"], "models": ["model"]}
-    with pytest.raises(StateError, match="model: each rank had buffers of its own, and this one has lost them"):
+    with pytest.raises(StateError, match="model: each rank had buffers of its own, and those of this rank are lost"):
         recall._small(None, found, {"small": {"model": {"centre": 1}, PLACE: place}}, None)
