@@ -333,7 +333,7 @@ def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
         # Without DDP each rank would train its own model. FSDP would divide each gradient by the number of ranks again.
         raise ConfigurationError(
             f"model: a {type(inner).__name__} is not a DistributedDataParallel, so the gradients of {ranks} ranks "
-            f"would not be averaged. Pass world.wrap(model), and call it in the loss as well."
+            f"would not be averaged. Use world.wrap(model), and call the wrapped model in the loss."
         )
     return found
 
