@@ -106,7 +106,10 @@ def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwis
     assert node.run(1, lambda: clipped(24, "first")) == (15, undisturbed)
     said = capfd.readouterr().err
     assert "parameters or optimizer state changed between step" in said
-    assert "the state is copied at each step, because parameters or optimizer state change between a boundary" in said
+    assert (
+        "the state is copied at each step, because parameters or optimizer state change between the end of a step"
+        in said
+    )
 
 
 def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_them(node: Node) -> None:

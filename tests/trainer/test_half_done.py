@@ -120,7 +120,7 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
                 if world.is_main and step == 1:
                     snapshot.save(step, optimizer=optimizer)
                 elif world.is_main:
-                    with pytest.raises(ddpjob.StateError, match="consolidated is older than its last step"):
+                    with pytest.raises(ddpjob.StateError, match="consolidated state is older than its last step"):
                         snapshot.save(step, optimizer=optimizer)
             snapshot.close()
         return 0
