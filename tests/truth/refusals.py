@@ -94,10 +94,8 @@ _SENTENCES = (
         _gradients,
         of_folder=True,
     ),
-    _Sentence(
-        r".*: a rank that is killed between its backward pass and .* does not get its random nu", _all_generators
-    ),
-    _Sentence(r".*: a rank that is killed between its backward pass and .* does not get its .*buffers", _gradients),
+    _Sentence(r".*: a rank that is killed between its backward pass and .* loses its random nu", _all_generators),
+    _Sentence(r".*: a rank that is killed between its backward pass and .* loses its .*buffers", _gradients),
     _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* as in an eval", _evaluation),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(

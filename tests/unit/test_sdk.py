@@ -239,7 +239,7 @@ def test_what_would_train_nothing_is_refused(
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("def work():\n    import os\n    return os.urandom(2_000_000)", r"a bytes of 2\.0 MB, and at most 1 MB"),
+        ("def work():\n    import os\n    return os.urandom(2_000_000)", r"a bytes of 2\.0 MB, but at most 1 MB"),
         (
             "def work():\n    import threading\n    return threading.Lock()",
             "work returned a lock, which cannot be pickled",

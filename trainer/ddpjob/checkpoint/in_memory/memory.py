@@ -609,7 +609,7 @@ class Keeper:
             self.copies.count_saved()
         kept.check_counts()
         if other is not None and self._makers.is_unknown(kept, other):
-            raise ReplacedError("an optimizer makes steps that save() was not given")
+            raise ReplacedError("an optimizer that save() was not given makes steps")
         self._leave(kept)
         if self._sum is not None:
             self._compare(kept, *self._sum)
