@@ -1030,7 +1030,7 @@ def test_a_list_may_contain_the_runtime_of_its_trainjobs_and_without_jobs_its_ki
     of_list = {"apiVersion": "v1", "kind": "List"}
     assert "nodes: 4" in run("-", stdin=yaml.safe_dump({**of_list, "items": items})).stdout
     none = run("-", stdin=yaml.safe_dump({**of_list, "items": [{"kind": "Pod"}, 3]}))
-    assert "there: Pod (line 3)" in str(none.exception)
+    assert "but Pod (line 3)" in str(none.exception)
 
 
 def test_owners_and_finalizers_of_a_job_in_a_cluster_are_named() -> None:
