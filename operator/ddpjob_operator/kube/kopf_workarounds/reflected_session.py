@@ -16,7 +16,7 @@ whenever the API server is away.
 
 The price: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
 
-This can go when kopf lists and watches again after any answer, and reports the objects that a new list lacks.
+Remove this when kopf lists and watches again after any answer, and reports the objects that a new list lacks.
 """
 
 from __future__ import annotations
