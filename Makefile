@@ -81,6 +81,7 @@ dist: install ## Wheel, sdist, chart and lists of the images' packages (CycloneD
 
 pictures: install ## The terminal pictures of README, from a real run; needs tmux.
 	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/elastic_picture.py
 
 pictures-check: install ## Check that these pictures equal a new run, except for numbers; needs tmux.
 	$(BIN)/python tools/pictures.py --check
