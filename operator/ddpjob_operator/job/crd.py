@@ -104,7 +104,10 @@ WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('messag
 # The operator must detect an update that only replaces one undeclared field by another undeclared field.
 UNCHANGED = {
     # Agents know how many spares there are, so a job with spares keeps its size.
-    "nodes": "has(self.spec.minNodes) && !has(self.spec.spares) || self.spec.nodes == oldSelf.spec.nodes",
+    "nodes": (
+        "has(self.spec.minNodes) && !(has(self.spec.spares) && self.spec.spares > 0) "
+        "|| self.spec.nodes == oldSelf.spec.nodes"
+    ),
     # minNodes may not be added or removed: pods of a job without it were made for a fixed number of nodes.
     "minNodes": _same("minNodes", "0"),
     "spares": _same("spares", "0"),
