@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from clusters import until
+from clusters import read, until
 from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer, uids
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
@@ -209,6 +209,22 @@ def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_cha
     assert status["nodes"]["total"] == 2
     assert jobs.pods("moves")["moves-1-1"]["metadata"]["uid"] == stays
     assert jobs.pods("moves")["moves-1-1"]["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
+def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space) -> None:
+    """The job must train with all its nodes without waiting for the new pod, which is the next spare."""
+    jobs.apply(ddprun("spared", CHANGES, spares=1, gang="none"))
+    says(jobs, "spared-1-0", "generation 0 trains with 2")
+
+    def is_spare(place: int) -> bool:
+        return b"this one is a spare" in (read(f"/api/v1/namespaces/{jobs.name}/pods/spared-1-{place}/log") or b"")
+
+    spare = until(lambda: next(filter(is_spare, (1, 2)), None), "a pod waits as a spare", 60)
+    lost = 3 - spare
+    jobs.kubectl("delete", "pod", f"spared-1-{lost}", "--grace-period=0", "--force", "--wait=false")
+    says(jobs, f"spared-1-{spare}", "generation 1 trains with 2")
+    says(jobs, f"spared-1-{lost}-r1", "this one is a spare")
+    ends_with(jobs, "spared", "spared-1-0", f"spared-1-{spare}")
 
 
 def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
