@@ -86,7 +86,7 @@ def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
     told = [told for node in range(2) if (told := (message(launcher, node) or {}).get("exception", ""))]
     assert told
     assert all(said in text and text.startswith("ddprun: there is no ") for text in told)
-    assert done[0].stderr.count("restart ") == 0, done[0].stderr
+    assert done[0].stderr.count("ddprun: restart ") == 0, done[0].stderr
     assert f"; {REPEATS}\n" in done[0].stderr
 
 

@@ -295,7 +295,7 @@ def test_a_module_found_missing_only_by_python_is_not_retried(launcher: Launcher
     """A missing module must not be retried, even if ddprun's check passes: it finds the package of json.nowhere."""
     launcher.script("print(__name__)")
     done = launcher.done("--preload=json", "-m", "json.nowhere")
-    assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
+    assert (done.returncode, done.stderr.count("ddprun: restart ")) == (1, 0), done.stderr
 
 
 # ---- stopped by a signal -----------------------------------------------------------------------------------

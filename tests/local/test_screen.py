@@ -143,7 +143,7 @@ def test_in_the_background_there_are_plain_lines_and_the_table_returns_with_fg(j
     shell.type("\x1a", end="")
     text = shell.until(lambda t: "Stopped" in t and t.endswith("$"))
     assert "━" not in text, "the table gives the terminal back"
-    assert "the training goes on" in text
+    assert "the training continues" in text
     shell.type("bg")
     shell.type("touch report")
     text = shell.until(lambda t: "Running  step 313/1125" in t)
