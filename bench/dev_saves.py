@@ -60,13 +60,13 @@ def measured(folder: Path, saves: int, nodes: int, after: float, words: list[str
     with printed.open("w") as file:
         session = subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     try:
-        wait_for(printed, "version 0.", nodes)
+        wait_for(session, printed, "version 0.", nodes)
         took = []
         for number in range(1, saves + 1):
             time.sleep(after)
             began = time.monotonic()
             script.write_text(TRAIN.replace("version 0.", f"version {number}."))
-            wait_for(printed, f"version {number}.", nodes)
+            wait_for(session, printed, f"version {number}.", nodes)
             took.append(time.monotonic() - began)
         return took
     finally:
@@ -74,10 +74,10 @@ def measured(folder: Path, saves: int, nodes: int, after: float, words: list[str
         session.wait(SECONDS_MAX)
 
 
-def wait_for(printed: Path, what: str, times: int) -> None:
+def wait_for(session: subprocess.Popen[bytes], printed: Path, what: str, times: int) -> None:
     end = time.monotonic() + SECONDS_MAX
     while printed.read_text().count(what) < times:
-        if time.monotonic() > end:
+        if session.poll() is not None or time.monotonic() > end:
             sys.exit(f"{what} did not come:\n{printed.read_text()}")
         time.sleep(0.002)
 
