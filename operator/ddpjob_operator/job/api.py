@@ -519,7 +519,7 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What the time was spent on, up to stateTime; the current state is not counted yet."""
+    """Seconds spent in each kind of state up to stateTime; the current state is not counted yet."""
 
     productive_seconds: Count = 0
     """All nodes ran, and steps were made at the expected pace."""

@@ -215,7 +215,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # No pod uses the quota: pods of unanswered create requests were searched before the suspension was recorded.
+        # No pod uses the quota: before the suspension was recorded, pods of unanswered create requests were looked up.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:

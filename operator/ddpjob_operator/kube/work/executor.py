@@ -66,7 +66,7 @@ SECOND_BATCH = 8
 
 
 class ConflictError(Exception):
-    """The job, or the node of a pod, has changed after it was observed. The caller must observe both again."""
+    """The job, or the node of a pod, has changed after the plan was made. The caller must observe both again."""
 
 
 @dataclass(eq=False)
@@ -227,8 +227,8 @@ class Executor:
         # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the pod's version that was known before the node was read.
-            # If the kubelet comes back before the deletion, it updates the pod, and the delete fails.
+            # Delete the pod only at the resourceVersion that was known before the node was read.
+            # A kubelet that comes back before the deletion updates the pod, and the server then refuses the delete.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
