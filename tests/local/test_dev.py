@@ -142,7 +142,7 @@ def test_a_script_started_as_a_module_is_restarted_when_an_import_changes(cli: C
     (package / "train.py").write_text("from .part import NAME; print('has', NAME); import time; time.sleep(600)")
     session = Session(cli, "-m", "pkg.train", command=("-m", "pkg.train"))
     session.prints("has part 1", 2)
-    (package / "part.py").write_text("NAME = 'part two'")  # a different size, because Python compares sizes
+    (package / "part.py").write_text("NAME = 'part two'")  # another size: Python reuses a .pyc of equal mtime and size
     session.prints("has part two", 2)
     assert session.end() == 130
 

@@ -34,7 +34,7 @@ def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: i
 
 @given(st.data(), st.integers(1, 7))
 def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.DataObject, gap: int) -> None:
-    """All ranks must copy at the same steps: a rank that does not has no random states for that step."""
+    """All ranks must copy at the same steps: a rank that misses a copy has no random states for this step."""
     present, told, own_next, due = None, [], None, []
     steps = range(gap, 60 * gap, gap)
     for step in steps:
@@ -81,7 +81,7 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """The other ranks must read the plan that rank 0 wrote, or they would copy at other steps."""
+    """All ranks must read the same plan for copies that rank 0 wrote, or they would copy the state at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 

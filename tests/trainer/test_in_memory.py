@@ -120,7 +120,7 @@ def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_
 
 
 def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(node: Node) -> None:
-    """If an optimizer that load() did not get makes a step, the objects of load() must not be kept."""
+    """If an optimizer that was not passed to load() makes a step, memory must not keep the objects passed to load()."""
 
     def train() -> None:
         objects = parts()
@@ -937,7 +937,8 @@ def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks:
 
 @pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
 def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluation(node: Node, evaluates: str) -> None:
-    """A restart must draw the DataLoader's seed of the next epoch again, but not the seed of an evaluation."""
+    """Memory must be used if only the next epoch's DataLoader has drawn a seed since the last step, because a restart
+    draws that seed again. If an evaluation has drawn numbers, memory must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()
