@@ -72,7 +72,7 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
-    """True for a true `world_size == 1`, or a false `world_size > 1`."""
+    """True if a condition means one process: `world_size == 1` that holds, or `world_size > 1` that does not hold."""
     number = test.comparators[0].value if isinstance(test.comparators[0], ast.Constant) else None
     names = (word for n in ast.walk(test.left) for word in words_of(name_of(n) or text_in(n)))
     if len(test.ops) != 1 or "world" not in names:

@@ -74,7 +74,7 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: after the file, where --help is not ours."""
+        """Return our options at the beginning, with their values. behind: after the file --help is the script's."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -282,7 +282,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if it finds none."""
+    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if there is neither."""
     from ddpjob_operator.job import command, programs
 
     names = map(programs.name, words)

@@ -76,7 +76,7 @@ class RefusedError(Exception):
 
 
 class LocalCluster:
-    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites FILE:LINE in it."""
+    """The processes, ports and folders of one job. show: gets the nodes' output, in which names rewrites FILE:LINE."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class LocalCluster:
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 
     def initialized(self) -> dt.datetime | None:
-        """Return when the first rank without a step began to report in this attempt; None without such a rank."""
+        """Return when the first rank that made no step began to report in this attempt; None without such a rank."""
         newest = max(self._ports, default=0)
         times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
         return min(times, default=None)
@@ -296,7 +296,7 @@ class LocalCluster:
         return leadership.answer(job, None if pod is None else pod.known, port)
 
     def _waiting(self, name: str) -> Pod:
-        """Return a pod beyond the number of nodes that this machine offers, as a scheduler reports it: pending."""
+        """Return a pod that exceeds the number of nodes of this machine, as a scheduler reports such a pod: pending."""
         _, action, since = self._without_room[name]
         return Pod(
             name=name,
