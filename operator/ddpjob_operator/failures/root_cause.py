@@ -155,9 +155,8 @@ def settle(
 
     first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete. Pods
     that others than the operator deleted while running are left out, except the pod of `first`. stepped: this attempt
-    made a step. trained: an earlier attempt has trained. untried: no attempt is known to have trained. nodes: nodes of
-    the job; None: as many as in `failed`. lost: failures of pods on lost nodes. early: a node that completed early.
-    steps: last reported step of each rank.
+    made a step. trained: an earlier attempt has trained. untried: no attempt is known to have trained. nodes: number of
+    nodes; None: as in `failed`. lost: failures on lost nodes. early: a node's early completion. steps: last by rank.
     """
     if first.reason == STALLED:
         return first, "stall"

@@ -59,8 +59,7 @@ class LauncherExit:
 
     @property
     def starts_a_script(self) -> bool:
-        """True for torchrun, python and the like. False for a program that the shell of a rank starts, and for a script
-        file such as train.sh, whose text is not known here."""
+        """True for torchrun, python …; False for a program in a rank's shell, and for a file such as train.sh."""
         return self.launcher != RANK and not is_training_file(self.launcher)
 
 

@@ -94,7 +94,7 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
-    """Return until when a job that is kept only in part needs no reconcile unless it changes; None: read it now.
+    """Return until when a cut job needs no reconcile unless it changes; None: read the job now.
 
     has_objects: pods or other objects of the job exist."""
     forever = bounds.TIME_LAST
@@ -181,7 +181,7 @@ class Room:
         return True
 
     def grow(self, key: Key, needs: int) -> bool:
-        """As `take`, but if too few bytes are left, the job keeps those that it has."""
+        """Like `take`, but if too few bytes are left, the job keeps the bytes that it has reserved."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             return False

@@ -164,7 +164,7 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def upkeep(view: View) -> tuple[tuple[Action, ...], dt.datetime | None]:
-    """Return deletes of groups and reports to the queue, and when to repeat a report that was refused."""
+    """Return the groups to delete, the reports to the queue, and when to repeat a refused report."""
     adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
     refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
     return (*unneeded(view), *to_tell(view)), None if refused is None else refused.retry_at

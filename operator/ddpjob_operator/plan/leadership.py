@@ -75,10 +75,8 @@ def pod_name(job: api.DDPJob) -> str:
 
 
 def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None:
-    """Return the answer to agents that ask which node leads; None if the leader's pod is not running.
-
-    pod: the pod that `pod_name` names. port: of the leader's agent.
-    """
+    """Return the answer to agents that ask which node leads; None if the leader's pod is not running. pod: with the
+    name `pod_name(job)`. port: of the leader's agent."""
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
     found = leader(job, job.status)

@@ -56,7 +56,7 @@ STATUS = {"fieldManager": "ddpjob-operator"}
 # Seconds after which a reconcile starts no request for a pod; the next reconcile continues.
 # Without this limit, a job of a thousand pods behind a slow webhook would react to a suspend only after minutes.
 RECONCILE_SECONDS = 5.0
-# Reading lost pods by name stops after this many answers 404, because the remaining pods are usually gone, too.
+# Stop reading lost pods by name after this many answers 404: the remaining pods are usually gone, too.
 GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
@@ -332,7 +332,7 @@ class Executor:
         return not state.next_batch
 
     async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
-        """Send the creates in order. Return False after the first object that does not exist afterwards."""
+        """Send the creates in order. Return False after the first object that still does not exist; send no more."""
         key = job.metadata.namespace, job.metadata.name
         for create in creates:
             async with self.creates.place(key[0]):

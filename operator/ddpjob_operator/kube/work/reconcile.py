@@ -118,7 +118,7 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # Call `ready_in` again: only the complete spec shows if the job needs a gang API that is not read yet.
+                # Call `ready_in` again: only the complete job shows if it must wait for the first list of a gang API.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
