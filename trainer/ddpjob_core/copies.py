@@ -27,7 +27,7 @@ LESS = 4
 
 
 class CopyPlan(NamedTuple):
-    """From the first boundary at or after `first`, the state is copied every `every` steps."""
+    """Plan of rank 0: copy the state every `every` steps, from the first boundary at or after step `first` on."""
 
     first: int
     every: int

@@ -24,8 +24,7 @@ Class = Literal["application", "outOfMemory", "infrastructure", "stall", "perman
 
 # If a job that has never trained fails on different nodes this many times, the job itself counts as the cause.
 STARTS_MAX = 10
-# Failures in a row in which ranks only lost their peers: this many are not charged, because a network may have failed.
-# If the next attempt fails in the same way, the script is probably the cause.
+# This many failures in a row in which ranks only lost peers are not charged, because a network fault may cause one.
 PEERS_LOST_FREE = 1
 
 # Errors of a rank whose peer is gone; never a root cause. NCCL's network errors are from its documentation.

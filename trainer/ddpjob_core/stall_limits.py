@@ -69,8 +69,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """Return the durations learned from a rank, updated because it has made a step again.
 
-    phase, step: of the rank while it made no step. made: steps made since then. seconds: time without a step. measured:
-    True if this time was observed from its start.
+    seconds: time without a step; measured: seen from its start. phase, step: during that time. made: steps since then.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):

@@ -74,7 +74,7 @@ class Leader:
         self._refused: set[str] = set()  # refusals already logged, because a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
-        self._held: socket.socket | None = None  # keeps the port of this generation's ranks reserved
+        self._held: socket.socket | None = None  # reserves the port of this generation's ranks
         self._late_start: Life | None = None  # start order that was not sent to the other nodes yet
         self._step_in_memory = 0  # step of the complete state that stopped ranks left in memory; 0: none
         self._furthest = 0  # highest CLOCK (ddpjob_core/memory.py) of nodes with a failed rank, in this generation

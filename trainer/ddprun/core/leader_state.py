@@ -377,7 +377,7 @@ class LeaderState:
             self._await_no_more()
 
     def rerun(self, now: float) -> None:
-        """Start all ranks again, with the files as they are now. Nothing is charged, and there is no back-off."""
+        """Start all ranks again, with the files as they are now, without a charge and without a back-off."""
         if self._current.checking or self.state not in ("running", "stopping", "standing"):
             return  # the ranks have not started yet, so they will read the new files anyway
         self._current.reruns = "files were saved"
