@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """All ranks must run the saved code, and backoffLimit must not count saves: each would wait for a back-off."""
+    """All ranks must run the saved code. backoffLimit must not count saves, or each save would cause a back-off."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")

@@ -246,7 +246,7 @@ def test_every_dashboard_query_on_training_reports_gives_data(tmp_path: Path) ->
 
 
 class Counting(SlowServer):
-    """A slow server that reports its answers to the operator's metrics. `refuses(verb, path)`: answer with 500."""
+    """A slow API server whose answers the operator's metrics count. `refuses(verb, path)`: answer with 500."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         super().__init__(delay)

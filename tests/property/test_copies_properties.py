@@ -16,7 +16,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 @given(SECONDS, SECONDS)
 def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: float, step: float) -> None:
-    """Copies must be as frequent as their share of time allows: fewer lose more steps, more slow the training down."""
+    """Copies must be as frequent as their time limit allows: fewer copies lose more steps, more slow down training."""
     every = copies.every(copy, step)
     assert every & (every - 1) == 0
     assert copy <= copies.COST_MAX * every * step or every == copies.EVERY_MAX
@@ -87,6 +87,6 @@ def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None
 
 @given(st.integers(0, 5), st.integers(0, 400), st.integers(1, 9))
 def test_ranks_may_be_far_beyond_a_copy_but_not_beyond_the_next_two(power: int, ahead: int, gap: int) -> None:
-    """Ranks may be ahead of a copy up to the second next one. A rank further ahead counts micro-batches as steps."""
+    """A rank may be at most two copies ahead of the loaded copy. A rank further ahead counts micro-batches as steps."""
     held, mark = Held(Version(1, 0, 500), 0, 1, 1, every=1 << power), Mark(0, 500 + ahead, 500 + ahead - gap)
     assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), FoundState) is (ahead <= gap + 2 * (1 << power))

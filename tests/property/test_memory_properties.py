@@ -93,7 +93,7 @@ def test_ranks_one_boundary_apart_count_as_being_at_the_same_step(every: int, bo
 
 
 def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
-    """A state after which no step was made must be given up, or a state that always fails stays in use."""
+    """A state must be given up if its loads lead to no further step: the state itself may cause the failures."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
     assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), FoundState)

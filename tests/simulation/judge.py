@@ -332,7 +332,7 @@ class Judge:
         return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
 
     def _has_said_all(self, uid: str, status: Raw) -> bool:
-        """True if the final report of the last leader is in a pod that the operator must have seen."""
+        """True if the operator must have seen the pod that has the final report of the attempt's last leader."""
         for raw in self._cluster.pods():
             place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
             if place == (uid, status.get("attempt", 0), *_leader_of(status)[:2]):

@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """True unless the verdict proves nothing."""
+        """True if the verdict proves something: a kill has hit, and the script works without a kill."""
         return self.kind not in ("UNSTRUCK", "INVALID")
 
 
