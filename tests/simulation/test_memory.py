@@ -1,5 +1,4 @@
-"""Runs of jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder. Injected
-bugs must be found."""
+"""Simulated jobs whose ranks keep their state in memory, with or without a folder. Injected bugs must be found."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def scan(root: Path) -> Folder:
 
 
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
-    """Scan one folder; return its subfolders. below: the folder's path in the root with a final slash; "": the root."""
+    """Scan one folder; return the subfolders to scan. below: its path in the root with a final slash; "": the root."""
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(
             f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a folder of code"

@@ -153,10 +153,11 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete. Pods
-    that others than the operator deleted while running are left out, except the pod of `first`. stepped: this attempt
-    made a step. trained: an earlier attempt has trained. untried: no attempt is known to have trained. nodes: number of
-    nodes; None: as in `failed`. lost: failures on lost nodes. early: a node's early completion. steps: last by rank.
+    first: the result of root_cause(). Its pod may be deleted, also by others than the operator.
+    failed: the attempt's pods that did not complete. Only the operator may have deleted a running one.
+    stepped: this attempt made a step. trained: an earlier attempt has trained. untried: none is known to have trained.
+    nodes: number of nodes; None: as in `failed`. lost: failures of pods on lost nodes.
+    early: failure of a node that completed early. steps: last reported step of each rank.
     """
     if first.reason == STALLED:
         return first, "stall"
