@@ -14,7 +14,7 @@ GANG = (
     "server have PodGroups, and startDeadlineSeconds to delete the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
-# Reasons why fields have no counterpart in a DDPJob. The keys are bare names, because no two of these fields share one.
+# Reasons why fields have no counterpart in a DDPJob. The keys are bare names: no two of these fields share a name.
 _REASONS = {
     # metadata
     **dict.fromkeys(

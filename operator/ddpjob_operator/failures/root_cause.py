@@ -368,7 +368,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """Return the evidence that is not in the failure's own fields. Leave out the pod's reasons for a kernel's kill."""
+    """Return the evidence that is not in the failure's own fields, without the pod's reasons if the kernel kills it."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
