@@ -69,7 +69,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """Return the durations learned from a rank, updated because it has made a step again.
 
-    seconds: time without a step; measured: seen from its start. phase, step: during that time. made: steps since then.
+    seconds: time without a step. measured: True if seen in full. phase, step: during that time. made: steps after it.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):
