@@ -16,7 +16,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 @given(SECONDS, SECONDS)
 def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: float, step: float) -> None:
-    """Copies must be as frequent as their time limit allows: fewer copies lose more steps, more slow down training."""
+    """Copies must be as frequent as COST_MAX allows: fewer copies lose more steps, more copies slow down training."""
     every = copies.every(copy, step)
     assert every & (every - 1) == 0
     assert copy <= copies.COST_MAX * every * step or every == copies.EVERY_MAX
@@ -81,7 +81,7 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """All ranks must read the same plan for copies that rank 0 wrote, or they would copy the state at other steps."""
+    """The other ranks must read the plan for copies exactly as rank 0 wrote it, or they would copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 

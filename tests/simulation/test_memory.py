@@ -55,7 +55,7 @@ ONCE_WRONG = {
     "an operator that crashes while it stops has one successor": 721310,
     # Both pods begin with generation 0, so it is unknown which of them has saved. Memory may lack values of the folder.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
-    # lostSteps was 144, but 131 steps were repeated: users would overestimate the cost of a failure.
+    # lostSteps was 144, but only 131 steps were repeated: users would overestimate the cost of a failure.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
     # The pod's name was free while its container was running, so two attempts trained in one folder.
     "a forced delete that is carried out when the node is back is refused": 701187,
@@ -89,7 +89,7 @@ def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def old_memory_accepted() -> Iterator[None]:
-    """Injected bug: the generation of a state is ignored, so the state with the highest step counts."""
+    """Injected bug: the generation of a state is ignored, so the state with the highest step is used."""
     newest, is_newer = memory.newest, memory.is_newer
 
     def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> FoundState | str:
