@@ -68,7 +68,7 @@ class Publishing(ModelServer):
         return [_token(key, raw["metadata"]) for raw in self._call(self._api.all, "pods")]
 
     def all_have_progress(self) -> bool:
-        """True if each job shows a step."""
+        """True if the status of each job has a step."""
         return all("progress" in raw.get("status", {}) for raw in self._call(self._api.all, types.PLURAL))
 
 
@@ -169,7 +169,7 @@ def _report(step: int) -> Raw:
 
 
 def measure(jobs: int, nodes: int, seconds: float) -> Raw:
-    """Return CPU and status writes of an operator whose jobs all report."""
+    """Return CPU use and number of status writes of an operator whose jobs all report."""
     key, port = rsa.generate_private_key(public_exponent=65537, key_size=2048), free_port()
     settings = {"DDPJOB_STATUS_PORT": str(port), "DDPJOB_STATUS_URL": f"http://127.0.0.1:{port}{receive.PATH}"}
     with Publishing(key) as server, Operator(server, **settings) as operator:  # type: ignore[arg-type]

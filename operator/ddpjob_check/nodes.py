@@ -52,7 +52,7 @@ def is_main_guard(test: ast.expr) -> bool:
 
 
 def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> bool:
-    """True if a condition means that there is no group: `not args.distributed`, `world_size == 1`, or a false
+    """True if a condition means that there is no process group: `not args.distributed`, `world_size == 1`, or a false
     `dist.is_initialized()`. holds: False if the condition is false. forming: the code forms the group, so `not
     dist.is_initialized()` only means that the group does not exist yet."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -72,7 +72,7 @@ def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> 
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
-    """True for a true `world_size == 1`, or a false `world_size > 1`."""
+    """True if a condition means one process: `world_size == 1` that holds, or `world_size > 1` that does not hold."""
     number = test.comparators[0].value if isinstance(test.comparators[0], ast.Constant) else None
     names = (word for n in ast.walk(test.left) for word in words_of(name_of(n) or text_in(n)))
     if len(test.ops) != 1 or "world" not in names:
@@ -92,7 +92,7 @@ def is_method(node: ast.AST, name: str) -> bool:
 
 
 def words_of(identifier: str) -> set[str]:
-    """Return the words of a name: {local, rank} for local_rank and localRank."""
+    """Return the words of a name, for example {local, rank} for local_rank and localRank."""
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+(?![a-z])|\d+", identifier)}
 
 
@@ -102,7 +102,8 @@ def is_named_like_a_rank(name: str) -> bool:
 
 
 def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
-    """Yield the expression and all nodes in it. with_arguments=False: skip arguments of most calls."""
+    """Yield the expression and all nodes in it. with_arguments=False: skip arguments of calls, except of int(), bool(),
+    get() and getenv()."""
     todo = [expression]
     while todo:
         node = todo.pop()
@@ -172,7 +173,7 @@ def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[st
 
 
 def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:
-    """Yield target and value of each binding in a statement."""
+    """Yield target and value of each assignment that a statement makes."""
     if isinstance(node, ast.Assign):
         yield from ((target, node.value) for target in node.targets)
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:

@@ -11,7 +11,7 @@ from ddpjob_check.nodes import Function, dotted, name_of
 EVERYWHERE = 10**9
 """Line number for code in a function, because it may run at any time."""
 _NAMESPACES = ("globals", "vars", "locals")
-# Functions that only read the namespace that they get, so no name changes.
+# Functions that only read a namespace that is passed to them, so no name changes.
 _READERS = {"dict", "list", "sorted", "set", "tuple", "len", "print", "str", "repr", "bool", "any", "all"}
 _READING = {"items", "keys", "values", "get", "copy"}
 _CHANGING = {"update", "setdefault", "clear", "pop", "popitem", "insert", "sort", "reverse", "extend"}
@@ -19,7 +19,7 @@ _MERGES = ("update", "merge", "load", "from_", "parse", "read", "override")
 
 
 def rebound_until(nodes: Iterable[ast.AST], parent: Callable[[ast.AST], ast.AST | None]) -> int:
-    """Return the last line that may change any name of the file; 0 if there is none."""
+    """Return the last line that may rebind any name that the script uses; 0 if there is none."""
     return max((_line(n, parent) for n in nodes if _rebinds(n, parent)), default=0)
 
 

@@ -13,7 +13,7 @@ from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
 
-# Names that average gradients, or train different models on different ranks.
+# A script that uses one of these names may need no DDP: they average gradients, or split the model over ranks.
 _WRAPPERS = {
     "DDP", "DistributedDataParallel", "DistributedDataParallelCPU", "DistributedOptimizer", "FSDP",
     "FullyShardedDataParallel", "PeriodicModelAverager", "Pipe", "PipelineStage", "PostLocalSGDOptimizer",
@@ -87,7 +87,7 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:
-    """True if a call certainly does not wrap the model: the function is in this file, torch's, or a builtin."""
+    """True if a call certainly does not wrap the model: it calls a function of this file, of torch, or a builtin."""
     name = script.called(call)
     shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
     of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))

@@ -27,7 +27,7 @@ IDENTITY = {
 
 
 def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
-    """Return two things: a DDPJob with only the metadata of the source, and the spec of the source."""
+    """Return a DDPJob with only the metadata of the converted job, and the spec of the converted job."""
     source = Fields(document, ())
     of_object = source.fields("metadata")
     given = of_object.given
@@ -113,7 +113,7 @@ def set_processes(
     command = command_of(template)
     found = by_torchrun(command)
     if value in (None, "auto"):
-        # Without a launcher the source starts one process, which sees all GPUs of its pod.
+        # Without a launcher the converted job starts one process, which sees all GPUs of its pod.
         if command and found is None and gpus(template) > 1:
             result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as in the source")
         elif found and not gpus(template) and "nproc_per_node" not in found.options:

@@ -14,7 +14,7 @@ GANG = (
     "server have PodGroups, and startDeadlineSeconds to delete the pods if not all of them start"
 )
 SET_IT = "set it in metadata of the job, or of its template"
-# Why a field has no counterpart in a DDPJob. In jobs of the converted kinds, a name means only one field.
+# Reasons why fields have no counterpart in a DDPJob. The keys are bare names: no two of these fields share a name.
 _REASONS = {
     # metadata
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""One node and scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
+"""ddprun on one node, with scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_last_words_of_a_rank_are_in_the_message(launcher: Launcher, line: s
 
 @pytest.mark.parametrize(("goes_on", "code"), [("print('done')", 1), ("ddpjob.progress(1)", 0)])
 def test_a_failed_child_that_its_rank_ignores_is_a_failure(launcher: Launcher, goes_on: str, code: int) -> None:
-    """A failed child that its rank ignores must fail the job, unless the rank reports another step afterwards."""
+    """A failed child process that its rank ignores must fail the job, unless the rank reports another step later."""
     script = launcher.script(
         "import multiprocessing, ddpjob\n"
         "def train():\n"
@@ -438,7 +438,7 @@ def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> N
 
 @STARTS
 def test_a_rank_inherits_no_descriptor_except_its_streams(launcher: Launcher, start: str) -> None:
-    """A rank must inherit only its streams, and with the fork server the file for crashes."""
+    """A rank must inherit only stdin, stdout and stderr, and from the fork server also the file for crashes."""
     script = launcher.script(
         """
         import os

@@ -26,7 +26,7 @@ def running(nodes: int, stalls: int = 10, application: int = 9) -> LeaderState:
 
 
 def stand(found: LeaderState, at: float) -> None:
-    """Let all nodes report that they are stalled, and the positions of their ranks."""
+    """Let all nodes report a stall, and the positions of their ranks."""
     found.stood(1, GETS_ON, T0)
     found.stood(0, STANDS, at)
     found.stood(1, STANDS, at)
@@ -98,7 +98,7 @@ def test_a_rank_that_makes_progress_after_all_ends_the_stall() -> None:
 
 
 def test_all_nodes_learn_that_the_ranks_of_one_have_succeeded() -> None:
-    """All nodes must learn that the ranks of one node have succeeded: a rank elsewhere that is idle then hangs."""
+    """All nodes must learn that the ranks of one node have succeeded: an idle rank of another node then hangs."""
     found = running(3)
     taken(found)
     found.finished(1, T0)
@@ -338,7 +338,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
     [
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, waits(1, "all_reduce"))],
         [(0, STILL, waits(0, "all_reduce")), (1, STILL, Position(1))],
-        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # rank 1 has run after the request
+        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # rank 1 has used CPU again
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )

@@ -84,7 +84,7 @@ def test_a_job_starts_once_its_spec_is_fixed(namespace: Namespace, operator: Ope
 
 
 def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namespace, operator: Operator) -> None:
-    """An unreadable status must stop everything: a job with one unknown field may have succeeded already."""
+    """An unreadable status must stop all actions for the job: with one unknown field, it may have succeeded already."""
     namespace.start()
     namespace.exits("digits-1-0")
     namespace.exits("digits-1-1")
@@ -111,7 +111,7 @@ def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namesp
 def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """The nodes of a suspended job must change only when its last pod has ended: old ranks hold the volume."""
+    """spec.nodes of a suspended job must change only after its last pod has ended: old ranks hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")

@@ -1,5 +1,5 @@
-"""Jobs next to a slow one, and releases next to each other, with a real API server. Needs kubectl and KUBECONFIG of any
-cluster in which no other operator runs. The Leases are short, to keep the tests short."""
+"""A slow job must not delay other jobs, and two Helm releases of the operator must not disturb each other, with a real
+API server. Needs kubectl and KUBECONFIG of any cluster without another operator. Leases are short, to save time."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
 def test_each_release_marks_its_namespaces_with_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
-    """Releases must mark a namespace by the same name, so that Helm refuses the second release."""
+    """Each release must mark its namespaces by a ConfigMap of a fixed name, so that Helm refuses a second release."""
     marks = of_kind("ConfigMap", *settings)
     assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]
     assert all(mark["data"] == {"release": "ddpjob/ops"} for mark in marks)
@@ -888,7 +888,7 @@ def test_every_value_is_explained_in_the_values_file() -> None:
     ours = (CHART / "values.yaml").read_text().split("# Below:")[0].splitlines()
     settings = [n for n, line in enumerate(ours) if re.match(r"^ *[a-zA-Z]+: *\S|^[a-zA-Z]+:", line)]
     open_ones = [ours[n] for n in settings if n == 0 or not ours[n - 1].lstrip().startswith("#")]
-    # The settings below these headings have comments of their own, so the headings need none.
+    # Each setting below these headings has its own comment, so the headings need none.
     headings = {
         "image:",
         "serviceAccount:",

@@ -15,7 +15,7 @@ from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer,
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
 Status = dict[str, Any]
 
-# Ranks without torch that know their generation. They connect as torch's ranks do, and then fail or end.
+# Script without torch: ranks read their generation, connect to each other as torch's ranks do, and then fail or end.
 TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -144,7 +144,7 @@ def test_a_suspended_job_stops_at_once_and_continues_with_new_pods(jobs: Space) 
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, (0, 0, 0)), status
 
 
-# Ranks that meet if there are several, and train until a file exists in their pods.
+# Script: ranks connect to each other if there are several, and train until a file exists in their pods.
 CHANGES = f"""
 import os, socket, time
 rank, size, life = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))

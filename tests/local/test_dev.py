@@ -72,7 +72,7 @@ def session(cli: Cli) -> Iterator[Session]:
 
 
 def test_all_ranks_run_the_saved_code_and_nothing_is_charged(cli: Cli, session: Session) -> None:
-    """All ranks must run the saved code, and backoffLimit must not count saves: each would wait for a back-off."""
+    """All ranks must run the saved code. backoffLimit must not count saves, or each save would cause a back-off."""
     for version in range(1, 7):
         session.prints(f"hello v{version} from 0 0")
         session.prints(f"hello v{version} from 1 0")
@@ -142,7 +142,7 @@ def test_a_script_started_as_a_module_is_restarted_when_an_import_changes(cli: C
     (package / "train.py").write_text("from .part import NAME; print('has', NAME); import time; time.sleep(600)")
     session = Session(cli, "-m", "pkg.train", command=("-m", "pkg.train"))
     session.prints("has part 1", 2)
-    (package / "part.py").write_text("NAME = 'part two'")  # a different size, because Python compares sizes
+    (package / "part.py").write_text("NAME = 'part two'")  # another size: Python reuses a .pyc of equal mtime and size
     session.prints("has part two", 2)
     assert session.end() == 130
 

@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# Like COUNTS, but as under DDP a rank waits for the other one if it is a step ahead. It still reports.
+# Like COUNTS, but as under DDP a rank that is a step ahead waits for the other rank. It still reports.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))
@@ -44,7 +44,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        # The message names the last step that the group reported, which may be any: rank 0 does not wait for rank 1.
+        # The message names the last step that the group reported. It may be any step: rank 0 does not wait for rank 1.
         ("signal=KILL", r"was killed by SIGKILL at step \d+", 137),
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
@@ -198,7 +198,7 @@ def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_th
 
 
 def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli) -> None:
-    """The same exception at the same line twice in a row must end the job, and not be tried four times."""
+    """The same exception at the same line twice in a row must end the job, which otherwise would start four times."""
     script = ONE_RANK.format(exception="OSError(f'no such shard in attempt {attempt}')")
     done, status, told = run(cli, script=script)
     assert done.returncode == 1

@@ -149,7 +149,7 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     launcher = next(p for p in everyone if p.ppid() == supervisor.pid)
     worker = next(p for p in everyone if p.ppid() == launcher.pid)
     {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
-    if victim == "supervisor":  # as a lost node: the job continues, and backoffLimit does not count it
+    if victim == "supervisor":  # counts as a lost node: the job continues, backoffLimit is not charged
         assert process.stderr is not None
         eventually(lambda: "2 of 2 nodes are running, attempt 2" in process.stderr.readline())
     if victim in ("supervisor", "worker"):  # the job continues, because this launcher does not watch its workers
@@ -172,7 +172,7 @@ def test_a_closed_stdout_ends_the_run_quietly(cli: Cli) -> None:
     process.stderr.close()
 
 
-# ---------------------------------------------------------------- two jobs, odd output, odd input
+# ---------------------------------------------------------------- two jobs, unusual output and input
 
 
 def test_huge_output_long_lines_and_binary_bytes_all_pass(cli: Cli) -> None:

@@ -97,7 +97,7 @@ def test_a_request_for_stacks_never_ends_ranks_of_another_launcher(cli: Cli, tmp
     """A request for stacks must never end ranks of another launcher: SIGQUIT ends a Python without a handler."""
     handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
     script = HANGS.replace("rank = int", f"{handler}rank = int")
-    starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # sets the same variable as torchrun
+    starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # torchrun sets this variable too
     file = cli.file(script, container={"command": ["sh", "-c", starter, sys.executable]}, nodes=1)
     started = Run(cli, file, ranks=1)
     rank = psutil.Process(started.pid(0))

@@ -64,7 +64,7 @@ class History:
         return set(re.findall(r'alertname="(\w+)"', self.result(folder, asked)))
 
     def _written(self, values: dict[int, float]) -> list[str]:
-        """Return a series in promtool's notation, stale as in Prometheus from the first scrape without it."""
+        """Return a series in promtool's notation. As in Prometheus, it is stale from the first scrape that lacks it."""
         texts, before = [], False
         for number in range(self.scrapes):
             texts.append(repr(values[number]) if number in values else "stale" if before else "_")
@@ -246,7 +246,7 @@ def test_every_dashboard_query_on_training_reports_gives_data(tmp_path: Path) ->
 
 
 class Counting(SlowServer):
-    """A slow server that reports its answers to the operator's metrics. `refuses(verb, path)`: answer with 500."""
+    """A slow API server whose answers the operator's metrics count. `refuses(verb, path)`: answer with 500."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
         super().__init__(delay)
@@ -298,7 +298,7 @@ async def is_gone(operated: Operated) -> None:
 
 
 async def stands_by(operated: Operated) -> None:
-    """The operator loses its Lease, and no other operator takes it."""
+    """Let the operator lose its Lease. No other operator takes the Lease."""
     await operated.wait(10)
     operated.town.operator.leads = False
     await operated.wait(10)
@@ -312,7 +312,7 @@ async def cannot_write(operated: Operated) -> None:
 
 
 async def hangs(operated: Operated) -> None:
-    """A webhook does not answer, and the request has a time limit that is much too long."""
+    """Let a webhook hang, with a time limit of the request that is much too long."""
     await operated.wait(10)
     operated.server.limits = RequestLimits(request_seconds=1200.0)
     operated.server.delay = lambda verb, path: 1200.0 if "/stuck/" in path and verb == "create" else 0.05
@@ -321,7 +321,7 @@ async def hangs(operated: Operated) -> None:
 
 
 async def is_overrun(operated: Operated) -> None:
-    """240 jobs of one namespace start, and the API server takes 40 s per request: most have no state for minutes."""
+    """Start 240 jobs in one namespace while the API server takes 40 s per request: most get no state for minutes."""
     await operated.wait(10)
     operated.server.limits = RequestLimits(request_seconds=45.0)
     operated.server.delay = lambda verb, path: 40.0 if "/full/" in path else 0.05
@@ -362,7 +362,7 @@ async def loses_its_watch(operated: Operated) -> None:
 
 
 async def renews_its_watch(operated: Operated) -> None:
-    """The API server ends a watch every few minutes, which is no fault."""
+    """Let the API server end each watch after some minutes, which is normal, so no alert may fire."""
     await _watches(operated, after=240)
 
 

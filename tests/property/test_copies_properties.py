@@ -16,7 +16,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 @given(SECONDS, SECONDS)
 def test_copies_take_their_share_of_time_and_are_as_frequent_as_it_allows(copy: float, step: float) -> None:
-    """Copies must be as frequent as their share of time allows: fewer lose more steps, more slow the training down."""
+    """Copies must be as frequent as COST_MAX allows: fewer copies lose more steps, more copies slow down training."""
     every = copies.every(copy, step)
     assert every & (every - 1) == 0
     assert copy <= copies.COST_MAX * every * step or every == copies.EVERY_MAX
@@ -34,7 +34,7 @@ def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: i
 
 @given(st.data(), st.integers(1, 7))
 def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.DataObject, gap: int) -> None:
-    """All ranks must copy at the same steps: a rank that does not has no random states for that step."""
+    """All ranks must copy at the same steps: a rank that misses a copy has no random states for this step."""
     present, told, own_next, due = None, [], None, []
     steps = range(gap, 60 * gap, gap)
     for step in steps:
@@ -81,12 +81,12 @@ def test_random_states_of_the_newest_state_are_never_overwritten(
 
 @given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
 def test_the_other_ranks_read_the_plan_that_rank_0_wrote(plan: CopyPlan) -> None:
-    """The other ranks must read the plan that rank 0 wrote, or they would copy at other steps."""
+    """The other ranks must read the plan for copies exactly as rank 0 wrote it, or they would copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
 
 @given(st.integers(0, 5), st.integers(0, 400), st.integers(1, 9))
 def test_ranks_may_be_far_beyond_a_copy_but_not_beyond_the_next_two(power: int, ahead: int, gap: int) -> None:
-    """Ranks may be ahead of a copy up to the second next one. A rank further ahead counts micro-batches as steps."""
+    """A rank may be at most two copies ahead of the loaded copy. A rank further ahead counts micro-batches as steps."""
     held, mark = Held(Version(1, 0, 500), 0, 1, 1, every=1 << power), Mark(0, 500 + ahead, 500 + ahead - gap)
     assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), FoundState) is (ahead <= gap + 2 * (1 << power))

@@ -1,4 +1,4 @@
-"""Which of the states in memory is chosen, for any nodes. tests/simulation/test_memory.py plays whole jobs."""
+"""The choice among states in memory, for any nodes. tests/simulation/test_memory.py simulates whole jobs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_ranks_one_boundary_apart_count_as_being_at_the_same_step(every: int, bo
 
 
 def test_a_state_after_which_no_step_was_made_is_given_up() -> None:
-    """A state after which no step was made must be given up, or a state that always fails stays in use."""
+    """A state must be given up if its loads lead to no further step: the state itself may cause the failures."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
     assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), FoundState)
@@ -133,7 +133,7 @@ def test_the_folder_counts_only_if_its_generation_or_step_is_later(folder: Versi
 
 @given(VERSIONS, HELD)
 def test_a_saved_state_of_a_generation_overrides_an_assumed_one(folder: Version, own: Held) -> None:
-    """A saved state must override one that another rank only got from load(): the latter may lack values."""
+    """A saved state must override one that was only passed to load(): load() may not get all values of the script."""
     own = own._replace(assumed=True)
     saved_in_it = (folder.attempt, folder.generation) >= (own.version.attempt, own.version.generation)
     assert memory.is_newer(folder, own) is saved_in_it
@@ -159,7 +159,7 @@ def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(
 
 
 def test_each_memory_area_has_its_own_cells() -> None:
-    """Each memory area must have its own cells, or a copy would be described by another state's cells."""
+    """Each memory area must have its own cells (step, size …), or a copy would get the description of another state."""
     cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
     assert len(set(cells)) == len(cells)
     assert min(cells) > memory.WROTE

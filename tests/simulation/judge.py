@@ -202,10 +202,10 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 lost -= self._training.agents.not_trained.get((uid, attempt), set())
-                # The pods from spec.nodes on were told to leave, and the other pods continue.
+                # Pods with numbers from spec.nodes on were requested to leave, and the other pods continue.
                 lost = {rank for rank in lost if rank < (new.get("attemptNodes") or rank + 1)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
-                    lost &= completed  # an elastic group that has ended may lack nodes that did not complete
+                    lost &= completed  # at its end an elastic group may lack nodes that did not complete
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]
@@ -213,7 +213,7 @@ class Judge:
             self.wrong.append(f"rank {untrue} of attempt {attempt} is said to have completed, and has not")
         if new.get("state") == "Succeeded" and old.get("state") != "Succeeded":
             nodes = (new.get("nodes") or {}).get("total", 0)
-            if new.get("attemptNodes"):  # in an elastic job: the nodes that trained
+            if new.get("attemptNodes"):  # for an elastic job only the nodes that trained must complete
                 nodes = max(len(ranges.parse(new.get("startedNodes", ""))), self._min_nodes(uid))
             if len(completed) < nodes:
                 self.wrong.append(f"the job Succeeded with {len(completed)} of {nodes} nodes completed")
@@ -332,7 +332,7 @@ class Judge:
         return sum(max(0, true.get(name, 0) - counted.get(name, 0)) for name in budgets)
 
     def _has_said_all(self, uid: str, status: Raw) -> bool:
-        """True if the final report of the last leader is in a pod that the operator must have seen."""
+        """True if the operator must have seen the pod that has the final report of the attempt's last leader."""
         for raw in self._cluster.pods():
             place = (owner_uid(raw), _attempt(raw), _rank(raw), _replacement(raw))
             if place == (uid, status.get("attempt", 0), *_leader_of(status)[:2]):

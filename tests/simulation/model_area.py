@@ -28,7 +28,7 @@ TORN = State(-1, -1)
 
 
 class Whole(NamedTuple):
-    """A complete state in memory, and the generation that really wrote it."""
+    """A complete state in memory, and the generation that really wrote this state."""
 
     writer: Life
     state: State
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def whole(self) -> Whole | None:
-        """The complete state that is really in this area; None if it is incomplete."""
+        """The complete state that is really in this area; None if the state is incomplete."""
         if self.writer is None or len(set(self.parts)) > 1:
             return None
         return Whole(self.writer, self.parts[0], self.held is not None and self.held.assumed)
@@ -79,7 +79,7 @@ class Area:
 
     @property
     def held(self) -> Held | None:
-        """Return the description of the newest state, as the agent reads it."""
+        """Return version and flags of the newest state, as the agent reads them from the memory."""
         return self.newest.held
 
     @property

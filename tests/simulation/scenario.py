@@ -113,13 +113,13 @@ DDPRUN_SHARE, ELASTIC_DDPRUN_SHARE = 0.25, 0.5
 ASKING_SHARE = 0.8
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
-# Number of attempts; each budget allows fewer.
+# Maximum number of attempts of a job; its restart budgets allow fewer.
 ATTEMPTS_MAX = 300
 # Edits that leave the operator with a status or spec that it cannot read or must not start from.
 EDITS = ("status edited", "spec made invalid")
 EDITS_SHARE = 0.15
 
-# Kinds of faults that may have to come together, in this order or in any.
+# Kinds of faults that may cause a bug only together, in this order or in any order.
 NARROW: tuple[tuple[dict[str, tuple[str, ...]], tuple[str, ...]], ...] = (
     # Answers to requests are lost, and the watch is late.
     ({"write": ("lost answer", "not carried out"), "watch.pods": ("late",)}, ("suspend", "crash", "pod deleted")),
@@ -163,7 +163,7 @@ def elastic_scenario(seed: int) -> Scenario:
     launcher = random.Random(f"{seed} elastic launcher")
     if launcher.random() >= ELASTIC_DDPRUN_SHARE:
         return elastic
-    # Train long enough for lost nodes to come back after their snooze.
+    # Train long enough for new pods to join: an agent must first be connected for its `snooze_seconds`.
     found = _under_ddprun(launcher, replace(elastic, training_seconds=launcher.choice((20.0, 150.0, 400.0))))
     return replace(
         found, asks=launcher.random() < ASKING_SHARE, rates={**found.rates, **swarm_of_elastic_agents(launcher)}

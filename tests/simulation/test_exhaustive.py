@@ -53,7 +53,7 @@ def planned(outcome: Outcome) -> dict[str, str]:
 
 
 def part(places: Iterable[T], one_of: int) -> Iterator[T]:
-    """Yield one of every `one_of` points."""
+    """Yield one in `one_of` of the points."""
     return itertools.islice(places, this_tree.number() % one_of, None, one_of)
 
 
@@ -120,7 +120,7 @@ def test_trusting_an_old_copy_after_a_start_is_detected() -> None:
 
 
 def requests_that_outlive_their_sender(seeds: range) -> Iterator[tuple[Scenario, dict[str, str]]]:
-    """Delay one write after the other. Meanwhile its sender dies, and the user deletes the job and applies it again."""
+    """Delay each write in turn, one per run. During the delay the operator dies, and the user applies the job again."""
     deeds = (Deed(5, "suspend", seconds=60), Deed(5.3, "crash"), Deed(6, "delete and apply"))
     for seed in seeds:
         life = Scenario(seed=seed, spec={"nodes": 1}, training_seconds=30, deeds=deeds)

@@ -1,5 +1,4 @@
-"""Runs of jobs whose ranks keep their state in memory, after a failure or by copies, with or without a folder. Bugs
-that are made on purpose must be found."""
+"""Simulated jobs whose ranks keep their state in memory, with or without a folder. Injected bugs must be found."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def test_each_generation_begins_with_the_newest_complete_state() -> None:
 
 # Seeds that once broke a rule, with the reason.
 ONCE_WRONG = {
-    # A state that may have caused the failure would fail the job three more times if it were loaded again.
+    # A state that causes a failure would fail the job three more times if ranks loaded that state again.
     "after three loads of a state the folder counts and not a state a step before": 701221,
     # An operator that has lost its Lease drops reports. Agents repeat them, unless they are killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
@@ -56,7 +55,7 @@ ONCE_WRONG = {
     "an operator that crashes while it stops has one successor": 721310,
     # Both pods begin with generation 0, so it is unknown which of them has saved. Memory may lack values of the folder.
     "a pod that is made again goes on from what the first one saved and not from what it assumes": 720003,
-    # lostSteps was 144, but 131 steps were repeated. Users pay by this number.
+    # lostSteps was 144, but only 131 steps were repeated: users would overestimate the cost of a failure.
     "a failure whose clock is ahead of the next ranks first step counts no step twice": 721701,
     # The pod's name was free while its container was running, so two attempts trained in one folder.
     "a forced delete that is carried out when the node is back is refused": 701187,
@@ -80,7 +79,7 @@ def test_a_thousand_more_memory_seeds_are_correct(first: int) -> None:
 
 
 def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a state counts as complete before its first part is written."""
+    """Injected bug: a state counts as complete before its first part is written."""
 
     def begin(_: Area, place: Place, held: Held) -> None:
         place.held = held
@@ -90,7 +89,7 @@ def a_part_is_missing() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def old_memory_accepted() -> Iterator[None]:
-    """Bug: the generation of a state is ignored, so the state with the highest step counts."""
+    """Injected bug: the generation of a state is ignored, so the state with the highest step is used."""
     newest, is_newer = memory.newest, memory.is_newer
 
     def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> FoundState | str:
@@ -111,17 +110,17 @@ def old_memory_accepted() -> Iterator[None]:
 
 
 def written_while_dirty() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a rank inside its optimizer's step writes its state."""
+    """Injected bug: a rank inside its optimizer's step writes its state."""
     return mock.patch.object(memory, "is_clean", lambda clock: clock > 0)
 
 
 def memory_beats_the_folder() -> contextlib.AbstractContextManager[Any]:
-    """Bug: memory is used even if the folder has a newer state."""
+    """Injected bug: memory is used even if the folder has a newer state."""
     return mock.patch.object(memory, "is_newer", return_value=False)
 
 
 def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a state that only `load` got counts as much as a state that another rank has saved."""
+    """Injected bug: a state that was only passed to `load` counts as much as a state that another rank has saved."""
     newest = memory.newest
 
     def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:
@@ -131,7 +130,7 @@ def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
 
 
 def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
-    """Bug: ranks always count as repeating everything since the last save."""
+    """Injected bug: ranks always count as repeating everything since the last save."""
     with_lost = transitions._with_lost_steps
 
     def from_the_folder(status: Any, report: Any) -> Any:
@@ -141,7 +140,7 @@ def lost_steps_from_the_last_save() -> contextlib.AbstractContextManager[Any]:
 
 
 def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a copy counts as soon as it is written, although another rank may not have completed that step."""
+    """Injected bug: a copy is valid as soon as it is written, although a rank may not have completed its step."""
     close = Copying._close
 
     def at_once(copying: Copying) -> None:
@@ -152,43 +151,43 @@ def a_copy_that_counts_before_its_step() -> contextlib.AbstractContextManager[An
 
 
 def a_copy_over_the_newer_area() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a copy overwrites the newer area. If the copy is cut off, only an older state is left."""
+    """Injected bug: a copy overwrites the newer area. If the copy is cut off, only an older state is left."""
     area_for = copies.area_for
     return mock.patch.object(copies, "area_for", lambda held: memory.AREAS - 1 - area_for(held))
 
 
 def the_folder_beats_a_newer_copy() -> contextlib.AbstractContextManager[Any]:
-    """Bug: ranks load a checkpoint from the folder although a copy in memory is newer."""
+    """Injected bug: ranks load a checkpoint from the folder although a copy in memory is newer."""
     return mock.patch.object(memory, "is_newer", lambda folder, held: folder is not None)
 
 
 def a_copy_over_its_random_states() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a rank overwrites its random states of the previous copy, which is the newest until the next copy counts."""
+    """Injected bug: a rank overwrites its random states of the previous copy before the next copy is valid."""
     return mock.patch.object(copies, "slot_for", return_value=0)
 
 
 def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
-    """Bug: the second copy is never due."""
+    """Injected bug: the second copy is never due."""
     return mock.patch.object(copies, "is_due", lambda plan, step, before: before < plan.first <= step)
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """Bug: copies by `save` get the limit of regular copies, although ranks may be many steps ahead of such a copy."""
+    """Injected bug: copies by `save` get the limit of regular copies, but ranks may be many steps ahead of them."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 
 def two_ranks_that_write_at_once() -> contextlib.AbstractContextManager[Any]:
-    """Bug: there is no lock, so the parts of a state come from two ranks, one of which may have a newer step."""
+    """Injected bug: without a lock, the parts of a state come from two ranks, which may be at different steps."""
     return mock.patch.object(Rescues, "_is_alone", return_value=True)
 
 
 def a_copy_that_counts_without_the_other_ranks() -> contextlib.AbstractContextManager[Any]:
-    """Bug: after a failure a copy counts although some ranks have not written their random states."""
+    """Injected bug: after a failure a copy is used although some ranks have not written their random states."""
     return mock.patch.object(Area, "all_have_copied", return_value=True)
 
 
 def two_slots_for_copies() -> contextlib.AbstractContextManager[Any]:
-    """Bug: a rank at the next copy overwrites its random states before the writer has completed the last copy."""
+    """Injected bug: a rank overwrites its random states of a copy before the writer has completed this copy."""
     slot_for = copies.slot_for
     return mock.patch.object(copies, "slot_for", lambda versions, *known: slot_for(versions[:2], *known))
 

@@ -1,4 +1,4 @@
-"""The part of the status receiver that tells agents who leads."""
+"""A model of the part of the status receiver that tells agents which node leads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10, "inARow
 
 
 class Appointments(ThreadingHTTPServer):
-    """Answers agents that ask who leads."""
+    """HTTP server that tells agents which node leads."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)

@@ -43,7 +43,7 @@ class Host:
         self._back.release()
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Let others run until the condition is true. Called by the thread itself."""
+        """Called by the host's thread: let other threads run until the condition is true."""
         self._waits = until
         self._back.release()
         self._turn.acquire()
@@ -55,7 +55,7 @@ class Host:
         return not self.ended and self._waits()
 
     def go_on(self) -> None:
-        """Run the thread until it pauses."""
+        """Run the host's thread until it pauses."""
         self._turn.release()
         self._back.acquire()
         if self.error is not None:

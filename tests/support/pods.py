@@ -38,7 +38,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 
 
-# Ranks connect to each other as in torch, without torch. The script needs `os`, `socket`, `time` and `rank`.
+# Script: ranks connect to rank 0 like torch's rendezvous, but without torch. Needs `os`, `socket`, `time` and `rank`.
 MEET = """
 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 

@@ -26,7 +26,7 @@ from ddpjob_core import heartbeat, memory
 
 
 def train_from_load(until: int, **others: Any) -> int:
-    """Train to this step, then write the state as after another rank's failure. Return the first step."""
+    """Train to step `until`, then write the state as after another rank's failure. Return the first step."""
     objects = parts()
     step = ddpjob.Snapshot("snapshots").load(**objects, **others)
     steps(step, until, **objects)
@@ -120,7 +120,7 @@ def test_a_sampler_read_ahead_by_a_dataloader_is_not_kept_before_save_gives_its_
 
 
 def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(node: Node) -> None:
-    """If an optimizer that load() did not get makes a step, the objects of load() must not be kept."""
+    """If an optimizer that was not passed to load() makes a step, memory must not keep the objects passed to load()."""
 
     def train() -> None:
         objects = parts()
@@ -133,8 +133,8 @@ def test_an_optimizer_that_was_not_passed_to_load_shows_that_load_lacks_objects(
 
 
 def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the steps that the calls of load() return. Without a state yet, leave step 3 in the folder, and step 9
-    without "best" in memory."""
+    """Return the steps that the calls of load() return. In the first generation, write step 3 to the folder, and step 9
+    without the object "best" to memory."""
     snapshot = ddpjob.Snapshot("snapshots")
     objects, best = parts(), {"best": torch.zeros(())}
     loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
@@ -522,8 +522,8 @@ def test_without_a_folder_the_state_is_only_in_memory_and_the_log_says_so_once(
 
 
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
-    """Train to this step without a folder, and save every few steps. Then one rank fails and the others write their
-    state. Return the first step, its value, and a checksum of the final model.
+    """Train to step `until` without a folder, with a save every few steps. Then one rank fails and the others write
+    their state. Return the first step, its value, and a checksum of the final model.
 
     marks: steps at which the script calls should_stop(). dies: rank that fails right after its last save."""
     objects, snapshot = parts(), ddpjob.Snapshot()
@@ -774,7 +774,7 @@ def test_a_script_that_loads_from_two_snapshots_resumes_from_their_folders(
 
 
 def train(until: int, before_rescue: Callable[[dict[str, Any]], object] = lambda _: None) -> int:
-    """Train to this step with a save at step 4, then write the state as after a failure. Return the first step."""
+    """Train to step `until`, save at step 4, then write the state as after a failure. Return the first step."""
     objects, snapshot, step = begin()
     if step == 0:
         steps(0, 4, **objects)
@@ -937,7 +937,7 @@ def test_changes_by_an_evaluation_after_the_mark_are_not_lost(node: Node, marks:
 
 @pytest.mark.parametrize("evaluates", ["not at all", "from a loader", "with gradients"])
 def test_a_restart_repeats_the_seed_of_the_next_epoch_and_not_that_of_an_evaluation(node: Node, evaluates: str) -> None:
-    """A restart must draw the DataLoader's seed of the next epoch again, but not the seed of an evaluation."""
+    """A restart must repeat the seed of the next epoch's DataLoader. After an evaluation memory must not be used."""
 
     def train() -> None:
         objects, snapshot, step = begin()

@@ -159,7 +159,7 @@ def test_a_single_rank_has_nothing_to_compare():
     assert ddpjob.check_replicas(net()) is None
 
 
-CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # words: the bits of the elements
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {  # words: tensor elements as int32
     "signs": lambda draw, words: words ^ (some(draw, words) * torch.tensor(-(2**31), dtype=torch.int32)),
     "one bit in several words": lambda draw, words: words ^ (some(draw, words) << draw(st.integers(0, 30))),
     "several bits in several words": lambda draw, words: words ^ (some(draw, words) * draw(st.integers(1, 2**31 - 1))),
@@ -180,13 +180,13 @@ def dice(draw: Any) -> torch.Generator:
 
 
 def some(draw: Any, words: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each word to change and 0 for the others. Few, half or all words are changed."""
+    """Return a tensor with 1 for each word to change and 0 for the others: for few, half or all of the words."""
     chosen = torch.rand(len(words), generator=dice(draw)) < draw(st.sampled_from((0.01, 0.5, 1.0)))
     return chosen.int()
 
 
 def turned(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """Reverse the order of the rows of this matrix; return the elements as words (integers with their bits)."""
+    """Reverse the order of the rows of the matrix with this many columns. Return the elements as int32 words."""
     whole = len(words) // columns * columns
     return torch.cat([words[:whole].view(-1, columns).flip(0).reshape(-1), words[whole:]])
 

@@ -38,7 +38,7 @@ def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: P
 
 
 def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> None:
-    """The limit in the message must also suffice for the second copy of a single rank."""
+    """The memory limit in the message must also suffice for the second copy of the state, which is made later."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
     assert short is not None

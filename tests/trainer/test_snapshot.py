@@ -170,7 +170,7 @@ def test_a_damaged_file_is_named_and_the_previous_one_is_used(tmp_path, capfd, d
 def test_a_large_file_is_never_in_memory_in_addition_to_its_state(tmp_path):
     """A load must not read the whole file into memory, because eight ranks of a node would do it eight times."""
     saved(ddpjob.Snapshot(tmp_path), 1, weights=torch.ones(5_000_000))
-    tracemalloc.start()  # does not count the memory of torch's tensors
+    tracemalloc.start()  # tracemalloc does not count the memory of torch's tensors
     try:
         assert ddpjob.Snapshot(tmp_path).load(weights=torch.zeros(5_000_000)) == 1
         assert tracemalloc.get_traced_memory()[1] < 10_000_000, "the file has 20 MB"

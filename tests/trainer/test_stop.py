@@ -128,7 +128,7 @@ def test_a_rank_blocked_in_a_collective_handles_the_signal_and_answers(end_ranks
                 dist.all_reduce(torch.ones(1))
             else:
                 sigterm(steps.wait_for("pid"))
-                wait_until(process.current.agreement.decided.is_set)  # rank 1 agrees while it waits in all_reduce
+                wait_until(process.current.agreement.decided.is_set)  # rank 1 agrees in another thread
                 dist.all_reduce(torch.ones(1))
             assert ddpjob.should_stop(2)
             raise ddpjob.Stopped(2)

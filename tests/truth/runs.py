@@ -41,8 +41,8 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of a comparison. SAME and REFUSED are correct; so is SEEDED: the restart names ranks that were late
-    for the save. UNSTRUCK (no kill hit) and INVALID (the script fails without a kill) prove nothing."""
+    """The result of a comparison. SAME and REFUSED are correct. SEEDED is too: ranks that were late for a save got new
+    random numbers, and the log says so. UNSTRUCK (no kill hit) and INVALID (fails without a kill) prove nothing."""
 
     kind: str
     why: str
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """True unless the verdict proves nothing."""
+        """True if the verdict proves something: a kill has hit, and the script works without a kill."""
         return self.kind not in ("UNSTRUCK", "INVALID")
 
 

@@ -1,4 +1,4 @@
-"""One Event per fact, with correct text: Events are what users read first, and often the only thing."""
+"""One Event per fact, with correct text: users read Events first, and often nothing else."""
 
 from __future__ import annotations
 

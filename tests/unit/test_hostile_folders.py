@@ -194,7 +194,7 @@ def test_a_folder_replaced_by_a_link_during_packing_leaks_no_file(folder, monkey
 def test_a_named_pipe_is_refused_without_waiting(folder, words, name) -> None:
     """A named pipe must be refused without reading it: a read would block for ever."""
     os.mkfifo(folder / name)
-    if (words, name) != ("init", "pipe.ipynb"):  # a command cannot start a notebook, so it is not read
+    if (words, name) != ("init", "pipe.ipynb"):  # init refuses any notebook, without reading it
         assert "is a pipe" in said(ran(*words.split(), name))
 
 

@@ -114,7 +114,7 @@ def test_simultaneous_requests_share_one_answer() -> None:
 
 
 def test_reconciles_continue_while_a_large_answer_is_written() -> None:
-    """Reconciles must continue while a large answer is written, because a thread writes it."""
+    """Reconciles must continue while a large answer is prepared: a thread does this work, not the event loop."""
 
     async def story(server: Exposition, _: list[int]) -> None:
         loop, waits = asyncio.get_running_loop(), []

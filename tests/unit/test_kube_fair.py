@@ -225,7 +225,7 @@ def test_running_is_reported_in_time_while_pods_of_other_jobs_are_always_being_c
         town.apply("team", "small", 1)
         await town.until(lambda: town.pods("team") == 1, 2)
         town.apply("team", "big", 1000)
-        await asyncio.sleep(7)  # the writes that follow the first pod are done by then
+        await asyncio.sleep(7)  # after 7 s the writes that follow the first pod are done
         town.run_pods("team")
         took = await town.until(lambda: town.states("team")["Running"] == 1, 60)
         assert took < 1, "it has its turn between two batches of the others"

@@ -36,7 +36,7 @@ def test_an_image_installs_the_tested_versions_by_their_hashes(name: str) -> Non
 
 
 def test_the_hashes_cover_all_requirements_of_the_project() -> None:
-    """The hashed files must cover all requirements: pip does not resolve them, so the image would lack one."""
+    """Requirements files with hashes must be complete: pip installs nothing else, so the image would lack a package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     trainer = [one for one in extras["trainer"] if not one.startswith("torch")]

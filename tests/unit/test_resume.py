@@ -181,7 +181,7 @@ def test_a_failure_reported_after_the_next_ranks_have_started_counts_its_steps_o
 
 
 def test_a_state_loaded_at_the_beginning_counts_no_step_as_kept() -> None:
-    """A state loaded at the beginning, such as another training's step 50,000, must not count as kept steps."""
+    """A state loaded at the beginning, such as another training's step 50,000, must not reduce the lost steps."""
     loaded: dict[str, Any] = {"resumed_step": 50_000, "resumed_from": "/pretrained"}
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
     world.agent = in_place(20)

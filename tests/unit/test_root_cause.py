@@ -275,7 +275,7 @@ def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
 def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
     said: dict[str, Any], found: rules.Class, reason: str
 ) -> None:
-    """The cause on which the agents agreed must count even if node 0, which the operator then stops, ends last."""
+    """The cause on which the agents agreed must count even if node 0 ends last, stopped by the operator."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
     cause, its_class = settled(told(leader, 10.5), peer, first=first_sign(peer))

@@ -326,7 +326,7 @@ def test_a_dynamic_rendezvous_numbers_the_nodes_itself_so_no_rank_is_claimed() -
     ],
 )
 def test_a_launcher_that_does_not_know_the_other_nodes_is_named(words: list[str], named: str) -> None:
-    """A launcher for one node must be named: users would pay for eight nodes that each train the same model."""
+    """A launcher that starts one node only must be reported. Otherwise eight nodes would each train the same model."""
     said = launcher.warnings(job(container={"command": words}).spec)
     assert bool(named) == any(f"{named} starts ranks on its own node, so each of the 2 nodes" in note for note in said)
     assert launcher.warnings(job(container={"command": words}, nodes=1).spec) == []

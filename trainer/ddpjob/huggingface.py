@@ -18,7 +18,7 @@ from ddpjob.group.stop import should_stop
 
 
 class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
-    """Save a checkpoint and end with exit code 75 after the step on which all ranks agree, once any got SIGTERM.
+    """When a rank gets SIGTERM, save a checkpoint after a step on which all ranks agree, and end with exit code 75.
 
     `enable_jit_checkpoint` of transformers lets each rank stop at a step of its own, three seconds after its SIGTERM,
     and the script then ends with 0, as if the training were complete. Use one of the two.
@@ -42,7 +42,7 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """
         if self._stopped:
             control.should_evaluate = control.should_save = False
-            state.best_model_checkpoint = None  # load no best model now; the saved checkpoint has its name
+            state.best_model_checkpoint = None  # do not load the best model; the saved checkpoint has its path
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob_core.heartbeat import CELLS_BYTES
 from ddpjob_core.rank_info import RankInfo, on_node
 
-_TOOL, _TOOLS = "ddpjob", (3, 4)  # numbers in sys.monitoring; debuggers, coverage and profilers use the others
+_TOOL, _TOOLS = "ddpjob", (3, 4)  # tool ids of sys.monitoring; debuggers, coverage and profilers use others
 
 
 class Process:

@@ -27,7 +27,7 @@ LESS = 4
 
 
 class CopyPlan(NamedTuple):
-    """From the first boundary at or after `first`, the state is copied every `every` steps."""
+    """Plan of rank 0: copy the state every `every` steps, from the first boundary at or after step `first` on."""
 
     first: int
     every: int
@@ -78,7 +78,7 @@ def is_better(wanted: int, present: int) -> bool:
 
 
 def is_much_rarer(every: int, said: int) -> bool:
-    """True if the log must name a new plan, because a failure now costs many more steps than the log says."""
+    """True if the log must name a new plan, because a failure would cost many more steps than the logged plan."""
     return every >= said * LESS
 
 
@@ -107,9 +107,9 @@ def area_for(held: Sequence[Held | None]) -> int:
 
 
 def slot_for(versions: Sequence[Version | None], held: Version | None, loaded: Version | None) -> int:
-    """Return the slot that a rank writes at a copy: the oldest, but not that of the newest state known to be complete.
+    """Return the slot for a rank's next copy: the oldest slot, except the slot of the newest complete state.
 
-    held: newest state of its node. loaded: state that this generation loaded; maybe only another node has it.
+    held: newest state in the memory of this node. loaded: state that this generation loaded, maybe from another node.
     """
     newest = max(_order(held), _order(loaded))
 

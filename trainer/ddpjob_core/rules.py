@@ -24,7 +24,7 @@ Class = Literal["application", "outOfMemory", "infrastructure", "stall", "perman
 
 # If a job that has never trained fails on different nodes this many times, the job itself counts as the cause.
 STARTS_MAX = 10
-# Failures in a row in which ranks only lost their peers: the first may come from the network, more from the script.
+# This many failures in a row in which ranks only lost peers are not charged, because a network fault may cause one.
 PEERS_LOST_FREE = 1
 
 # Errors of a rank whose peer is gone; never a root cause. NCCL's network errors are from its documentation.
@@ -122,7 +122,7 @@ NODE_REASONS = frozenset(
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "
     "UnknownReason UnexpectedPredicateFailureType".split()
 )
-# The activeDeadlineSeconds of the pod's template are over: the next pod would end in the same way.
+# The pod has exceeded the activeDeadlineSeconds of its template: the next pod would end in the same way.
 POD_DEADLINE = "DeadlineExceeded"
 # Reasons of containerd and kubelet for a container that they have lost: its node was rebooted.
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
@@ -226,7 +226,7 @@ def is_mistake(exception: str, exit_code: int | None) -> bool:
 
 
 def is_refused_by_launcher(exception: str, exit_code: int | None) -> bool:
-    """True if the launcher refused its options: every node has the same command, so one node is enough."""
+    """True if the launcher refused its options. One such node is enough, because all nodes have the same command."""
     return exit_code == 2 and _LAUNCHER_REFUSED.match(exception) is not None
 
 

@@ -14,8 +14,8 @@ Phase = Literal["start", "train", "save", "evaluate"]
 START_SECONDS = PAUSE_SECONDS = 1800.0
 TRAIN_SECONDS = 300.0
 MEDIANS, LONGEST = 10, 3  # a step may take 10 median steps, or 3 times the longest step so far
-# Limits in seconds, by phase, for the first time that a rank makes no step for longer than expected.
-# In training it is torch's default timeout of a group, because ranks that wait longer for others end by themselves.
+# Limits in seconds, by phase, until a rank has once made a step after waiting longer than expected.
+# In training the limit is torch's default timeout of a group: ranks that wait longer for others end by themselves.
 UNSEEN_START_SECONDS = UNSEEN_PAUSE_SECONDS = 10_800.0
 UNSEEN_TRAIN_SECONDS = 1800.0
 STEPS_REMEMBERED = 9
@@ -69,7 +69,7 @@ def limit(phase: Phase, step: int, learned: Learned, timeout: float | None) -> L
 def learn(learned: Learned, phase: Phase, step: int, made: int, seconds: float, *, measured: bool) -> Learned:
     """Return the durations learned from a rank, updated because it has made a step again.
 
-    phase, step: of the rank while it made no step. made: steps made since. measured: that time was seen from its start.
+    seconds: time without a step. measured: True if seen in full. phase, step: during that time. made: steps after it.
     """
     expected = limit(phase, step, learned, None).expected
     if phase in ("save", "evaluate"):

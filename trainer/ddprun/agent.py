@@ -43,7 +43,7 @@ MESSAGE_BEGINS = b'{"ddpjob"'
 
 
 class Group(Protocol):
-    """What an agent does as leader or as follower. The methods are called for events of this node."""
+    """The role of an agent: leader or follower. The agent calls the methods for events of its node."""
 
     leads: bool
 
@@ -113,7 +113,7 @@ class Agent:
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # closing the terminal must then not end the job
         self._numbers = [getattr(signal, name) for name in options.signals if not (is_nohup and name == "SIGHUP")]
         self._fatal = _fatal() - set(self._numbers)
-        # SIGQUIT asks for stacks, unless the user lets it end the job; STACKS_SIGNAL works in both cases.
+        # SIGQUIT prints the stacks, unless the user has configured it to end the job. STACKS_SIGNAL always prints them.
         self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
         leads = options.place == options.places.leader
         self._for_reruns = {RERUN_SIGNAL} if options.dev and leads else set()
@@ -187,7 +187,7 @@ class Agent:
         failures = self.node.settle()
         if self.termination_signal and not self.group.leads:
             if not failures and not self.node.stopped:
-                self.group.finished(now)  # without this event node 0 might wait for this node forever
+                self.group.finished(now)  # otherwise node 0 might wait for this node forever
             self.end(self.termination_code(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)
@@ -342,7 +342,7 @@ class Agent:
             group["findings"] = [finding.as_dict() for finding in findings]
         message = group if code != 0 or account or findings else {}
         if known is not None or (code != 0 and not self.termination_signal):
-            # Without this message a shell such as `ddprun train.py | tee log`, which ends with 0, hides the failure.
+            # Without this message a pipeline such as `ddprun train.py | tee log` exits with 0 and hides the failure.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
         if message:

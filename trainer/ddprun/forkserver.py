@@ -256,7 +256,7 @@ class Prepared:
         return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:
-        """Finish the preparation in a rank, when its environment is set."""
+        """Finish the preparation in a rank, after the rank's environment was set."""
         signal.signal(signal.SIGCHLD, self._ended)
         reseed(self.torch)
         if (learned := sys.modules.get("ddprun.learned")) is not None:
@@ -390,7 +390,7 @@ def fork() -> int:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which `unsafe` has checked
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which `unsafe` checks
         return os.fork()
 
 
@@ -439,7 +439,7 @@ def write_whole_lines() -> None:
 
 def write_down_stacks(path: str, stacks_signal: int) -> None:
     """Write the stack to a file when a signal kills this process, or when the agent sends `stacks_signal`. The agent
-    uses this signal before the first group, because the watchdog, which answers later, starts with it.
+    uses this signal until the first process group starts the watchdog, which then answers the agent's requests.
 
     No crash is recorded if the user has set PYTHONFAULTHANDLER. The file's descriptor has a high number. If a script
     closes all descriptors, its own files get the lowest numbers, so stacks are not written into them.

@@ -74,7 +74,7 @@ class Leader:
         self._refused: set[str] = set()  # refusals already logged, because a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
-        self._held: socket.socket | None = None  # keeps the port of this generation's ranks reserved
+        self._held: socket.socket | None = None  # reserves the port of this generation's ranks
         self._late_start: Life | None = None  # start order that was not sent to the other nodes yet
         self._step_in_memory = 0  # step of the complete state that stopped ranks left in memory; 0: none
         self._furthest = 0  # highest CLOCK (ddpjob_core/memory.py) of nodes with a failed rank, in this generation
@@ -96,7 +96,7 @@ class Leader:
                 self._listener = ports.listen(port)
             except OSError as error:
                 say(f"cannot listen on port {port} for the other nodes: {error.strerror}")
-                # The next attempt gets another port. If this agent was appointed, another one is.
+                # The next attempt gets another port. If this agent was appointed, another agent is appointed.
                 return self._agent.end(RESUMABLE, None, ended=self._agent.leader.term <= 1)
             self._agent.watch(self._listener.fileno(), self._accept)
         own, grant = self._options, self._agent.leader.grant
@@ -131,7 +131,7 @@ class Leader:
         self._lead.rerun(now)
 
     def tick(self, now: float) -> None:
-        """Carry out orders, and send due heartbeats and reports."""
+        """Carry out the orders of `LeaderState`, and send due heartbeats and reports."""
         self._lead.tick(now)
         if self._links or self._unauthenticated:
             self._send_heartbeats(now)
@@ -436,7 +436,7 @@ class Leader:
         self._send(list(self._links), {"heartbeat": 1})
 
     def _guard(self, link: Link, work: Callable[[], Any]) -> Any:
-        """Run `work`. Any error closes this connection and affects nothing else."""
+        """Run `work`. An error in `work` closes this connection and affects no other connection."""
         from ddprun.wire import Refused
 
         try:

@@ -50,7 +50,7 @@ class Memory:
         self._read, self._write = os.pipe()
 
     def where(self, local_rank: int) -> str:
-        """Value of DDPJOB_MEMORY for this rank."""
+        """Return the value of DDPJOB_MEMORY for this rank."""
         return f"{os.getpid()}:{self._descriptor}:{self._read}:{self._ranks}:{local_rank}"
 
     @property
@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def clock(self) -> int:
-        """Highest CLOCK of the ranks, which shows how far their steps are (ddpjob_core/memory.py)."""
+        """Highest CLOCK of the ranks; CLOCK grows with the steps of a rank (ddpjob_core/memory.py)."""
         return max(cells[memory.CLOCK] for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
@@ -104,7 +104,7 @@ class Memory:
 
     @property
     def _size(self) -> int:
-        """Bytes reserved for the state."""
+        """Number of bytes reserved for the state."""
         return self._node[memory.area_cell(0, memory.RESERVED)]
 
     @property
@@ -137,7 +137,7 @@ def create(name: str) -> int:
 
 
 def created(ranks: int) -> Memory | None:
-    """Create the memory. None if the kernel refuses; a restart then continues from the folder."""
+    """Create the shared memory. None if the kernel refuses; a restart then continues from the checkpoint folder."""
     with contextlib.suppress(OSError):
         return Memory(ranks)
     return None

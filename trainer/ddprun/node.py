@@ -71,9 +71,9 @@ class LocalRanks:
         self.beats: Heartbeats | None = None  # heartbeats of this generation's ranks
         self._saved_before = 0  # highest `saved_step` of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # `ddpjob dev`: the next ranks may run other code
-        self._asked_at: float | None = None  # when ranks were asked to write their state; the signal follows later
-        self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace period in seconds
-        self.failures: list[Failure] = []  # this generation's, in order, except those of stopped ranks
+        self._asked_at: float | None = None  # when ranks were requested to write their state; `_then` follows
+        self._then: tuple[int, float] = (0, 0.0)  # signal to send when ranks have written their state; seconds of grace
+        self.failures: list[Failure] = []  # failures of this generation, in order, except those of stopped ranks
         self.stopped = False  # True if the ranks were ended because of another rank
         self._stopped_at = 0.0  # time.time(), to compare with termination messages
         self.kill_at: float | None = None
@@ -139,7 +139,7 @@ class LocalRanks:
     def exit_code(self) -> int | None:
         """Exit code of all ranks together; None if none has trained.
 
-        0 if all ended with 0; 75 if one ended with 75, unless another reports that its state was not saved.
+        0 if all ranks ended with 0; 75 if a rank ended with 75, unless another rank reports an unsaved state.
         """
         if not self._codes or (self._life is not None and self._life.preflight):
             return None

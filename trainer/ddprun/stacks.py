@@ -62,7 +62,7 @@ class StacksQuestion:
             say(f"{folded_stacks.NONE}the ranks are ending")
 
     def tick(self, now: float, *, is_free: bool) -> None:
-        """Do what is due next. is_free: True if the ranks have no other request to answer."""
+        """Send a due request, or print the answers. is_free: True if the ranks have no other request to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
         if self._pipe >= 0:
@@ -72,7 +72,7 @@ class StacksQuestion:
         elif is_free:
             self._number, self.deadline = self._beats.ask(kind=STACK), now + ANSWER_SECONDS
             for rank in self._agent.node.running_ranks:
-                if not self._beats.of(rank).pid:  # this rank has no thread that answers
+                if not self._beats.of(rank).pid:  # no thread in this rank answers requests
                     self._request_by_signal(rank)
         else:
             self._number, self.deadline = 0, now + AGAIN_SECONDS

@@ -22,12 +22,12 @@ from ddpjob_operator.job import wording
 
 PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
 FIT = "at most 900 kB packed fit into a ConfigMap"
-READ_BYTES_MAX = 20 << 20  # bytes that are read; more would never fit, because source text packs to a fifth
+READ_BYTES_MAX = 20 << 20  # limit of bytes to read; more would never fit: text is compressed to a fifth of its size
 FILES_MAX = 5000
 FOLDERS_DEEP_MAX = 100
 HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
 
-# Never part of a program: caches, environments, repositories.
+# Folders that are never part of a program: caches, environments, repositories.
 _IGNORED_FOLDERS = frozenset(
     ".git .hg .svn __pycache__ .venv node_modules .mypy_cache .pytest_cache .ruff_cache .ipynb_checkpoints .tox .nox "
     ".idea .vscode .eggs".split()
@@ -40,7 +40,7 @@ _SECRET_FILES = (
     "id_dsa id_ecdsa id_ed25519 .netrc .pypirc .npmrc .git-credentials .htpasswd credentials.json client_secret*.json "
     "service-account*.json service_account*.json secrets.yaml secrets.yml secrets.json secrets.toml"
 ).split()
-# A file that `ddpjob.Snapshot` writes. Its folder is left out, because the job would resume this machine's training.
+# A file that `ddpjob.Snapshot` writes. Its folder is not packed, or the job would resume this machine's training.
 _SNAPSHOT_FILE = "writer-*.json"
 _KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
 Contents = dict[str, tuple[bytes, bool]]  # path → data, and whether it is executable
@@ -124,7 +124,7 @@ def scan(root: Path) -> Folder:
 
 
 def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
-    """Scan one folder; return the subfolders to scan. below: its path in the root with a final slash, or ""."""
+    """Scan one folder; return the subfolders to scan. below: its path in the root with a final slash; "": the root."""
     if below.count("/") > FOLDERS_DEEP_MAX:
         raise InputError(
             f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is not a folder of code"
@@ -148,7 +148,7 @@ def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
         elif is_folder and not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
             inside.append(f"{path}/")
         elif entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(FileNotFoundError):  # an editor's backup, which is gone by now
+            with contextlib.suppress(FileNotFoundError):  # for example an editor's backup that was just removed
                 folder.files[path] = entry.stat(follow_symlinks=False).st_size
     return inside
 

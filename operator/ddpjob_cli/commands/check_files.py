@@ -29,7 +29,7 @@ from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.wording import count
 
 _NOTHING_KNOWN = CheckedJob()
-USES_MAX = 5  # jobs per script; each adds to the script's CPU time limit
+USES_MAX = 5  # maximum number of jobs per script; each job adds to the script's CPU time limit
 WARNINGS_SHOWN = 3  # warnings shown before a run, because the run's own output matters more
 
 
@@ -73,7 +73,7 @@ def is_job(path: str) -> bool:
 
 
 def context(nodes: str | None, nproc: int | None) -> CheckedJob:
-    """Return the context for scripts without a job, from options. nodes: a number, or MIN:MAX. Raise InputError."""
+    """Return the context for scripts without a job, from the options. nodes: a number or MIN:MAX. Raise InputError."""
     if nodes is None:
         return CheckedJob(nproc=nproc)
     least, most = range_of(nodes)
@@ -151,7 +151,7 @@ def before_run(
 
 
 def _context(document: Document, job: api.DDPJob) -> tuple[CheckedJob, list[str]]:
-    """Return the facts with which a job's script is checked, and the script if it is here."""
+    """Return the facts with which a job's script is checked, and the script if the file exists on this machine."""
     read, path = with_shell_script(document.source, job), imported(document.source, job)
     # If a file has several launches, the options of each script are unknown.
     context = known(read.job if read.is_one else job)
@@ -260,7 +260,7 @@ def _shown(path: Path) -> str:
 
 
 def _meant(job: api.DDPJob, scripts: list[str]) -> list[str]:
-    """Return the scripts that a job's command probably means if its path, such as /app/train.py, is not here."""
+    """Return the scripts that a job's command probably means if its path (/app/train.py) exists only in the image."""
     names = {os.path.basename(file) for file in job.spec.facts.started.files}
     return [script for script in scripts if os.path.basename(script) in names] or scripts
 

@@ -1,5 +1,5 @@
-"""Split the words of `ddpjob run`, `submit` and `init` as torchrun does. Our options come before the file or directly
-after it. Everything from the first other word on, or after `--`, belongs to the script. If the file is a YAML, our
+"""Split the arguments of `ddpjob run`, `submit` and `init` as torchrun does. Our options come before the file or
+directly after it. The script gets everything after `--`, or after the last of these options. If the file is a YAML, our
 options may be anywhere, because the YAML contains the script's arguments."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Line:
         return option, 1 if has_value or _is_flag(option) else 2
 
     def take(self, words: Sequence[str], *, behind: bool) -> Taken:
-        """Return our options at the beginning with their words. behind: after the file, where --help is not ours."""
+        """Return our options at the beginning, with their values. behind: after the file --help is the script's."""
         taken: Taken = []
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
@@ -194,7 +194,7 @@ def _refused(text: str) -> Exception:
     return InputError(text)
 
 
-# ---------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------- errors and hints
 
 
 def without_command(words: Sequence[str]) -> str:
@@ -223,7 +223,7 @@ def _unknown(line: _Line, rest: Sequence[str]) -> str:
 
 
 def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
-    """Return the words in the right order, with the file before all options that are not ours."""
+    """Return the arguments in the right order: the file before all options that are not ours."""
     at = next((i for i, word in enumerate(rest) if word.endswith(_SCRIPTS)), None)
     if not at:  # no file, or its name begins with a dash
         return ["FILE" if at is None else "--", *rest]
@@ -282,7 +282,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if it finds none."""
+    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if there is neither."""
     from ddpjob_operator.job import command, programs
 
     names = map(programs.name, words)

@@ -22,7 +22,7 @@ _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 # Kinds that `ddpjob convert` reads; tests/unit/test_convert.py compares this with ddpjob_convert's own list.
 CONVERTED = ("PyTorchJob", "TrainJob")
 _LIST = "List"
-PROBLEMS_MAX = 20  # problems that are shown; 10,000 wrong containers are probably one mistake
+PROBLEMS_MAX = 20  # maximum number of problems shown; 10,000 wrong containers are probably one mistake
 
 
 # Use libyaml if PyYAML was built with it (all wheels are), else PyYAML's loader in Python.

@@ -10,7 +10,7 @@ import os
 import sys
 
 ANSWER_BYTES_MAX = 1_000_000
-LINE_CHARACTERS = 3000  # characters; below the 4096 bytes that a pipe writes at once, so lines of ranks do not mix
+LINE_CHARACTERS = 3000  # characters; a pipe writes up to 4096 bytes (PIPE_BUF) atomically, so lines of ranks do not mix
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ _NODES_OWN = rules.LOST_CONTAINER | frozenset(
 # Reasons that Kubernetes itself sets. Container runtimes' reasons (CRI-O: "seccomp killed") describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-# Precedences of pods that did not end by themselves: they were deleted or lost, before or after the first failure.
+# Order of pods that did not end by themselves: they were deleted or lost, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Other ranks report a lost connection within a second; the node controller marks the node not ready after a minute.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
@@ -153,10 +153,11 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; nobody
-    but the operator deleted a running one, except the pod of `first`. stepped, trained: this attempt, or an earlier
-    one, made a step. untried: no attempt has made a step. nodes: nodes of the job; None: as many as in `failed`. lost:
-    failures of pods on lost nodes. early: a node that completed early. steps: last reported step of each rank.
+    first: the result of root_cause(). Its pod may be deleted, also by others than the operator.
+    failed: the attempt's pods that did not complete. Only the operator may have deleted a running one.
+    stepped: this attempt made a step. trained: an earlier attempt has trained. untried: none is known to have trained.
+    nodes: number of nodes; None: as in `failed`. lost: failures of pods on lost nodes.
+    early: failure of a node that completed early. steps: last reported step of each rank.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -367,7 +368,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """Return evidence beyond the failure's own fields. For a kill by the kernel, leave out the pod's reasons."""
+    """Return the evidence that is not in the failure's own fields, without the pod's reasons if the kernel kills it."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,

@@ -119,7 +119,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 
     @property
     def members(self) -> Members:
-        """The places of the job (the numbers in its pods' names), in order. Only this translates between places
+        """The places of the job (the numbers in its pods' names), in order. Only `Members` translates between places
         (pods, startedNodes, completedNodes and replacements in a status) and node ranks (reports, failures)."""
         return _members(self.pods)
 
@@ -519,7 +519,7 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What the time was spent on, up to stateTime; the current state is not counted yet."""
+    """Seconds spent in each kind of state up to stateTime; the current state is not counted yet."""
 
     productive_seconds: Count = 0
     """All nodes ran, and steps were made at the expected pace."""

@@ -9,7 +9,7 @@ from ddpjob_operator.job import api, validation
 
 
 def history(status: api.Status) -> RestartHistory:
-    """Return the operator's counts of restarts, from which the shared rules compute what is left of each limit."""
+    """Return the operator's counts of restarts. The shared rules (`budget.py`) compare these counts with the limits."""
     r = status.restarts or api.Restarts()
     return RestartHistory(
         application=r.application,
@@ -47,7 +47,7 @@ def limits(spec: api.Spec) -> Limits:
 
 
 def application_left(spec: api.Spec, status: api.Status) -> int:
-    """Return how many more application failures may cause a restart, for the pods that this status creates."""
+    """Return how many more application failures may cause a restart. New pods get this number as their budget."""
     allowed = limits(spec)
     return max(0, allowed.backoff_limit - budget.counted(history(status), allowed, status.attempt_time))
 

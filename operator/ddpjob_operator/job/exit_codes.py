@@ -59,7 +59,7 @@ class LauncherExit:
 
     @property
     def starts_a_script(self) -> bool:
-        """False for a file such as train.sh, whose text is not known, and for a program that a rank's shell starts."""
+        """True for torchrun, python …; False for a program in a rank's shell, and for a file such as train.sh."""
         return self.launcher != RANK and not is_training_file(self.launcher)
 
 
@@ -140,7 +140,7 @@ def _launcher_exits(words: tuple[str, ...]) -> tuple[LauncherExit, ...]:
         return ()
     by_launcher = tuple(one for one in found.values() if one.launcher not in ("python", RANK))
     others = tuple(one for one in found.values() if one.launcher == (RANK if by_launcher else "python"))
-    # The program that trains is unknown, so warn only if the codes of all programs are lost.
+    # The program that trains is unknown, so warn only if the exit codes of all programs are lost.
     is_certain = all(one.lost for one in others) or len(found) == 1
     return (*by_launcher, *(others if is_certain else ()))
 
@@ -614,7 +614,7 @@ def _then(states: _States, following: Callable[[ShellState], _States]) -> _State
 
 
 def _distinct(states: _States) -> _States:
-    """Return states without repetitions. Raise _TooMuchError if there are too many."""
+    """Return each state once. Raise _TooMuchError if there are too many states."""
     different = list({state.key: state for state in states}.values())
     if len(different) > PATHS_MAX:
         raise _TooMuchError

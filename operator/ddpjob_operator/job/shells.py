@@ -204,7 +204,7 @@ class _Signals:
         return self._unreached_by_exec(words, self._below(node)) if words else self._unreached(node, is_last=False)
 
     def _unreached(self, node: shell.ShellNode, *, is_last: bool) -> str:
-        """Return the first launcher in this command for which the shell waits. is_last: the script then ends."""
+        """Return the first launcher in `node` that the shell waits for. is_last: the script ends after `node`."""
         if isinstance(node, shell.Simple):
             return self._unreached_simple(node, is_last=is_last)
         items = [*shell.children(node)]

@@ -1,8 +1,8 @@
 """How much of the stored jobs the operator keeps in memory.
 
-A job that has begun is kept whole. Any other job is kept whole while it is small and there is room. Otherwise it is
-cut: `cut` keeps only the fields that show if there is work to do. The reconcile then reads the job again, unless
-`rests_until` finds that there is no work.
+A job that has begun is kept whole. Any other job is kept whole if it is small and there is room. Otherwise `cut` keeps
+only the fields that show if there is work to do. The reconcile then reads the job again, unless `rests_until` finds
+that there is no work.
 
 A Room is a share of the memory, and a job's place is the part of it that is reserved for the job. Without a place in
 the Room of begun jobs, a job does not begin (plan/lifecycle.py). Cut jobs have Rooms too. A cut job without a place is
@@ -25,7 +25,7 @@ Key = tuple[str, str]
 Raw = Mapping[str, Any]
 
 CUT = "cut"  # field with the size of the complete job, in a job that is kept only in part; never sent
-# Bytes per job in addition to metadata and spec: its status and its JobState. A job kept in part needs less in total.
+# Bytes per job in addition to metadata and spec: its status and its JobState. A job that was cut needs less in total.
 OF_A_JOB = 4_096
 # Bytes of Python memory per JSON character, per object or list, and per other value.
 # Measured: the estimate is 0.7 to 1.1 times the real size, and up to three times the real size for empty lists.
@@ -44,7 +44,7 @@ KEPT_OF_METADATA = (
     "deletionTimestamp",
 )
 KEPT_OF_SPEC = ("suspend", "nodes", "managedBy", "ttlSecondsAfterFinished")
-# Kept of every job: the operator needs these fields to decide if it must reconcile the job, and the metrics show them.
+# Fields kept of every job: the operator decides by them if it must reconcile the job, and the metrics show them.
 KEPT_OF_STATUS = (
     *("state", "reason", "stateTime", "observedGeneration", "attempt", "attemptTime", "runningTime", "firstStepTime"),
     *("startTime", "completionTime", "restarts", "nodes", "goodput"),
@@ -83,7 +83,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
-    """Return the few fields that are kept of a job if it is cut. whole: size of the complete job."""
+    """Return a job with only the few fields that a cut job keeps. whole: size of the complete job."""
     metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
@@ -94,7 +94,7 @@ def cut(raw: Raw, whole: int) -> dict[str, Any]:
 
 
 def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime | None:
-    """Return until when a job that is kept only in part needs no reconcile unless it changes; None: read it now.
+    """Return until when a cut job needs no reconcile unless it changes; None: read the job now.
 
     has_objects: pods or other objects of the job exist."""
     forever = bounds.TIME_LAST
@@ -181,7 +181,7 @@ class Room:
         return True
 
     def grow(self, key: Key, needs: int) -> bool:
-        """As `take`, but if too few bytes are left, the job keeps those that it has."""
+        """Like `take`, but if too few bytes are left, the job keeps the bytes that it has reserved."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             return False

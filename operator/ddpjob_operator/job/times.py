@@ -1,5 +1,5 @@
 """Corrects recorded times that are ahead of this clock, because clocks are set back and leaders change. In the
-result no past event is later than now, and no wait ends later than if it began now."""
+result no past event is later than now, and each remaining wait is at most as long as a full one."""
 
 from __future__ import annotations
 

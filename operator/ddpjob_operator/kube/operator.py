@@ -184,7 +184,7 @@ class Operator:
         return 1 if self._broken_by else 0
 
     async def start(self) -> None:
-        """Start everything. Return when the DDPJobs can be watched, which needs the CRD and rights."""
+        """Start all tasks. Return when the DDPJobs can be watched, which needs the CRD and the right to list them."""
         for port, server in self._ports:
             if port:
                 await server.start(None, port)
@@ -237,7 +237,7 @@ class Operator:
         await self._client.close()
 
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
-        """Remove the job of kopf's event from our copy if it was deleted; enqueue it if it is new."""
+        """Handle kopf's event: remove a deleted job from our copy, and enqueue a new job."""
         key = (metadata["namespace"], metadata["name"])
         if kind == "DELETED":
             self.caches.jobs.remove(*key, metadata["uid"])
@@ -339,7 +339,7 @@ class Operator:
         return task
 
     def needs(self, task: asyncio.Task[Any]) -> None:
-        """End the operator when this task ends, because jobs would silently be neglected. Kubernetes restarts it."""
+        """End the operator when this task ends, so that Kubernetes restarts it. Otherwise jobs would be neglected."""
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
@@ -428,7 +428,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         if old is not None or new is None or job is None or new.owner_uid != job["metadata"]["uid"]:
-            self._enqueue(key)  # any change except a new Service of this job, because no plan waits for it
+            self._enqueue(key)  # not for a new Service of this job, because no decision depends on one
 
     def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():

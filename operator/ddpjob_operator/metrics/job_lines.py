@@ -24,13 +24,13 @@ def state(status: api.Status) -> str:
 
 
 def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
-    """Return the seconds by use, including the current state; the status itself adds a state only at its end."""
+    """Return the seconds spent productive, idle, starting … until now. The status has only those of past states."""
     until_now = transitions.goodput(status, now)
     return {name: getattr(until_now, f"{name}_seconds") for name in names.SPENT}
 
 
 def values(status: api.Status, spent: Mapping[str, int]) -> Iterator[tuple[names.Metric, float | None, str]]:
-    """Yield metric, value, and the value of the metric's own label. spent: seconds by use; these never decrease."""
+    """Yield metric, value, and the value of the metric's own label. spent: result of `spent`, which never decreases."""
     restarts, nodes = status.restarts or api.Restarts(), status.nodes or api.Nodes()
     yield names.JOB_STATE, 1.0, state(status)
     yield names.JOB_STATE_TIME, None if status.state_time is None else status.state_time.timestamp(), ""
@@ -51,7 +51,7 @@ def values(status: api.Status, spent: Mapping[str, int]) -> Iterator[tuple[names
 def text(
     jobs: Iterable[tuple[str, str, api.Status, Mapping[str, int]]], now: dt.datetime, *, openmetrics: bool
 ) -> bytes:
-    """Return all families without the end mark. jobs: namespace, name, status, and seconds by use."""
+    """Return all metric families, without the final `# EOF`. jobs: namespace, name, status, and seconds by `spent`."""
     lines: dict[str, list[str]] = {}
     for metric in names.OF_A_JOB:
         kind = metric.kind if openmetrics else metric.kind.replace("stateset", "gauge")

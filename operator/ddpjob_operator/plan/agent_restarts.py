@@ -1,4 +1,4 @@
-"""Adds restarts in place that node 0's agent (ddprun) reports to the status, as `ddpjob_core.budget` counts them."""
+"""Adds the restarts in place that node 0's agent (ddprun) reports to the status. `ddpjob_core.budget` counts them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     # The agent has already counted these steps as progress, so later failures must not count them again.
     status = replace(status, furthest_step=status.furthest)
     if status.is_broken:
-        return status  # lastFailure stays the failure that is being settled
+        return status  # lastFailure stays the failure that is being classified
     for reported in agent.failures[-number:]:
         failure = _failure(status, reported, view)
         status = transitions.with_failure(status, failure, sentences.sentence(failure))

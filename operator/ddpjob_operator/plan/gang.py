@@ -164,7 +164,7 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def upkeep(view: View) -> tuple[tuple[Action, ...], dt.datetime | None]:
-    """Return deletes of groups and reports to the queue, and when to repeat a report that was refused."""
+    """Return the groups to delete, the reports to the queue, and when to repeat a refused report."""
     adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
     refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
     return (*unneeded(view), *to_tell(view)), None if refused is None else refused.retry_at
@@ -215,7 +215,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # No pod uses the quota: pods of unanswered create requests were searched before the suspension was recorded.
+        # No pod uses the quota: before the suspension was recorded, pods of unanswered create requests were looked up.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:

@@ -56,5 +56,5 @@ def with_remark(status: api.Status, problems: Sequence[Problem]) -> api.Status:
 
 
 def is_explained(status: api.Status) -> bool:
-    """True if the state's reason is already the invalid spec, or the job is over and the spec no longer matters."""
+    """True if the status already has the reason InvalidSpec, or if the job has ended: its spec then has no effect."""
     return status.state in TERMINAL or status.reason == reasons.INVALID_SPEC.name

@@ -19,12 +19,12 @@ from ddpjob_operator.pods import agent_environment, naming
 
 
 def after_loss(view: View, status: api.Status, lost: Collection[int]) -> api.Status:
-    """Return the status with a new leader if the leader's pod is in `lost`. status: counts the lost pods already."""
+    """Return the status with a new leader if the leader's pod is in `lost`. status: includes the loss of these pods."""
     present = leader(view.job, status)
     if not view.appoints or present.place not in lost:
         return status
     staying = view.staying - set(lost)
-    # Prefer a pod of the last group, because other pods may hold no state, or an older one.
+    # Prefer a pod whose ranks trained in the last group, because other pods may hold no state, or an older state.
     # If no pod stays, the next pod at the leader's place leads, or node 0 if the job has no such place any more.
     next_one = present.place if present.place in view.spec.members else view.spec.members.leader
     place = min(in_last_group(view, status, staying, lost) or staying, default=next_one)
@@ -75,8 +75,8 @@ def pod_name(job: api.DDPJob) -> str:
 
 
 def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None:
-    """Return the answer to agents that ask who leads; None if the leader's pod is not running. pod: the pod named
-    `pod_name`. port: of the leader's agent."""
+    """Return the answer to agents that ask which node leads; None if the leader's pod is not running. pod: with the
+    name `pod_name(job)`. port: of the leader's agent."""
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
     found = leader(job, job.status)

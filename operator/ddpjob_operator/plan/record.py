@@ -41,7 +41,7 @@ def record(view: View, status: api.Status) -> api.Status:
 
 
 def _with_findings(status: api.Status, view: View) -> api.Status:
-    """Add the findings that make a success suspicious, each once. They outlive the pods that report them."""
+    """Add each finding that makes a success suspicious once. Findings must outlive the pods that report them."""
     if not status.attempt:
         return status
     new = (api.StoredFinding(reason=one.reason, message=one.message) for one in _reported(view, status))
@@ -98,7 +98,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
     known = status.started | completed
     if view.is_elastic and view.is_enough(known):
-        # When the first nodes complete, waiting pods get room and start, but find no group to join. Do not count them.
+        # When nodes complete, waiting pods get room and start, but the rendezvous is over. Do not count such pods.
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:
         return started  # a pod may be missing because the operator stopped before creating it

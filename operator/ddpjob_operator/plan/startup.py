@@ -27,7 +27,7 @@ CANNOT_START = frozenset(
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
 
-# Seconds between the pods that replace each other while other nodes train.
+# Minimum seconds between two replacements of the same node's pod while other nodes are training.
 NEXT_POD_SECONDS = 10
 
 
@@ -57,7 +57,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
     if view.spec.facts.restarts_in_place and not gang.group_of(view, status):
         return Decision(_resized(view, status, was))
-    # Keep the end of a back-off, because a change of the number of nodes is not its reason.
+    # Keep the end of a back-off: it was started by a failure, not by the change of spec.nodes.
     wait = backing_off(view, status)
     later = new_attempt(status, (status.attempt_time if wait else None) or view.now)
     again = f" at {wording.clock(later.attempt_time)}" if wait and later.attempt_time else ""

@@ -14,7 +14,7 @@ from ddpjob_operator.pods import environment as contract
 
 Body = dict[str, Any]
 
-# Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit, enough for data loaders.
+# Size of /dev/shm: half of the memory limit, like tmpfs's half of the RAM; without a limit, enough for data loaders.
 # The container runtime's 64 MiB breaks DataLoader workers and NCCL.
 SHM_BYTES_DEFAULT = 2 * 2**30
 _LOG_AS_MESSAGE = "FallbackToLogsOnError"
@@ -140,7 +140,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
-    """True if pods of the job must not share a node. With `auto` this is so if the job has GPUs."""
+    """True if pods of the job must not share a node. `auto` means true for a job with GPUs."""
     return spec.facts.gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
@@ -173,7 +173,7 @@ def _trainer(own: dict[str, str], spec: Body) -> None:
     names = {entry["name"] for entry in users}
     # The operator's variables come first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
     trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users
-    # The kubelet keeps the end of the log as the message: the cause survives the pod, and needs no right to read logs.
+    # On failure the kubelet puts the end of the log into the pod's status. So the operator needs no right to read logs.
     trainer.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
 
 

@@ -94,7 +94,7 @@ class Snapshot:
 
     folder  on a volume that outlives the pod; created if missing. If nodes do not share it, rank 0's folder counts, and
             its bytes are sent to the ranks that cannot read them. None: the state is in memory only.
-    world   defaults to the one of `init`, else to the process group that the script created, else to rank 0 of 1. After
+    world   defaults to that of `init`, else to the process group that the script created, else to rank 0 of 1. After
             the group is left, each rank loads by itself and only rank 0 saves.
     keep    number of newest states to keep, at least 1.
     memory  under ddprun, also keep the state in the pod's memory, where a restart finds the last step.
@@ -555,7 +555,7 @@ class Snapshot:
                  (copied into). Afterwards `self.state` has every saved value, for numbers and strings. For a model or
                  an optimizer it has the object's own state_dict(), because a copy would need the memory twice.
 
-        Rank 0 chooses the state and all ranks read the same bytes. A damaged file is reported on stderr and the one
+        Rank 0 chooses the state and all ranks read the same bytes. A damaged file is reported on stderr and the file
         before it is used. Raises on all ranks: StateError if a name was not saved, Superseded if a newer attempt owns
         the folder.
         """
@@ -761,7 +761,7 @@ class Snapshot:
         # Rank 0 serves the store. If it has died, the next collective reports that.
         with contextlib.suppress(RuntimeError):
             store.set(self._offered[-1], value)
-            if len(self._offered) > OFFERS_MAX:  # rank 0 does not need the oldest one any more
+            if len(self._offered) > OFFERS_MAX:  # rank 0 does not need the oldest values any more
                 store.delete_key(self._offered.pop(0))
 
     def _collected(self, step: int, repeat: int) -> dict[int, of_each_rank.Handed]:

@@ -74,8 +74,7 @@ class World:
         return self.rank == 0
 
     def wrap(self, model: torch.nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
-        """Return the model on this rank's device, in DistributedDataParallel; with one rank too, so the code is the
-        same.
+        """Return the model on this rank's device, wrapped in DistributedDataParallel even if there is only one rank.
 
         ddp_kwargs are passed to DistributedDataParallel. device_ids is [device] on a GPU and absent on the CPU, because
         torch/nn/parallel/distributed.py refuses it for CPU modules.
@@ -93,7 +92,7 @@ class World:
             group.use_step_timeout()
 
     def close(self) -> None:
-        """Leave the group: wait for the other ranks (at most 10 s), then destroy it. Safe to call twice."""
+        """Leave the group: wait for the other ranks (at most 10 s), then destroy the group. Safe to call twice."""
         if (group := _group_of(self)) is not None:
             _leave(group)
 
@@ -192,10 +191,10 @@ def active() -> World | None:
 
 
 def rank_in_group(otherwise: str) -> tuple[int, int]:
-    """Return this process's rank and the size of its group, also if the script made the group; 0 and 1 if there is
-    none.
+    """Return this process's rank and the size of its group, also of a group that the script made; (0, 1) for a single
+    process. Raise ConfigurationError if there are other ranks but no group.
 
-    otherwise: the alternative to `init` that the ConfigurationError names for a rank without a group.
+    otherwise: what the text of this error names as an alternative to `init`.
     """
     if process.current.group is not None or process.torch_group() is not None:
         place = process.place()

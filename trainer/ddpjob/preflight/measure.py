@@ -31,7 +31,7 @@ from ddpjob.reporting import termination
 
 JOIN_SECONDS = 60.0  # limit for the rendezvous and for each collective; a node that takes longer counts as lost
 ROUNDS_MAX = 16  # rounds of exchanges: with more than 17 nodes each has 16 peers
-CONFIRMATIONS = 2  # further measurements of a suspect before it is bad
+CONFIRMATIONS = 2  # further measurements before a node counts as bad
 PINGS, CLOCK_TRIALS = 20, 4
 PROBES, PROBE_BYTES = 4, 64 * 1024
 # A process may wait some milliseconds for a busy processor, so a shorter exchange measures nothing.
@@ -52,7 +52,7 @@ def run(folder: str = "") -> NodeResult:
     measures = survey(world, folder)
     result = judge.judge(measures)
     for _ in range(CONFIRMATIONS):
-        if result.bad:  # measure suspects again: other programs may have used the processor, network or disk
+        if result.bad:  # measure the nodes again, because other programs may have used processor, network or disk
             measures = [judge.best_of(*both) for both in zip(measures, survey(world, folder), strict=True)]
             result = judge.judge(measures)
     if world.is_main:
@@ -130,7 +130,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_link(peer: int, device: torch.device) -> tuple[float, float]:
-    """Return the least seconds per byte, both ways at once as in a ring all_reduce, and seconds of a small message."""
+    """Return the fewest seconds per byte, in both directions at once as in a ring all_reduce, and per small message."""
     on_device = gather.device_for(None, device)
     _exchange(peer, 1, on_device)  # not timed, because nccl connects at its first exchange
     latency = min(_exchange(peer, 1, on_device) for _ in range(PINGS))

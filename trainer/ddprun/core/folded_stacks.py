@@ -1,4 +1,4 @@
-"""Print the stacks of a node's ranks as one text: ranks at the same place share it. Pure."""
+"""Print the stacks of a node's ranks as one text, in which ranks at the same place share one stack. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankStack(NamedTuple):
 
 
 def text(ranks: Sequence[RankStack]) -> str:
-    """Return the text for these ranks, without a newline at the end."""
+    """Return the stacks of these ranks as one text, without a newline at the end."""
     lines = [f"{BEGIN}{_named([r.rank for r in ranks])}, innermost call first:"]
     groups: dict[object, list[RankStack]] = {}
     for one in sorted(ranks):
@@ -84,7 +84,7 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def printed(log: str) -> list[str]:
-    """Return the complete texts in a log, without the prefix `ddprun: ` and without output of the ranks in between."""
+    """Return the complete stack texts in a log, without the prefix `ddprun: ` and without lines that ranks printed."""
     found: list[str] = []
     lines: list[str] | None = None
     for line in log.splitlines():
@@ -102,7 +102,7 @@ def printed(log: str) -> list[str]:
 
 
 def of_rank(text: str, rank: int) -> str:
-    """Return the part of a text about one rank; "" if it has none."""
+    """Return the part of a stack text that is about one rank; "" if the text does not mention the rank."""
     parts = re.split(r"\n(?=  ranks? )", text)[1:]
     return next((part for part in parts if rank in _ranks(part)), "")
 

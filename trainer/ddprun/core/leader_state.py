@@ -10,7 +10,7 @@ same rules as any other.
                 its timeout, ranks first report their positions. If the script has a mistake, ranks of the other
                 nodes get a moment to make the same one
     pausing     the back-off
-    standing    in a session of `ddpjob dev`: all ranks have ended, and the next save starts them again
+    standing    only under `ddpjob dev`: all ranks have ended, and the next saved file starts them again
     over
 
 An operator, if there is one, replaces a lost pod and charges for it. Restarts without a new pod are charged here.
@@ -78,7 +78,7 @@ class Ask(NamedTuple):
 
 
 class Over(NamedTuple):
-    """Tell all nodes that the ranks of one node have ended with 0, so no rank may wait for another any more."""
+    """Tell all nodes that the ranks of one node have ended with 0: a rank that waits for another rank now hangs."""
 
     generation: int
 
@@ -288,7 +288,7 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def granted(self, grant: Grant) -> None:
-        """Apply what the operator has counted, as a new pod or an answer of the operator tells it."""
+        """Apply the operator's counts, which a new pod or an answer of the operator contains."""
         self._begun = max(self._begun, grant.generations - 1)
         turn = self._replacements[self._leader] if self._turn is None else self._turn
         self._budget = self._budget.renewed(grant, turn)
@@ -377,7 +377,7 @@ class LeaderState:
             self._await_no_more()
 
     def rerun(self, now: float) -> None:
-        """Start all ranks again, with the files as they are now. Nothing is charged, and there is no back-off."""
+        """Start all ranks again, with the files as they are now, without a charge and without a back-off."""
         if self._current.checking or self.state not in ("running", "stopping", "standing"):
             return  # the ranks have not started yet, so they will read the new files anyway
         self._current.reruns = "files were saved"
@@ -506,7 +506,7 @@ class LeaderState:
         self._go_on_if_enough_are_here(now)
 
     def _go_on_if_enough_are_here(self, now: float) -> None:
-        """Start if all nodes are connected, or if enough nodes are connected and no further node is expected."""
+        """Start the ranks if all nodes are connected, or if enough nodes are and no further node is expected."""
         if self.state != "gathering":
             return None
         lost = self._uncharged
@@ -734,7 +734,7 @@ class LeaderState:
         code = failure.exit_code
         found = "infrastructure" if failure.symptom else rules.classify(failure)
         if failure.lacks_program and found in ("permanent", "application"):
-            # As in the operator: a missing program is permanent if the job never trained and no node has it.
+            # As in the operator, a missing program counts as permanent if the job never trained and no node has it.
             one_may_have_it = len(self._current.unable) < len(self.members) and self._has_operator
             found = "infrastructure" if one_may_have_it else "permanent"
             if self.furthest_step or self.generation > 0:
@@ -750,7 +750,7 @@ class LeaderState:
 
     def _repeats(self, failure: Failure) -> bool:
         """True for a mistake of the script, or a missing script or module, before the first step: on all nodes, or
-        twice in a row, because some ranks may be stopped before they make it. The operator has the same rule.
+        twice in a row, because some ranks may be stopped before they make the mistake. The operator has the same rule.
         """
         on_all_nodes = len(self._current.raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)

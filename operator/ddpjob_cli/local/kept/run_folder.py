@@ -90,7 +90,7 @@ def is_running(run: Path) -> bool:
     except OSError:
         return False
     try:
-        # Take a shared lock, so that a reader does not mistake another reader for the run.
+        # A running job holds the exclusive lock. Take a shared lock, because other commands may check this folder too.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -100,7 +100,7 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Remove old runs, and the volumes and agents' folders that killed runs have left. Killed runs hold no lock."""
+    """Remove old runs, and volumes and agents' folders of killed runs. A killed run holds no lock."""
     for i, run in enumerate(_runs(jobs, job)):
         with _own(run, job) as held:
             if held is None or is_running(held):
@@ -147,7 +147,7 @@ def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Yield a path of the opened folder, valid even if its name is replaced; None if it is no run of this user."""
+    """Open a run's folder, and yield a path that stays valid if the name is replaced; None if it is no own run."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

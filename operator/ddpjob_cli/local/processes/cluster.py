@@ -76,7 +76,7 @@ class RefusedError(Exception):
 
 
 class LocalCluster:
-    """The processes, ports and folders of one job. show: gets the nodes' output. names: rewrites FILE:LINE in it."""
+    """The processes, ports and folders of one job. show: gets the nodes' output, in which names rewrites FILE:LINE."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class LocalCluster:
                 self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def waits_in_vain(self, job: api.DDPJob, parent_of: Mapping[int, int]) -> Iterator[str]:
-        """Yield why launchers wait for nodes that never come."""
+        """Yield the reasons why launchers wait for nodes that will never connect."""
         running = (
             (job.spec.members.node_rank(pod.place), words, ranks.environ(pid))
             for pod in self._live()
@@ -125,7 +125,7 @@ class LocalCluster:
     def observe(self) -> Observed:
         """Return the current state. A deleted pod is dropped only after an earlier call has shown its end."""
         for name in self.ended_pods():
-            # `close` closes the pod's three descriptors, and reaps its process.
+            # `close` closes the three descriptors of the pod, and reaps its process.
             self.pods.pop(name).node.close()
             shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir is removed with its pod
         self._observations += 1
@@ -192,7 +192,7 @@ class LocalCluster:
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 
     def initialized(self) -> dt.datetime | None:
-        """Return when the first rank without a step began to report in this attempt; None without such a rank."""
+        """Return when the first rank that made no step began to report in this attempt; None without such a rank."""
         newest = max(self._ports, default=0)
         times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
         return min(times, default=None)
@@ -249,7 +249,7 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
-        if job.spec.facts.restarts_in_place:  # variables for agents, which a pod does not get
+        if job.spec.facts.restarts_in_place:  # variables of local agents that pods do not get
             process.env["DDPJOB_LOCAL"] = "1"
             process.env.setdefault("PET_RDZV_CONF", ELASTIC_CONF)
         if base.terminal is not None:
@@ -287,7 +287,7 @@ class LocalCluster:
         return ports.number(self._ports[attempt])
 
     def leader(self, job: api.DDPJob) -> dict[str, Any] | None:
-        """Return the answer to agents that ask who leads. On one machine each leader needs a port of its own."""
+        """Return the answer to agents that ask which node leads. On one machine each leader needs a port of its own."""
         attempt, term = job.status.attempt, leadership.leader(job, job.status).term
         if term > 1 and (attempt, term) not in self._ports_of_leaders:
             self._ports_of_leaders[attempt, term] = ports.hold()
@@ -296,7 +296,7 @@ class LocalCluster:
         return leadership.answer(job, None if pod is None else pod.known, port)
 
     def _waiting(self, name: str) -> Pod:
-        """Return a pod beyond the number of nodes that this machine offers, as a scheduler reports it: pending."""
+        """Return a pod that exceeds the number of nodes of this machine, as a scheduler reports such a pod: pending."""
         _, action, since = self._without_room[name]
         return Pod(
             name=name,

@@ -273,7 +273,7 @@ def _wrong_mounts(
 def _mounts(
     spec: Body, trainer: Mapping[str, Any], slot: Slot, variables: Mapping[str, str]
 ) -> list[tuple[str, Path, bool]]:
-    """Return (path in the container, folder here, True to create it), the longest path first."""
+    """Return (path in the container, local folder, True to create the folder), the longest path first."""
     volumes = {v.get("name"): v for v in spec.get("volumes") or ()}
     mounts = []
     for mount in trainer.get("volumeMounts") or ():
@@ -290,7 +290,7 @@ def _mounts(
 
 
 def _mounted(text: str, mounts: list[tuple[str, Path, bool]]) -> str:
-    """Replace all mounts' paths by folders here, in one pass, because a folder's path may contain a mount's path."""
+    """Replace paths of mounts by local folders, in one pass, because a folder's path may contain a mount's path."""
     if not mounts:
         return text
     folders = {path: str(folder) for path, folder, _ in mounts}

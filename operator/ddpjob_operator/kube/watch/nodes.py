@@ -133,7 +133,7 @@ class NodeCache:
         self._judge()
 
     def begin_anew(self, namespace: str) -> None:
-        """Do nothing, because `put` does not compare versions."""
+        """Do nothing: a Sink must now accept older versions, and `put` accepts any version."""
 
     def has(self, raw: Raw) -> bool:
         return self._names.get(raw["metadata"]["name"], (-1, ""))[0] >= version(raw["metadata"])

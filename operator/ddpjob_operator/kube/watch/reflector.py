@@ -24,14 +24,14 @@ from ddpjob_operator.metrics.meter import Meter
 
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
 LOG_AGAIN_SECONDS = 300.0
-# Failures shorter than these seconds are not logged: a broken connection or a starting API server needs no action.
+# Failures shorter than these seconds are not logged: a broken connection or a starting API server needs no user action.
 QUIET_SECONDS = 5.0
 # A watch that was open for these seconds has worked: its end is the server's time-out and causes no back-off.
 HEALTHY_SECONDS = 10.0
 # An outdated list usually comes from an API server that lags behind and catches up in seconds.
 # After this many outdated lists in a row, the cluster was probably restored from a backup, so the list is accepted.
 STALE_LISTS_MAX = 5
-# If a watch ends this many seconds after the last list, list again.
+# If a watch ends at least this many seconds after the last list, list again.
 # Watches end after a random 4 to 8 minutes (client.py), so collections and operators do not list at the same time.
 LIST_AGAIN_SECONDS = 400.0
 

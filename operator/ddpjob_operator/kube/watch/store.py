@@ -31,7 +31,7 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# Limit of remembered UIDs of deleted objects. Only answers that are in flight need them, and those are far fewer.
+# Maximum number of remembered UIDs of deleted objects. Only responses in flight need them, and those are far fewer.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Unreadable(NamedTuple):
-    """An object that cannot be read."""
+    """An object that cannot be parsed: its job's key, its UID and the reason."""
 
     key: Key
     uid: str
@@ -55,7 +55,7 @@ class Unreadable(NamedTuple):
 
 
 def newest(_: T | None, later: T, __: int) -> T:
-    """Return the later value: the default merge, which keeps no history."""
+    """Default merge of two observations of an object: return the later one."""
     return later
 
 

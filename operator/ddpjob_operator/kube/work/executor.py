@@ -56,7 +56,7 @@ STATUS = {"fieldManager": "ddpjob-operator"}
 # Seconds after which a reconcile starts no request for a pod; the next reconcile continues.
 # Without this limit, a job of a thousand pods behind a slow webhook would react to a suspend only after minutes.
 RECONCILE_SECONDS = 5.0
-# Reading lost pods by name stops after this many answers 404, because the remaining pods are usually gone, too.
+# Stop reading lost pods by name after this many answers 404: the remaining pods are usually gone, too.
 GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
@@ -66,7 +66,7 @@ SECOND_BATCH = 8
 
 
 class ConflictError(Exception):
-    """The job, or the node of a pod, has changed after it was observed. The caller must observe both again."""
+    """The job, or the node of a pod, has changed after the plan was made. The caller must observe both again."""
 
 
 @dataclass(eq=False)
@@ -227,8 +227,8 @@ class Executor:
         # Name the uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # Require the pod's version that was known before the node was read.
-            # If the kubelet comes back before the deletion, it updates the pod, and the delete fails.
+            # Delete the pod only at the resourceVersion that was known before the node was read.
+            # A kubelet that comes back before the deletion updates the pod, and the server then refuses the delete.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
@@ -332,7 +332,7 @@ class Executor:
         return not state.next_batch
 
     async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
-        """Send the creates in order. Return False after the first object that does not exist afterwards."""
+        """Send the creates in order. Return False after the first object that still does not exist; send no more."""
         key = job.metadata.namespace, job.metadata.name
         for create in creates:
             async with self.creates.place(key[0]):

@@ -118,7 +118,7 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self.lookup.read_job(key, quietly=True)
-                # Call `ready_in` again: only the complete job shows if it waits for the API of a gang.
+                # Call `ready_in` again: only the complete job shows if it must wait for the first list of a gang API.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
@@ -313,7 +313,7 @@ class Reconciler:
         )
 
     def _no_room(self, key: Key, job: api.DDPJob) -> str:
-        """Return why there is no room in memory for a job that would begin; "" otherwise."""
+        """Return why there is no room in memory for a new job; "" if there is room, or if the job has begun."""
         raw, begun = self.caches.jobs.get(key), self.caches.jobs.begun
         if raw is not None and storage.would_begin(job):
             return begun.ask(key, storage.size(raw))

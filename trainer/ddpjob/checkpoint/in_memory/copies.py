@@ -124,7 +124,7 @@ class Copies:
             process.log(f"{why}: the state is copied at each step that the script passes to save() or keep()")
 
     def stop(self) -> None:
-        """Make no further copy."""
+        """Stop making copies."""
         self._stopped = True
         self.give_up_last()
 
@@ -249,7 +249,7 @@ class Copies:
         self._spent, self._has_copied = self._spent + seconds, True
 
     def _write_slot(self, at: Boundary) -> None:
-        """Write random states, buffers and settings of this rank to one of its slots for copies."""
+        """Write this rank's random states, buffers and optimizer settings to one of its slots for copies."""
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
         own = Version(shared.attempt, shared.generation, at.step)
@@ -272,7 +272,7 @@ class Copies:
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
-        with shared.locked(waits=True):  # after a failure, surviving ranks may be writing
+        with shared.locked(waits=True):  # surviving ranks may be writing after a failure
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
             shared.write_copy(area, state, held)
             return area, held
@@ -291,7 +291,7 @@ class Copies:
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
-        """Called before a second optimizer steps within the same step. Does nothing for a state on the CPU."""
+        """Called before another optimizer makes its update in the same step. Does nothing for a state on the CPU."""
 
     def count_saved(self) -> bool:
         """Make the copy for `save` valid, once all ranks have completed its step or a rank has failed. Return False if

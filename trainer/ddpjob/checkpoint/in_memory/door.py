@@ -50,8 +50,8 @@ class Assumed(dict[str, Any]):
 
 
 class InMemory:
-    """A Snapshot's access to the memory. It is turned off if a script loads from two Snapshots, because a state from
-    memory and a state from the other Snapshot's folder could have different steps."""
+    """Access of a Snapshot to the node's memory. Memory is turned off if a script loads from two Snapshots: a state in
+    memory and a state in the other Snapshot's folder could have different steps."""
 
     def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool, has_folder: bool) -> None:
         self._present = Version(attempt, generation, 0)
@@ -63,7 +63,7 @@ class InMemory:
         self._named: set[str] = set()  # names passed to calls of load() that restore the same step
         self._taken: FoundState | None = None  # state in memory that load() restores; None if it uses the folder
         self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
-        if self._used and world is not None:  # a rank that the agent did not start has no cells in the agent's memory
+        if self._used and world is not None:  # only for ranks that the agent has started
             place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
             self._used = (world.rank, world.world_size) == place
 

@@ -319,7 +319,7 @@ class Kept:
                 own.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take over the version counters of another Kept with the same optimizers."""
+        """Copy the version counters from another Kept with the same optimizers."""
         if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
             self._counters, self._sampled = other._counters, other._sampled
 
@@ -413,7 +413,7 @@ class _Counters:
         self._counters: list[int] | None = None
         self._moves: list[int] | None = None
         self._few: list[torch.Tensor] = []
-        self._few_moves: list[tuple[int, int]] = []  # (counter, increase per step) for each of `_few`
+        self._few_moves: list[tuple[int, int]] = []  # (counter, increase per step) for each tensor in `_few`
 
     @property
     def is_recorded(self) -> bool:

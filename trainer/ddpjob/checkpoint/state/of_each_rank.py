@@ -1,4 +1,4 @@
-"""Collect state that differs between ranks in one file: data readers, generators, buffers that DDP does not send.
+"""Collect state that differs between ranks in one file: samplers, random generators, buffers that DDP does not send.
 
 Rank 0 writes its own state. Every other rank sends rank 0 its random state, and a copy of values that may differ. The
 file has the copies that do differ under "ranks". Models and optimizers are replicas, so only two parts are compared:
@@ -20,7 +20,7 @@ from ddpjob.checkpoint.state.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
 OWN_BYTES_MAX = 4 << 20  # limit in bytes for one object of one rank, because the group's store transfers it
-SAMPLES, SAMPLED_VALUES = 32, 8  # parameters per model, values per parameter: ranks out of step differ everywhere
+SAMPLES, SAMPLED_VALUES = 32, 8  # sampled parameters per model, values of each; few, as another step changes nearly all
 
 WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
@@ -54,7 +54,7 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
 
 
 def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return some values of synchronized parameters by model name; equal on ranks that are at the same step."""
+    """Return some values of synchronized parameters, by model name. They are equal on ranks at the same step."""
     models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     found = {}
     for name, model in models.items():

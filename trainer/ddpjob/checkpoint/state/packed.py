@@ -61,7 +61,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: Any) -> Any:
-    """Return the value that `dumps` converted to these bytes. Raises StateError for other bytes."""
+    """Return the value that `dumps` converted to these bytes. Raises StateError for bytes that `dumps` did not make."""
     try:
         return _Plain(io.BytesIO(data)).load()
     except _UNREADABLE as error:
@@ -171,8 +171,8 @@ def copy_piece(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def in_place(memory: torch.Tensor) -> Any:
-    """Return the value that `write` has written to this memory. Its tensors use the same memory, without a copy. Raises
-    StateError for other bytes."""
+    """Return the value that `write` has written to this memory. Its tensors are views of this memory. Raises StateError
+    if the memory contains anything else."""
 
     def made(layout: Layout) -> torch.Tensor:
         at = start + layout.offset
@@ -240,7 +240,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
 
 
 def threads(processes: int, size: int) -> int:
-    """Return how many threads to use for `size` bytes if `processes` processes of this machine do the same."""
+    """Return how many threads to use for `size` bytes if `processes` processes of this machine do so together."""
     if size < WORTH_BYTES:
         return 1
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, processes)))
