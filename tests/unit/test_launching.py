@@ -13,9 +13,7 @@ from ddpjob_operator.job import command, launcher, validation
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
-ROW = re.compile(
-    r"^\|(?P<you_have>[^|]*)\| `(?P<command>\[.*?\])` \| (?P<nodes>\d)×(?P<nproc>\d) \| (?P<rest>.*) \|$"
-)
+ROW = re.compile(r"^\|(?P<you_have>[^|]*)\| `(?P<command>\[.*?\])` \| (?P<nodes>\d)×(?P<nproc>\d) \| (?P<rest>.*) \|$")
 ROWS = [match for line in TEXT.splitlines() if (match := ROW.match(line))]
 REFUSED_ROW = re.compile(r"^\| `(?P<command>\[.*?\])` \| (?P<nodes>\d)×(?P<nproc>\d) \| (?P<rest>.*) \|$")
 REFUSED = [match for line in TEXT.splitlines() if (match := REFUSED_ROW.match(line))]
