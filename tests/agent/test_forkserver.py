@@ -39,7 +39,7 @@ def test_everything_visible_to_a_script_is_as_in_a_new_process(launcher: Launche
 def test_a_broken_connection_raises_an_error_and_does_not_kill_a_forked_rank(launcher: Launcher) -> None:
     """A broken connection must raise an error: SIGPIPE's default action would kill a survivor before it saves."""
     script = launcher.script("import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGXFSZ))")
-    ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
+    ignored = f"{signal.SIG_IGN!s} {signal.SIG_IGN!s}\n"
     assert launcher.done(script).stdout == ignored
     assert launcher.warm(script).communicate(timeout=120)[0] == ignored
 
