@@ -77,7 +77,7 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
     """Yield each local command of a page, with the lines that are printed below it."""
     found: list[tuple[str, list[str]]] = []
     for block in documents.blocks("console"):
-        if block.page.name != page:
+        if block.page.name != page or block.not_run:
             continue
         for line in block.text.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
