@@ -203,18 +203,18 @@ def measured(one: dict[str, Any], notes: list[Note], restarts: list[float]) -> d
 
 
 def repeated(notes: list[Note]) -> tuple[int, int]:
-    """Return how many steps rank 0 has repeated, and in how many epochs a sample is missing or comes twice."""
-    lives: dict[int, set[int]] = collections.defaultdict(set)
+    """Return how many steps a rank has repeated, and in how many epochs a sample is missing or comes twice."""
+    lives: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
     for n in notes:
-        if n.what == "step" and n.rank == 0:
-            lives[n.step].add(n.life)
+        lives[n.what, n.step].add(n.life)
+    ended = {step: its for (what, step), its in lives.items() if what == "step"}
     seen: dict[int, list[str]] = collections.defaultdict(list)
     for n in notes:
-        if n.what == "batch" and n.samples and n.life == max(lives.get(n.step, {-1})):
+        if n.what == "batch" and n.samples and n.life == max(lives["batch", n.step]):
             seen[(n.step - 1) * BATCH // SAMPLES] += n.samples.split(",")
-    epochs = (seen[epoch] for epoch in range(max(lives, default=0) * BATCH // SAMPLES))
+    epochs = (seen[epoch] for epoch in range(max(ended, default=0) * BATCH // SAMPLES))
     wrong = sum(len(epoch) != SAMPLES or len(set(epoch)) != SAMPLES for epoch in epochs)
-    return sum(len(its) - 1 for its in lives.values()), wrong
+    return sum(len(its) - 1 for its in ended.values()), wrong
 
 
 def difference(folder: Path, total: int, width: int) -> float:
