@@ -92,7 +92,7 @@ def _lines(source: object) -> list[str]:
 
 
 def _begin(lines: list[str]) -> tuple[int, str]:
-    """Return the first line of a cell that is not empty, and its index, as IPython does."""
+    """Return the index and the text of a cell's first non-empty line, as IPython finds it."""
     return next(((i, line) for i, line in enumerate(lines) if line.strip()), (0, ""))
 
 

@@ -342,7 +342,7 @@ def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_o
 
 @pytest.mark.long
 def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: list[Node]) -> None:
-    """An incomplete copy must not be valid in thousands of walks either, because some orders of events are rare."""
+    """An incomplete copy must never be valid, also in thousands of random walks: some orders of events are rare."""
     walks(1_000, nodes, first=1_000_000)
 
 

@@ -116,7 +116,7 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """A state after which steps were made must not be given up, because it is not the cause of a failure."""
+    """A state from which training has made further steps must not be given up, because it did not cause the failure."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"

@@ -207,7 +207,7 @@ def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS, and tests/trainer tests each rule
+@pytest.mark.long  # slow; ordinary runs test only the scripts in SCRIPTS, and tests/trainer tests each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
     """A kind of script that once had wrong results must be correct or refused; random draws would rarely test it."""

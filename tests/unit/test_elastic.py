@@ -697,7 +697,7 @@ def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> No
 
 
 def test_scaling_during_a_start_back_off_does_not_end_the_back_off() -> None:
-    """Scaling must not end a back-off: each step of an autoscaler would create all pods again, without free nodes."""
+    """Scaling must not end a back-off. Otherwise each step of an autoscaler would make all pods, with no free nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])

@@ -143,7 +143,7 @@ def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_
 
 def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
     """Nodes with a group each must make the success suspicious, as after `torchrun --standalone` in the image."""
-    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: from a parent that spawns the ranks
+    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # size 1: a parent that spawns ranks reports it
         world = digits(nprocPerNode=2).running().reports_step(9, world_size=size)
         world.exits(0, 0).exits(1, 0).settle()
         assert [found.reason for found in world.status.findings] == reasons

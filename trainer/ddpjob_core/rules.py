@@ -52,7 +52,7 @@ _TIMED_OUT = re.compile(
 _NEVER_MET = re.compile(r"RendezvousTimeoutError|waiting for clients\. \d+/\d+ clients joined")
 # Symptoms count only in torch's errors: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# Errors about memory of torch, CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++.
+# Out-of-memory errors of torch, CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++.
 # KILLED_BY_KERNEL is the agent's own error for a SIGKILL by the kernel (ddprun/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP) (?:driver )?error: out of memory|Cuda failure (?:2 )?'out of memory'"

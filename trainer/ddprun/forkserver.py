@@ -461,7 +461,7 @@ def reseed(torch: Any) -> None:
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None:
-        torch.default_generator.seed()  # the CPU's generator; those of GPUs are created in the rank
+        torch.default_generator.seed()  # the CPU's random generator; those of GPUs are created in the rank
 
 
 def prepare_groups() -> None:

@@ -412,7 +412,7 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
 
 
 class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What shows the root cause and its class; kept because the pod may be gone when they are decided again."""
+    """Facts that show the root cause and its class. A later reconcile needs them when the pod may be gone."""
 
     precedence: Annotated[str, Meta(max_length=16)]
     """Its precedence among possible causes, from KERNEL to STOPPED."""

@@ -132,7 +132,7 @@ def of_container(words: list[str]) -> Command:
 
 
 def by_torchrun(words: list[str]) -> Command | None:
-    """Return what torchrun, one of its modules, or ddprun starts; None for other commands."""
+    """Return what torchrun, `python -m torch.distributed.run` or ddprun starts; None for other commands."""
     found = of_container(words)
     return found if found.has_torchrun_options else None
 

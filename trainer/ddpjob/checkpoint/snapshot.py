@@ -665,7 +665,7 @@ class Snapshot:
             if found is None:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
-            # report a state that only memory has, because a failure now would lose it
+            # Warn that only memory has this state: if all nodes are lost now, the state is lost too.
             self._report_failed(f"the state of step {found.held.version.step} is only in memory", error)
             return None
         for entry in entries:

@@ -42,7 +42,7 @@ NEVER = 1 << 62
 # Without this wait, torchrun would kill the other processes of the rank's node 30 s after the rank's end.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
-COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing for waits of minutes by a thousand ranks
+COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls; growing, because many ranks may poll for minutes
 
 _REQUESTED, _SEEN, _PROMISES = "stop/asked", "stop/seen", "stop/here"
 _DECISION, _STEP = "stop/at", "stop/step/{}"
@@ -60,7 +60,7 @@ def should_stop(step: int) -> bool:
     """
     state, step = process.current, int(step)  # scripts may pass a float such as samples / batch
     state.marked = step, state.optimizer_steps
-    if not state.stepping:  # without `progress`, the agent needs these steps to see if restarts make progress
+    if not state.stepping:  # without `progress`, this step shows the agent if a restart reached a new step
         state.cells[heartbeat.STEP] = step
     if state.at_boundary is not None:
         state.at_boundary(step)
@@ -312,4 +312,4 @@ def _end_now(code: int) -> None:
     os._exit(code)
 
 
-atexit.register(end_as_it_must)  # at the import: handlers registered later by join.py run earlier and leave the group
+atexit.register(end_as_it_must)  # registered first, at the import, so it runs after join.py's handler left the group

@@ -30,7 +30,7 @@ from ddpjob_core.members import Members
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
 RECENT = 32  # number of the last backward passes whose parameter values are kept
 RECENT_VALUES = 64  # values kept per pass, spread over one parameter
-PREFIX_WORDS = 4096  # 64-bit words at the start of a parameter that a backward pass sums
+PREFIX_WORDS = 4096  # 64-bit words from the start of each parameter that enter a pass's checksum
 ROW = 1021  # 64-bit words that share a weight; a prime, because axes of tensors are rarely multiples of it
 WORDS_WEIGHTED = 2048  # 64-bit words; in larger tensors the words of a row share a weight
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.

@@ -200,8 +200,8 @@ def _complaint(error: BaseException) -> BaseException | None:
 
 
 def _one_of_group(error: BaseException) -> BaseException:
-    """Return the last exception of an ExceptionGroup that reports no lost peer, as the log shows it; any other
-    exception itself. Groups are recognized by their attribute, because Python 3.10 has them only from a package."""
+    """Return the last member of an ExceptionGroup that reports no lost peer, else its last member; any other exception
+    itself. A group is recognized by `exceptions`, because Python 3.10 has no class ExceptionGroup."""
     members = getattr(error, "exceptions", None)
     if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
         return error

@@ -177,7 +177,7 @@ def collectives_begun() -> int | None:
 
 
 def _answer(page: memoryview, cells: memoryview) -> None:
-    """Answer the agent first, because it waits; stderr may be a pipe that nobody reads."""
+    """Answer the agent before writing to stderr, which may be a pipe that nobody reads: the write would block."""
     running = sys._current_frames()
     stack = calls(running.get(threading.main_thread().ident or 0))
     answer: dict[str, Any] = {"step": cells[STEP], "where": frames.innermost(stack)}

@@ -133,7 +133,7 @@ class Generation:
     unable: set[int] = field(default_factory=set)  # nodes that lack the program
     raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
     awaited: str | None = None  # exception of a rank; other nodes get a moment to raise it too
-    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: the number of its first pod that was lost
+    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: replacement number of the pod lost first
     standstill: Standstill = field(default_factory=Standstill)
     search: DeadlockSearch = field(default_factory=DeadlockSearch)
     question: TimeoutQuestion = field(default_factory=TimeoutQuestion)

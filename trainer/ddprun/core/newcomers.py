@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-STABLE_SECONDS = 600.0  # seconds; departures before a stay of this length are forgotten
+STABLE_SECONDS = 600.0  # seconds after which a departure is forgotten; also the longest snooze
 IMPORT_SECONDS = 10.0  # nodes that came together import torch for seconds, and should stop the others only once
 
 

@@ -228,7 +228,7 @@ class Executor:
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
             # Delete the pod only at the resourceVersion that was known before the node was read.
-            # A kubelet that comes back before the deletion updates the pod, and the server then refuses the delete.
+            # If the kubelet comes back before the deletion, it updates the pod, and the server refuses the delete.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):

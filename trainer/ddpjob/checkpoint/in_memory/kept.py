@@ -560,7 +560,7 @@ def _parts_of(value: Any) -> list[Any] | None:
 
 
 def _is_constant(value: Any) -> bool:
-    """True if all parts of an optimizer's or a scheduler's setting are values that cannot change in place."""
+    """True if no value in the settings of an optimizer or a scheduler can change in place."""
     if isinstance(value, torch.optim.Optimizer):
         items = [item for group in value.param_groups for item in group.items() if item[0] != "params"]
         return all(type(key) is str and _is_plain(each) for key, each in items)

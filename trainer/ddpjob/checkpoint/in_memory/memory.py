@@ -95,7 +95,7 @@ class Keeper:
         if (learned := self._slots.learned()) is not None:
             self.places.goes_on_from(learned)
         self._turn: int | None = None  # slot to write at the end of the next step; None before the first step ends
-        self._noted = 0  # number of the last step whose end was written to a slot
+        self._noted = 0  # the last step whose end was written to a slot
         self._stepped = True  # True if an optimizer has stepped, but the script has not reported the end of the step
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
@@ -507,8 +507,8 @@ class Keeper:
             self._sum = step, kept.total()
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
-        optimizer has stepped since."""
+        """Return the step number, the buffers and settings, and the random states, as at the end of the last step.
+        Return None if no slot has this state, or if an optimizer has stepped since."""
         if not self.is_on or self._stepped or self._copies_instead or self._turn is None:
             return None
         value = self.shared.read_slot(1 - self._turn)
