@@ -75,7 +75,7 @@ def test_the_time_that_a_sidecar_runs_on_is_counted_by_our_clock() -> None:
 
 
 def test_of_the_deleted_pods_only_the_newest_of_each_place_is_kept() -> None:
-    """A user may create and delete pods with the job's owner, labels and any names for hours, 1.5 kB each."""
+    """Only the newest deleted pod of a place may be kept: a user may create and delete pods for hours, 1.5 kB each."""
     states = JobStates(Jobs(lambda _: None))
     memory = states.of(("default", "digits"), "job")
     for number in range(1000):

@@ -389,7 +389,7 @@ def arguments_behind_script(arguments: Sequence[str]) -> list[str]:
 
 
 def abbreviations(arguments: Sequence[str], by: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (argument, options) for each argument that abbreviates several options of the launcher `by`: an error."""
+    """Yield (argument, options) for each argument that the launcher `by` refuses: it abbreviates all these options."""
     for word in _before_dashes(arguments):
         matches = _matches(word, by)
         if len(matches) > 1:

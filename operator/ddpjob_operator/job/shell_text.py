@@ -15,7 +15,7 @@ from ddpjob_operator.job import command, programs, shell
 _IN_TEXT = re.compile(r"(?<!\\)\$(?:\{[!#]?([A-Za-z_]\w*)(:?[-=+?])?|([A-Za-z_]\w*))")
 _IN_NUMBERS = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _OPTION_C = re.compile(r"-[a-z]*c[a-z]*")
-_DEPTH_MAX = 10  # nested shells (`sh -c`) that are read
+_DEPTH_MAX = 10  # maximum number of nested shells (`sh -c`) whose scripts are read
 
 
 class Reference(NamedTuple):

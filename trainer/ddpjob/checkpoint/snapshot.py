@@ -407,7 +407,7 @@ class Snapshot:
         process.current.unsaved.discard(self)
         report_saved(document["step"])
         try:
-            # the file lacks a rank's objects, so an older file may be the last one that every rank can load
+            # keep older files if this one lacks a rank's objects: only an older one may be complete for every rank
             if not unwritten.lacks_own:
                 self._prune(writer)
         except OSError as error:

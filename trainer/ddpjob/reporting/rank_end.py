@@ -181,7 +181,7 @@ class WatchedModule:
 
     def _reached(self, index: int, _gradient: Any) -> None:
         """Count a backward pass when it reaches the parameter that the first pass reached first. The pass has begun no
-        collective by then, so the number of collectives identifies it."""
+        collective by then, so the number of collectives begun so far identifies the pass."""
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index

@@ -210,7 +210,7 @@ def _one_of_group(error: BaseException) -> BaseException:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Yield the exception and its causes."""
+    """Return the exception, then its cause, then the cause's cause, and so on."""
     chain: list[BaseException] = []
     link: BaseException | None = _one_of_group(error)
     while link is not None and link not in chain:

@@ -63,7 +63,7 @@ def begin() -> None:
 
 
 def left() -> None:
-    """Record the last collective before the default group is left, because the thread may not have polled since."""
+    """Record the last collective before the default group is left: the thread may not have polled after it."""
     begun = _of_torch(collectives_begun)
     if begun and process.current.watched:
         process.current.cells[COLLECTIVES], process.current.cells[OVER] = begun, 1

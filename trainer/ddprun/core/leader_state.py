@@ -108,7 +108,7 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "a restart would fail in the same way: not restarted"
-# By reason for which a job fails; with any other reason, the text names the spent budget.
+# Texts by the reason for which a job fails. For any other reason the text names the budget that is spent.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
@@ -165,8 +165,8 @@ class LeaderState:
         turn: int | None = None,
         survivors: Collection[int] = (),
     ) -> None:
-        """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all but the
-        spares. spares: how many of the nodes only wait, until another one is lost.
+        """places: the numbers of all nodes that may take part. least: the smallest number of nodes that train; None:
+        all but the spares. spares: how many of the nodes only wait, until another one is lost.
 
         last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
         is connected before it may interrupt a generation to join it. leader: place (number) of this agent; None: the
@@ -262,7 +262,7 @@ class LeaderState:
         grant: Grant | None = None,
         is_ready: bool = True,
     ) -> None:
-        """Add a node whose agent connected, without running ranks. generation: of its last ranks; -1 without any.
+        """Add a node whose agent connected, without running ranks. generation: that of its last ranks; -1 if none ran.
 
         nodes: how many may take part, by this agent's --nnodes, because the job may have become larger. is_ready: False
         if its ranks could not start at once; `ready` follows.

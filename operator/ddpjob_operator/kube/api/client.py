@@ -136,7 +136,7 @@ class Client:
         reach: Reach | None = None,
     ) -> None:
         """may_write: called right before each try of a write; False: the write is not sent. answered: called for each
-        answer (Meter.answered). reach: shared by several clients.
+        answer (Meter.answered). reach: tracks outages, shared by several clients.
         """
         self.reach = reach or Reach()
         self.limits = limits

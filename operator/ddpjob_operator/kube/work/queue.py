@@ -164,13 +164,13 @@ class Schedule(Generic[K]):
         return None
 
     def progressed(self, key: K, now: float) -> None:
-        """Record that the reconcile got an answer, so it is not stuck, however long it takes."""
+        """Record that the reconcile got an answer: it does not count as stuck, however long it takes."""
         self._waiting.discard(key)
         if key in self._busy:
             self._busy[key] = now
 
     def waits(self, key: K) -> None:
-        """Record that the reconcile waits for its turn, so it is not stuck until it observes or ends."""
+        """Record that the reconcile waits for its turn: it does not count as stuck until it reads the job or ends."""
         self._waiting.add(key)
 
     def observed(self, key: K, now: float) -> None:

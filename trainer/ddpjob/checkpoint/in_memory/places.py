@@ -80,7 +80,7 @@ class Places:
         return new
 
     def _of_open(self, names: Collection[str]) -> set[str]:
-        """Return those of these values that memory may lack; none of them if a folder has the same values as memory."""
+        """Return the names of the values that memory may lack: all of `names`, or none if a folder has equal values."""
         return set() if self.counts else set(names)
 
     def step(self, values: Mapping[str, Any], repeated: Collection[str] = ()) -> set[str]:
