@@ -235,7 +235,7 @@ class Agreement:
     def _give_up(self) -> None:
         if self.decided.is_set() and self._at != NEVER:
             return
-        process.log(f"rank {self._rank} got SIGTERM, but a rank that must agree is gone: it ends without saving")
+        process.log(f"rank {self._rank} got SIGTERM and ends without saving: a rank that must agree on a step is gone")
         os._exit(128 + signal.SIGTERM)  # a thread cannot restore the signal's default action
 
 
