@@ -28,7 +28,7 @@ _AUTOMAGIC = re.compile(
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
 _AUTOMAGIC_MAX = 200  # lines of automagic per cell; each requires parsing the cell again
-_PARSED_MAX = 2_000_000  # characters that may be parsed for these lines in all cells together
+_PARSED_MAX = 2_000_000  # characters that may be parsed in all cells to find automagic
 
 
 @dataclass

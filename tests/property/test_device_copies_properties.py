@@ -23,7 +23,7 @@ from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Held, Version, new
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
-BUFFER = 0.5  # The value of the buffer is the step plus this.
+BUFFER = 0.5  # the value of a buffer is the number of its step plus 0.5
 Mistake = Literal[
     "",
     "the optimizer's step does not wait",

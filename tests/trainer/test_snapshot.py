@@ -843,7 +843,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
         keys = []
         with world_of(rank, 2, f"tcp://127.0.0.1:{port}") as world:
             snapshot = ddpjob.Snapshot(folder, world, keep=100)
-            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until rank 0 no longer waits
+            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until rank 0 has saved alone
                 time.sleep(0.01)
             for step in range(1, 13):
                 saved(snapshot, step)

@@ -178,7 +178,7 @@ def test_findings_of_many_nodes_are_one_line() -> None:
         (TABLE + "done\n", None, True),
         (TABLE, True, False),  # as after `torchrun a.py || torchrun b.py`
         (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), None, True),
-        (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
+        (TRACE + BOOM + "\n", True, True),  # the script calls traceback.print_exc() and ends
         (TRACE + BOOM + "\nepoch 2 loss 0.1\n", None, False),  # the script handled it and continued
         (TRACE + BOOM + "\n[W1122 16:20:01.1 ProcessGroupNCCL.cpp:138] was not called\n", True, True),
         (TRACE + "KeyboardInterrupt\n", None, False),

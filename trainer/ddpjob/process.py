@@ -221,7 +221,7 @@ def _end_child_as_before_3_13(run_finalizers: Callable[[], None]) -> None:
     atexit.register(run_finalizers)  # the last one runs first
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]  # from Python 3.12 on
     users = {monitoring.get_tool(number): number for number in _TOOLS}
-    if _TOOL in users or None not in users:  # a fork has inherited it, or other tools use all numbers
+    if _TOOL in users or None not in users:  # a fork has inherited our tool, or other tools use all ids
         return
 
     def see(*_place: object) -> None:

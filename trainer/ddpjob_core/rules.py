@@ -106,7 +106,7 @@ _OF_DEVICES = re.compile(
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
 # Errors of a folder that a new process would get, too: EPERM, EACCES, EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP.
-# Also EDQUOT, and EEXIST or ENOTDIR if a file is in place of the folder.
+# Also EDQUOT (the user's quota), and EEXIST or ENOTDIR if a file is in place of the folder.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")

@@ -147,8 +147,8 @@ class Snapshot:
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Number of optimizer steps by which all ranks have passed the last save, because they complete steps together.
-        # It is two steps after the save, because LBFGS runs its first backward pass inside step().
+        # Count of optimizer steps at which all ranks have passed the last save, because they complete steps together.
+        # The count is two more than at the save, because LBFGS runs its first backward pass inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that are logged only once

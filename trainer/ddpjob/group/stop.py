@@ -35,7 +35,7 @@ from ddpjob_core import heartbeat, rules, stall_limits
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02
 # Seconds for all ranks to agree on a step to stop at; running ranks answer at their next poll.
-# If they do not agree in time, a rank is gone. SIGTERM then ends the process, so that the group restarts at once.
+# If ranks do not agree in time, one of them is gone. SIGTERM then ends the process, so that the group restarts at once.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
 # Seconds that a stopped rank waits for rank 0's snapshot; the pod's grace period may end the wait earlier.
@@ -250,7 +250,7 @@ def _begin() -> Agreement:
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
     process.at_exit_of_child(end_as_it_must, 5)
-    # Long enough for other ranks that are in a `pause`.
+    # The time limit is long enough for other ranks that are in a `pause`.
     limit_seconds = state.group.world.timeout_step_seconds if state.group else 2 * stall_limits.PAUSE_SECONDS
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
 

@@ -56,13 +56,13 @@ def tell(error: BaseException) -> None:
     """Write the exception of this process. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
-        if code == 0 or isinstance(error, Stopped):  # for these tell_stopped or tell_unfit has written the message
+        if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written the message
             return
         # After sys.exit(1) in an except block (also torch.multiprocessing.spawn's), the caught exception is the cause.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
             # Leave the file empty, so that the kubelet uses the end of the log.
-            # Torchrun's table is there, with the rank of this pod that crashed without an exception.
+            # The log ends with torchrun's table, which names the rank of this pod that crashed without an exception.
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""

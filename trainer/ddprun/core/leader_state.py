@@ -622,7 +622,7 @@ class LeaderState:
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
         # The rank that others waited for comes last: a rank that failed by itself is more likely the cause.
-        # It does not count if another rank ended with 0, because the missing steps of that rank are the cause.
+        # The awaited rank does not count if another rank ended with 0: the missing steps of that rank are the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):
@@ -686,7 +686,7 @@ class LeaderState:
             from ddpjob_core import rules
 
             unsaved = next((f for f in self._current.failures if rules.is_unsaved(f.exception)), None)
-            if unsaved is not None:  # exit code 75 would mean that it was saved
+            if unsaved is not None:  # not 75, which would mean that the state was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)

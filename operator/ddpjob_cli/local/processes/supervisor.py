@@ -41,7 +41,7 @@ class Supervisor:
         self.main_pid = 0  # 0 until the trainer is started
         self.main_end: tuple[int, float] | None = None  # exit code (negative: signal) and Unix time
         self.grace_seconds = 0.0
-        self.kill_at: float | None = None  # on the monotonic clock, once a stop is requested
+        self.kill_at: float | None = None  # time on the monotonic clock; None until a stop is requested
         self.stop_requested = False
         self.end_now = False
         self.control = b""
@@ -176,5 +176,5 @@ def read_available(fd: int) -> bytes | None:
         except BlockingIOError:
             return data
         if not chunk:
-            return data or None  # if the pipe ended after data, the next call returns None
+            return data or None  # None at the end of the pipe; after data only in the next call
         data += chunk

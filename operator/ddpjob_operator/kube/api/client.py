@@ -359,7 +359,7 @@ class Client:
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
                     timeout=timeout,
-                    cookie_jar=aiohttp.DummyCookieJar(),  # each request would search a real cookie jar
+                    cookie_jar=aiohttp.DummyCookieJar(),  # a real cookie jar would be searched for each request
                     proxy=info.proxy_url,
                 )
             )

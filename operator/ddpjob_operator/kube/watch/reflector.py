@@ -155,7 +155,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # not if the watch is ahead of the list
+            self._version = self._newest = at  # unless the watch is ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:

@@ -103,7 +103,7 @@ class Keeper:
         self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
         # [0] counts optimizer steps between calls of should_stop(), keep() and save(), [1] those without should_stop().
-        # Both are only needed if there is no folder.
+        # The two counts are needed only if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
@@ -167,7 +167,7 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # otherwise only plain values are new
+        if self.kept is None or not kept.has_parts_of(self.kept):  # not if only plain values are new
             self._early.forget()
         with self.lock:
             self.kept, self._outgrown, self._stepped = kept, None, True
@@ -367,7 +367,7 @@ class Keeper:
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
         # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
-        if places.counts or not places.trusts(RANDOM):  # after save(), this shows where the script draws numbers
+        if places.counts or not places.trusts(RANDOM):  # a change after save() shows where the script draws numbers
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
         if from_sampler:  # a restart does not repeat changes made before a batch is taken

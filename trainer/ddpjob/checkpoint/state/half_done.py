@@ -121,7 +121,7 @@ class SinceLastStep:
         self._random = self._random if self._steps else mark
         self._steps += 1
         self._draws |= mark != self._random
-        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # otherwise save() logs it
+        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # without memory save() logs this
             self.name_loader()
 
     def name_loader(self) -> None:
