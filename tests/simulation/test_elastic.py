@@ -43,8 +43,8 @@ def test_groups_shrink_and_grow_in_these_lives() -> None:
 
 
 def test_seeds_that_failed_once_stay_fixed() -> None:
-    """119, 2763: a job grew again while the leader that it had left saved, and waited for a second leader of its term.
-    2680: the operator had charged a failure, and the leader restarted ranks once more than backoffLimit allows."""
+    """Seeds 119, 2763: a job grew while its former leader saved, and waited for a second leader of the same term.
+    Seed 2680: the operator had charged a failure, and the leader restarted ranks once more than backoffLimit allows."""
     for seed in (119, 2680, 2763):
         outcome = simulate(elastic_scenario(seed))
         assert not outcome.wrong, outcome.wrong

@@ -172,7 +172,7 @@ def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """Injected bug: copies by `save` get the limit of regular copies, but ranks may be many steps ahead of them."""
+    """Injected bug: copies made only at `save` get the limit of regular copies, although ranks may be far ahead."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 

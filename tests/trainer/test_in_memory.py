@@ -726,7 +726,7 @@ def test_without_a_folder_and_an_agent_the_log_says_that_nothing_is_saved(
 
 
 def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
-    """A Snapshot without a folder and without memory would save nothing."""
+    """A Snapshot without a folder and without memory must be refused, because it would save nothing."""
     with pytest.raises(ddpjob.ConfigurationError, match="nothing would be saved"):
         ddpjob.Snapshot(memory=False)
 

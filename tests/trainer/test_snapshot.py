@@ -521,7 +521,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
 
 
 def test_a_new_leader_writes_and_ranks_of_an_older_one_do_not(attempt):
-    """Any new pod may lead. If it was in no group, it may count generations from a lower number."""
+    """A new leader must be able to write, even if it counts generations from a lower number than an older leader."""
     zombie = attempt(1, generation=5)
     saved(zombie, 10)
     newer = attempt(1, generation=0, leader=1)

@@ -126,7 +126,7 @@ def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() ->
 
 
 def test_an_error_that_an_agent_does_not_restart_proves_nothing() -> None:
-    """An agent that was started again does not restart an error before its first step, which is no wrong result."""
+    """A run must prove nothing if a new agent did not restart the ranks after an error before its first step."""
     whole = Outcome((0,), {0: {}, 1: {}}, {0: {}, 1: {}}, "")
     for log, kind in ((f"{STRUCK}\n{REPEATS}", "UNSTRUCK"), (STRUCK, "FAILED")):
         assert compared(Draw(recipe(), (TOP,)), whole, whole._replace(codes=(75, 1), log=log)).kind == kind

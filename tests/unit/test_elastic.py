@@ -725,7 +725,7 @@ def test_a_resumed_job_takes_the_current_number_of_nodes() -> None:
 
 
 def test_a_static_job_keeps_its_number_of_nodes() -> None:
-    """The API server does not let spec.nodes of a running static job change, so the status has no copy of it."""
+    """The status of a static job must have no copy of spec.nodes, which cannot change while the job is running."""
     assert digits().running().status.attempt_nodes is None
 
 

@@ -153,7 +153,7 @@ WORKLOAD = {
 
 
 def test_a_workload_matches_the_kueue_documentation_and_has_no_commands_and_variables() -> None:
-    """Administrators of a queue read Workloads. They need the requested resources, not the commands."""
+    """A Workload must show the requested resources, which administrators of a queue read, and not the commands."""
     full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
     body = kueue.body(full, 0, V1BETA1)
     assert kueue.reads_for_group(full, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses/high",)

@@ -49,7 +49,7 @@ class Group(Protocol):
 
     @property
     def ask_seconds(self) -> float:
-        """Seconds between two requests for the leader."""
+        """Seconds between two requests to the operator for the leader's address."""
 
     @property
     def deadline(self) -> float | None:

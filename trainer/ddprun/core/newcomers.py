@@ -39,7 +39,7 @@ class Newcomers:
     def due_at(self, places: Iterable[int]) -> float | None:
         """Return when the first of these connected nodes may join; None if none is ready.
 
-        All that are connected then start together, so it waits a moment for those that are not ready.
+        All connected nodes start together, so the first ones wait IMPORT_SECONDS for nodes that are not ready.
         """
         times = [self._joins_at.get(place) for place in places]
         first = min((at for at in times if at is not None), default=None)

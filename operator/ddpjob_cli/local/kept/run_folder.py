@@ -147,7 +147,7 @@ def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Open a run's folder, and yield a path that stays valid if the name is replaced; None if it is no own run."""
+    """Open a run's folder, and yield a path that stays valid if the name is replaced; None if it is no run of ours."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
