@@ -136,7 +136,7 @@ class Story:
             self.kubelets.append(then)
 
         # A kubelet that ends a pod itself reports exit code and phase at once, unless it was restarted in between.
-        # This is modeled for exit code 0, which must not count as a success before the phase is written.
+        # The restart is modeled for exit code 0, which must not count as a success before the phase is written.
         at_once = bool(more) and (how["exitCode"] != 0 or "deletionTimestamp" in self.pods[rank]["metadata"])
         if at_once or self.chance.random() < 0.5:
             return verdict()

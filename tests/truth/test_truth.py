@@ -121,7 +121,7 @@ def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() ->
     assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
     log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, HOOK, FROM_FOLDER])
     assert excused(log, recipe(), late=True)[0] == set()
-    log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, LATE, FROM_FOLDER])  # logged before the file is read
+    log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, LATE, FROM_FOLDER])  # LATE is logged before the file is read
     assert excused(log, recipe(model="dropout"), late=True)[0] != set()
 
 

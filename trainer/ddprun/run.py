@@ -66,7 +66,7 @@ def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | N
     script = options.script
     if not script.preload or script.kind == "program":
         return None
-    if script.kind == "script" and not os.path.isfile(script.name):  # a folder, a zip file, a mistake
+    if script.kind == "script" and not os.path.isfile(script.name):  # the script is a folder or a zip file, or missing
         return None
     try:
         return ForkServer(options, environ)

@@ -341,7 +341,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++ code that ignores SIGTERM.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
-    # If it loses the store while it waits for other nodes, it exits with 143, or 0 if its logging swallows the SIGTERM.
+    # If torchrun loses its store while it waits, it exits with 143, or with 0 if its logging swallows the SIGTERM.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,

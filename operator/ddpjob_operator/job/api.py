@@ -154,7 +154,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 
 @lru_cache(maxsize=16)
 def _members(nodes: int) -> Members:
-    # Not cached in the spec: the operator keeps the specs of all jobs, and one job may have 99,999 nodes.
+    # Members are not cached in the spec: the operator keeps the specs of all jobs, and a job may have 99,999 nodes.
     return Members(range(nodes))
 
 

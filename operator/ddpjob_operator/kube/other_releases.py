@@ -63,8 +63,8 @@ class OtherReleases:
                 }
                 self.are_known = True
             except ApiError as error:
-                # 403: an older chart's role does not let this operator read the marks.
-                # It then acts for all namespaces, because otherwise no release would act for the unmarked ones.
+                # 403: an older chart's role lacks the right to read the marks.
+                # Without this right act for all namespaces. Otherwise no release would act for the unmarked ones.
                 self.are_known = self.are_known or error.status == 403
                 self._log(
                     {f"marks of other releases cannot be read, so two releases may act on one namespace: {error}"}

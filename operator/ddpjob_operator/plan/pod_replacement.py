@@ -78,7 +78,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
     # A waiting pod of the last group shows that no older group still trains.
-    # Without such a pod, the nodes of that group may be cut off one by one while their ranks train.
+    # In a partition the nodes of a group may be lost one by one while their ranks train.
     if group_ended or not leadership.in_last_group(view, status, waiting, lost):
         return []
     return lost

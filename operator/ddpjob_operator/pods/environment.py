@@ -21,7 +21,7 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     least = facts.min_nodes
     # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
-    # Set for scripts without a launcher, and only if a node has one process.
+    # Set RANK and WORLD_SIZE for scripts without a launcher, and only if a node has one process.
     # If nodes had several processes, the imagenet example would be wrong: it multiplies WORLD_SIZE by its GPUs.
     size = str(job.spec.nodes)
     single_process = {"RANK": str(node_rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -37,7 +37,7 @@ WORDS_WEIGHTED = 2048  # 64-bit words; in larger tensors the words of a row shar
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
 FORMS_A_GROUP = re.compile(rb"\b(?:init_process_group|ddpjob\.init)\(")
 # torch's communication hooks, except OUT_OF_STEP, leave all ranks with the same parameters before a backward pass.
-# A script's own hook may leave them different. So does local SGD, whose replicas differ for some steps.
+# A script's own hook may leave different parameters. So does local SGD, whose replicas differ for some steps.
 # ZeRO may still be sending parameters when the next pass begins.
 HOOKS = "torch.distributed.algorithms."
 OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")

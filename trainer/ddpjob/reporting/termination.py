@@ -48,7 +48,7 @@ def install() -> None:
     state.reports_failure = True
     with contextlib.suppress(Exception):
         _forget_earlier()
-    # Children of multiprocessing never reach sys.excepthook. Installed before progress() and the group, which may wait.
+    # Children of multiprocessing never reach sys.excepthook. This action runs before the group's, which may wait.
     process.at_exit_of_child(_tell_end_of_child, 30)
 
 

@@ -120,7 +120,7 @@ class Reflector:
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
             if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
                 # The server is back after an outage, and refuses watches for some seconds while it starts.
-                # Reset the back-off: with the long one of the outage, we would see no changes for up to 30 s.
+                # Reset the back-off, which the outage has made long: otherwise we would see no changes for up to 30 s.
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:

@@ -61,7 +61,7 @@ GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
 # Pods that the second reconcile of a new job creates; each later reconcile creates twice as many.
-# If this were 2, most of many jobs started at once would get only some of their pods (docs/dev/decisions.md).
+# With 2 pods, most of many jobs started at once would get only some of their pods (docs/dev/decisions.md).
 SECOND_BATCH = 8
 
 

@@ -42,7 +42,7 @@ OF_NAMESPACE_MAX = 32
 # Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
 # Every TURNS-th turn goes to a lower priority.
-# With a lower number, later pods of other jobs would delay the first pod of a new job.
+# If TURNS were lower, later pods of other jobs would delay the first pod of a new job.
 TURNS = 8
 # Outdated requests that may stay in the heap, because their removal rebuilds the heap.
 OUTDATED_MIN = 64
