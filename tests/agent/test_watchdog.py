@@ -19,7 +19,7 @@ from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
 from ddprun.watch_ranks import ANSWER_SECONDS, Watching
 
-# Trains five steps; the tested failure happens in the first generation.
+# Script that trains five steps; the tested failure happens in the first generation.
 TRAIN = """
 import os, re, sys, time
 import ddpjob

@@ -97,7 +97,7 @@ def older_term_taken() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Appointment, "replaces", lambda told, known: told.term != known.term)
 
 
-# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
+# The first seed that finds each bug. If a code change makes a seed miss its bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     starts_with_too_few: 0,
     memory_first: 3,

@@ -114,7 +114,7 @@ def test_a_gang_api_that_disappears_costs_a_running_job_nothing_and_its_restart_
     assert ("GangUnavailable" in reasons) == (wants == "native")
 
 
-# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
+# The first seed that finds each bug. If a code change makes a seed miss its bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     pod_outside_of_its_group: 0,
     group_outlives_its_attempt: 0,

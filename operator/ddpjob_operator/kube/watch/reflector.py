@@ -106,7 +106,7 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # Do not raise: the end of this task would end the operator, and the next one would fail there again.
+                # Do not raise: that would end the operator, and the next operator would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True

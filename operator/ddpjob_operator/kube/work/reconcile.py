@@ -208,7 +208,7 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # Plan no further round: the new pods' events will enqueue the job. Check this before the time.
+            # Plan no further round: the new pods' events will enqueue the job. Decide this before the check for `ends`.
             # If many jobs start at once, each job would otherwise write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
