@@ -167,7 +167,7 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
     log, kills = killed.log, killed.log.count("STRUCK ")
     if not kills:
         return Verdict("UNSTRUCK", "no kill has struck", log)
-    if REPEATS in log:  # before the first step, the agent takes the error that the draw raises for a mistake
+    if REPEATS in log:  # the agent takes the error of a `raise` kill before the first step for a mistake
         return Verdict("UNSTRUCK", REPEATS, log)
     if not killed.has_ended_well:
         return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(log)}", log)

@@ -115,8 +115,8 @@ _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it.
-# From pkg/kubelet: lifecycle, cm/topologymanager, volumemanager. SysctlForbidden, SMTAlignmentError and AppArmor are
-# left out: no node admits such a spec, so the job would be retried for ever.
+# The reasons are from pkg/kubelet: lifecycle, cm/topologymanager, volumemanager.
+# SysctlForbidden, SMTAlignmentError and AppArmor are left out: no node admits such pods, so retries would never end.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "

@@ -280,7 +280,7 @@ class Queue(Generic[K]):
         about: Callable[[K], Mapping[str, object]] = lambda key: {"job": _name(key)},
         kind: Callable[[K], int] = lambda _key: 0,
     ) -> None:
-        """name: the queue's label in metrics. about: extra fields of a log record. kind: as for Schedule."""
+        """name: the queue's label in metrics. about: extra fields of a log record. kind: see `Schedule`."""
         self._about = about
         self._name, self._meter = name, meter or Meter()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace, kind=kind)

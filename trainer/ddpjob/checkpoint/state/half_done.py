@@ -24,7 +24,7 @@ from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
 COMPARED_STEPS = 3  # number of first steps whose random states are compared, to see if training draws random numbers
-SCANS = 3  # number of first saves that search for a DataLoader that draws a seed
+SCANS = 3  # a DataLoader that draws a seed is searched for at this many saves, from the first one
 WATCHED_MAX = 8  # hooks per optimizer; a hook on each parameter would cost time at each step
 
 
