@@ -187,7 +187,7 @@ def test_in_v1beta2_a_workload_differs_only_in_its_priority_class() -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 def test_a_workload_has_a_priority_even_if_the_job_names_none(version: str) -> None:
-    """A Workload must have a priority, as Kueue's own kinds: without one its visibility API (0.14.8) lists no job."""
+    """A Workload must have a priority, as Kueue's own kinds: otherwise Kueue's visibility API (0.14.8) lists no job."""
     assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
 
 

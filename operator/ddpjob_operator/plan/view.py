@@ -344,7 +344,7 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """True if pods belong to a newer attempt than the status, so it is outdated. False for an empty status."""
+    """True if pods belong to a newer attempt than the status, so the status is outdated. False for an empty status."""
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 

@@ -19,7 +19,7 @@ SOME_CHANGED_SECONDS = 3.0
 
 
 def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: int) -> float | None:
-    """Return the seconds until a reconcile; None if the change needs none. pods: of the job."""
+    """Return the seconds until a reconcile; None if the change needs none. pods: the job's pods."""
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
     if (
