@@ -75,7 +75,8 @@ class Keeper:
         has_folder: bool = True,
     ) -> None:
         """otherwise: text for the log: what a restart does if nothing is kept in memory. store: the group's store.
-        streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept in memory only.
+        streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept only in
+        memory.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
