@@ -24,7 +24,7 @@ TIMES = 2  # measurements of each step; the faster one counts, because other pro
 
 
 def cpu_ms(raw: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds of CPU of this process, by step."""
+    """Return the CPU time of this process in milliseconds, by step."""
     taken = {}
     for step, work in hostile_specs.steps(raw):
         began = time.process_time()

@@ -163,7 +163,7 @@ def api_server_seconds() -> float:
 
 
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the operator, connected directly to the API server, between two bare loops."""
+    """Measure the operator connected directly to the API server; before and after, a loop without it makes the pods."""
     ours = Namespace(api).make()
     pods = options.jobs * options.nodes
     key = options.run_for.partition("=")[0]

@@ -218,7 +218,7 @@ class _Place(NamedTuple):
 
 
 def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _Place]]:
-    """Yield each state_dict() call whose result this torch.save gets, directly or in a dict, with the state's place."""
+    """Yield each state_dict() call whose result this torch.save gets, directly or in a dict, with its file and key."""
     what, path = script.argument(save, "obj", 0), script.argument(save, "f", 1)
     for origin in script.origins(what) if path is not None else ():
         if isinstance(origin, ast.Call) and is_method(origin, "state_dict") and path:

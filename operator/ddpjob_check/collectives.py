@@ -31,7 +31,7 @@ def collective_on_one_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
         guarding = guard(script, call) if _is_worth_a_look(script, call) else None
         if guarding is None or (job.nproc == 1 and is_local(script, guarding.test)):
             continue
-        # The collective that a call certainly runs, directly or in a function of the file.
+        # The collective that every execution of this call runs, directly or in a function of the file.
         waits = _itself(script, call) or collective_in(script, script.functions_called(call))
         if waits is not None and not _others_join(script, call, guarding, waits):
             certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))

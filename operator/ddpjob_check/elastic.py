@@ -19,7 +19,7 @@ _MODELS_WITH_BATCH_NORM = re.compile(
     r"torchvision\.models\.(\w+\.)?"
     r"(resnet|resnext|wide_resnet|densenet|mobilenet|efficientnet|mnasnet|regnet|shufflenet|googlenet|inception|vgg\d+_bn)"
 )
-# Names that mean no plain BatchNorm: SyncBatchNorm, convert_syncbn_model, SyncBN; FrozenBatchNorm2d, freeze_bn.
+# Names of synchronized or frozen BatchNorm: SyncBatchNorm, convert_syncbn_model, SyncBN; FrozenBatchNorm2d, freeze_bn.
 _NORM_OF_ALL_RANKS = re.compile(r"sync_?(batch_?norm|bn)|(frozen|freeze|fix)_?(batch_?norm|bn)", re.IGNORECASE)
 
 

@@ -219,8 +219,8 @@ _KEEPS_EXCEPTION = {
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:
-    """True for a submit or apply_async, and for the map of an executor if its results are not read. The map of a
-    multiprocessing.Pool raises the exception itself."""
+    """True if a call keeps an exception until its result is read: submit, apply_async, or the map of an executor whose
+    results are not read. The map of a multiprocessing.Pool raises the exception itself."""
     pools = script.origins(call.func.value) if isinstance(call.func, ast.Attribute) else []
     is_lazy = all(script.called(pool).endswith("Executor") for pool in pools)
     return name_of(call.func) != "map" or (is_lazy and _is_statement(script, call))

@@ -243,7 +243,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     if set(variables.overridden(job.spec.template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(job.spec.template)
     yield from ((facts.command_path, rule, text) for rule, text in _of_shell(words))
-    refused = (text for _, text in launcher.contradictions(job.spec))  # only those in script files: the job is valid
+    refused = (text for _, text in launcher.contradictions(job.spec))  # options in script files: others are refused
     yield from ((facts.command_path, "launcher-option", text) for text in (*refused, *launcher.warnings(job.spec)))
 
 

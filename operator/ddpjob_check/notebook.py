@@ -28,7 +28,7 @@ _AUTOMAGIC = re.compile(
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
 _AUTOMAGIC_MAX = 200  # lines of automagic per cell; each requires parsing the cell again
-_PARSED_MAX = 2_000_000  # characters that may be parsed for these lines in all cells together
+_PARSED_MAX = 2_000_000  # characters that may be parsed in all cells to find automagic
 
 
 @dataclass
@@ -92,7 +92,7 @@ def _lines(source: object) -> list[str]:
 
 
 def _begin(lines: list[str]) -> tuple[int, str]:
-    """Return the first line of a cell that is not empty, and its index, as IPython does."""
+    """Return the index and the text of a cell's first non-empty line, as IPython finds it."""
     return next(((i, line) for i, line in enumerate(lines) if line.strip()), (0, ""))
 
 

@@ -9,9 +9,9 @@ from ddpjob_check.nodes import name_of, parameters_of, text_in
 
 # Functions that declare an option, in this order: argparse, optparse, click, typer.
 _DECLARE = ("add_argument", "add_option", "option", "Option")
-# These parsers turn each field of a dataclass into an option,
+# Parsers that turn each field of a dataclass into an option.
 _OF_FIELDS = ("HfArgumentParser", "simple_parsing", "tyro", "jsonargparse", "draccus")
-# and these each parameter of a function that is decorated as a command or passed to them.
+# Parsers that turn each parameter of a function (a decorated command, or passed to the parser) into an option.
 _OF_PARAMETERS = ("typer", "fire", "tyro", "jsonargparse", "cyclopts")
 
 

@@ -30,7 +30,7 @@ def parse(text: str) -> ast.Module:
     if sum(len(one) * one.count("{") for one in formatted) > _SEARCHED_MAX:
         raise TooLongError
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as "\d" in a text, which is no DDP mistake
+        warnings.simplefilter("ignore")  # "\d" in a text causes a warning, but is no DDP mistake
         if sys.version_info < (3, 11) and len(text) > _CHAIN_CHARACTERS_MAX:
             with contextlib.suppress(SyntaxError, ValueError):  # ast.parse raises errors of syntax again
                 compile(text, "<script>", "exec", dont_inherit=True)  # raises RecursionError for a long chain

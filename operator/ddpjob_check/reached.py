@@ -214,7 +214,7 @@ def goes_on(handler: ast.ExceptHandler) -> bool:
     return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
-# If code tests whether one of these is set, its branch for an unset variable never runs in a job.
+# Variables of a job. If code tests whether one of them is set, its branch for an unset variable never runs in a job.
 _SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _WINDOWS = ("win32", "nt", "Windows")
 

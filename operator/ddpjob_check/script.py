@@ -39,7 +39,7 @@ _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 # A value that is reached through more names is unknown, because names may refer to each other in a cycle.
 _DEPTH_MAX = 12
-# Limit for functions that return another function's result, because the number of possible results multiplies.
+# How many functions deep a returned result is followed, because the number of possible results multiplies.
 _CALLS_MAX = 3
 _PARTS_MAX = 1000  # nodes of an expression, including everything that its names refer to
 

@@ -206,7 +206,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
-    """True if the branch itself contains some of these steps, which is a different mistake."""
+    """True if the branch itself contains some of the steps that all ranks must make, which is a different mistake."""
     inside = {id(n) for n in ast.walk(statement)}
     return any(id(s) in inside for s in steps)
 

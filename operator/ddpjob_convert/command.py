@@ -125,7 +125,7 @@ def _words_of(script: str) -> list[str]:
 
 
 def _program(words: list[str]) -> int:
-    """Return the index of the program that starts the ranks, after wrappers. Raise ConvertError."""
+    """Return the index of the program that starts the ranks, after wrappers. Raise ConvertError if there is none."""
     for i in () if _other_launcher(words) else programs.places(words):
         is_python = bool(_PROGRAMS.fullmatch(words[i])) or words[i].endswith(".py")
         if is_python or shell_script(words[i:]) is not None:

@@ -56,7 +56,7 @@ def walk(part: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 class ConvertError(Exception):
-    """A part cannot be converted. path: of the field in the source; a path in the runtime begins with "runtime"."""
+    """Raised if a field cannot be converted. path: its path in the source; "runtime" begins paths in the runtime."""
 
     def __init__(self, path: Path, text: str, runtime: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)

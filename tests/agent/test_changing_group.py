@@ -67,7 +67,7 @@ def test_a_node_of_a_later_generation_interrupts_a_group_that_began_without_it()
 
 
 def test_a_leader_that_was_in_no_group_begins_above_the_generations_that_the_operator_knows() -> None:
-    """Reports and states of a lower generation count as older ones."""
+    """A new leader must begin above all known generations: reports and states of a lower one would count as older."""
     found = LeaderState(Members(range(3)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, least=1, leader=1, turn=2)
     found.joined(1, T0, grant=Grant(3, 99, 10, generations=6))
     found.joined(2, T0, grant=Grant(3, 99, 10, generations=2))
@@ -262,7 +262,7 @@ def test_nobody_joins_a_training_that_is_about_to_end() -> None:
 
 
 def test_a_training_that_ends_while_it_is_stopped_for_another_node_has_ended() -> None:
-    """The group must not start again for the other node, because a script that does not resume would train twice."""
+    """A group that has finished must not start again for a node that joins: without a resume it would train twice."""
     found = running(1, 3, 0, 1)
     found.joined(2, T0 + 100)
     found.tick(T0 + 100 + SNOOZE)

@@ -24,7 +24,7 @@ dist.all_reduce(x)
 {steps}
 print("done")
 """
-# Lines of the script after `if again: pass`, and the message about them.
+# Lines of the script after `if again: pass`, and the message that they must cause.
 DEADLOCKS = {
     "another operation": (
         "elif rank == 0: dist.all_reduce(x)\nelse: dist.barrier()",

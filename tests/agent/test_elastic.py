@@ -267,7 +267,7 @@ def test_the_only_node_that_is_left_leads_itself(launcher: Launcher, appointment
 def test_a_leader_learns_what_the_operator_has_spent_of_its_budget(
     launcher: Launcher, appointments: Appointments
 ) -> None:
-    """The operator charges a failure that ends a pod, and a new pod may need minutes until it joins the others."""
+    """A leader must learn from the operator's answer which restarts are used: a new pod may need minutes to join."""
     appointments.appoint(1, 0, application=0, replaced=1)
     job = Job(launcher, "1:2")
     job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)

@@ -89,7 +89,7 @@ def test_an_exception_is_printed_as_by_a_new_process_and_exit_handlers_run(launc
 
 
 def test_a_stopped_rank_ends_as_a_new_process_but_without_the_teardown_of_imported_modules(launcher: Launcher) -> None:
-    """Destroying torch takes each rank 0.25 s of CPU time, and the next generation waits for it."""
+    """A stopped rank must end like a new process, but without destroying torch, which takes 0.25 s of CPU time."""
     of_class = "class Noted:\n    def __init__(self, name): self.name = name\n    def __del__(self): print(self.name)\n"
     launcher.script(f"{of_class}held = Noted('the module')\n", "noted.py")
     script = launcher.script(

@@ -326,7 +326,7 @@ def test_without_a_process_for_the_fork_server_ranks_start_without_it(launcher: 
     assert "no fork server: " in done.stderr
 
 
-# The first shared memory for heartbeats is refused, as if no descriptor were left.
+# The first allocation of shared memory for heartbeats fails, as if no file descriptor were left.
 NO_MEMORY = """
 import errno, os
 make = os.memfd_create

@@ -7,8 +7,8 @@ from agents import Launcher, finish
 
 from ddprun.leader import clock_of
 
-# The model has one parameter. With several, DDP rearranges its buckets after the first step of each start.
-# The gradients of more than two ranks are then added in another order.
+# The model has one parameter. With several, DDP rearranges its buckets after the first step of each start,
+# and the gradients of more than two ranks are added in another order.
 TRAIN = """
 import hashlib, os, signal, time
 import torch

@@ -144,7 +144,7 @@ def test_node_0_may_start_last(launcher: Launcher) -> None:
     first, second = group(launcher, 2, "--no-preload", script)
     follower = launcher.ddprun(*second)
     eventually(lambda: hears(follower.pid))
-    time.sleep(0.5)  # time to connect and be refused
+    time.sleep(0.5)  # the follower connects meanwhile, and is refused
     leader = launcher.ddprun(*first)
     done = [finish(leader), finish(follower)]
     assert [d.returncode for d in done] == [0, 0]
@@ -218,7 +218,7 @@ def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generati
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
     lost.greets()
     lost.hears("welcome")
-    leader.send_signal(signal.SIGSTOP)  # so node 0 will read both connections at once
+    leader.send_signal(signal.SIGSTOP)  # so that node 0 reads both connections at the same time
     os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
     if closes == "at the same moment":
         lost.close()

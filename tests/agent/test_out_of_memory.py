@@ -10,7 +10,7 @@ from limited import Limited, limited
 from ddpjob_core.failures import KILLED_BY_KERNEL
 
 MIB = 1 << 20
-# Runs the agent as in a container: all processes that it starts are in its cgroup.
+# Script that runs the agent as in a container: all processes that it starts are in its cgroup.
 AGENT = """
 import os
 with open(os.environ["CGROUP_PROCS"], "w") as procs:

@@ -17,7 +17,7 @@ from shell import eventually
 from ddpjob.reporting import termination
 from ddprun import posting
 
-# Fails in the first two generations; the third generation runs until the test ends it.
+# Script that fails in the first two generations; the third generation runs until the test ends it.
 FAILS = """
 import os, time
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -25,7 +25,7 @@ open(f"up-{life}", "w").close()
 if life < 2: raise SystemExit(7)
 while not os.path.exists("enough"): time.sleep(0.01)
 """
-# Fails in two generations. The second failure waits until the file `enough` exists.
+# Script that fails in two generations. The second failure waits until the file `enough` exists.
 FAILS_TWICE = """
 import os, time
 while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not os.path.exists("enough"): time.sleep(0.01)

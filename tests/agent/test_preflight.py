@@ -18,7 +18,7 @@ from ddprun.core.leader_state import PREFLIGHT_SECONDS, LeaderState, Stop
 JOIN_SECONDS, T0 = 600.0, 7.25
 ASKED = {"DDPJOB_PREFLIGHT": "1"}
 TRAIN = "import os; open(f'trained-{os.environ[\"RANK\"]}-{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
-# Replaces ddpjob/preflight, which needs torch.
+# Module that replaces ddpjob/preflight, which needs torch.
 STUB = """
 import os, sys, time
 from ddpjob.reporting import termination

@@ -261,7 +261,7 @@ def test_replicas_that_diverge_late_are_named_too(launcher: Launcher) -> None:
 
 
 def test_changes_to_the_model_after_the_training_are_not_reported(launcher: Launcher) -> None:
-    """A warning at the end of a correct job would teach users to ignore all warnings."""
+    """A correct job must end without a warning. Otherwise users would learn to ignore all warnings."""
     right = TRAININGS.partition("# ---- right")[2].partition("def done(")[0]
     names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
     assert len(names) == 16
@@ -364,7 +364,7 @@ def main():
 def test_a_failure_that_a_script_loses_makes_its_success_suspicious(
     launcher: Launcher, raised: str, around: str, reason: str, text: str
 ) -> None:
-    """The script drops the failure: it prints nothing and exits with 0, although no rank has trained."""
+    """A script that drops a failure, prints nothing and exits with 0 must cause a finding: no rank has trained."""
     # A forked copy of pytest has pytest as __main__, in which a rank would not find the script.
     start = launcher.ddprun if reason == "NoProcessGroup" else launcher.warm
     done = finish(start("--nproc-per-node", 2, launcher.script(LOST.format(raised=raised, around=around))))

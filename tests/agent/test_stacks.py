@@ -77,7 +77,7 @@ class Waiting:
 
 
 def test_sigquit_prints_each_distinct_stack_with_its_ranks_and_ends_nothing(launcher: Launcher) -> None:
-    r"""Without SIGQUIT users see nothing of a hang until a limit is reached, and Ctrl-\ would end the training."""
+    r"""SIGQUIT must print where all ranks are, and end nothing: Ctrl-\ sends it, and users want to see a hang early."""
     run = Waiting(launcher, TRAIN, ranks=4)
     printed = run.asked(times=3)
     assert printed.startswith("ranks 0-3, innermost call first:"), printed

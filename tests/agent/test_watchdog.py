@@ -19,7 +19,7 @@ from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
 from ddprun.watch_ranks import ANSWER_SECONDS, Watching
 
-# Trains five steps; the tested failure happens in the first generation.
+# Script that trains five steps; the tested failure happens in the first generation.
 TRAIN = """
 import os, re, sys, time
 import ddpjob
@@ -146,7 +146,7 @@ def test_an_agent_that_was_itself_suspended_finds_no_stall(launcher: Launcher) -
     processes = psutil.Process(agent.pid).children()
     for pid in [*(p.pid for p in processes), agent.pid]:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(4)  # longer than the limit, which must not count here
+    time.sleep(4)  # longer than the limit, but time in SIGSTOP must not count
     (launcher.folder / "go").touch()
     for pid in [agent.pid, *(p.pid for p in processes)]:
         os.kill(pid, signal.SIGCONT)

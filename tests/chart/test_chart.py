@@ -764,7 +764,7 @@ def test_helm_test_checks_no_reports_if_reports_are_switched_off(closed: str) ->
 
 
 def test_the_objects_of_a_release_match_the_golden_file(golden: Golden) -> None:
-    """This golden file's diff shows what an upgrade changes in a cluster."""
+    """The objects of a release must equal the golden file, whose diff shows what an upgrade changes in a cluster."""
     golden("as-it-comes.yaml", yaml.safe_dump_all([*objects(), *hooks().values()], sort_keys=False))
 
 

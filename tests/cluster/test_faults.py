@@ -457,7 +457,7 @@ def trainings(jobs: Space, all_with_torch: None) -> Space:
 
     def all_are_broken() -> bool:
         for name in [name for name in to_break if jobs.status(name).get("progress", {}).get("step", 0) > 0]:
-            to_break.pop(name)()  # at once, because the other job could end meanwhile
+            to_break.pop(name)()  # break each job at once, because it could end while the other starts
         return not to_break
 
     until(all_are_broken, "both make a step", 300)

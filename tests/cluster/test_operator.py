@@ -55,7 +55,7 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_locally(space: Space, tm
     # The row may have changed between the last read and the end.
     rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
     assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
-    # Fails if a machine makes all steps between two writes of the status, or two reads of the test.
+    # This check fails on a machine that makes all steps between two writes of the status, or two reads of the test.
     assert any(re.search(r"\d+/1125", row) for row in rows), f"kubectl get shows no steps: {rows}"
     assert not all(re.search(r"\d+/1125", row) for row in rows), f"the columns of kubectl get do not move: {rows}"
     pods = space.pods("digits")

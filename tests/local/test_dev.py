@@ -208,7 +208,7 @@ def test_ranks_at_a_breakpoint_get_the_terminal_one_after_the_other(cli: Cli) ->
     (cli.folder / "train.py").write_text(DEBUGGED.format(answer=41) + "breakpoint()\nprint('through')\n")
     child = at_a_terminal(cli, "--nodes", "2")
     got = []
-    for _ in range(4):  # each rank twice, in any order
+    for _ in range(4):  # each of two ranks stops twice, in any order
         child.expect(r"rank (\d) has the terminal until c or q")
         got.append(child.match[1])
         child.expect_exact("(Pdb)")

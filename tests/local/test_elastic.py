@@ -11,7 +11,7 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-# Records the variables that a script of PyTorch's elastic examples prints; torch is not imported.
+# Script that records the variables that a script of PyTorch's elastic examples prints; torch is not imported.
 PRINTS = """
 import json, os, time
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",

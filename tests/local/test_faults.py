@@ -10,7 +10,7 @@ from shell import Cli, status_of
 
 from ddpjob_cli.local.processes import faults
 
-# Counts to 50 and saves every ten steps, like a training. A restart resumes at the last save.
+# Script that counts to 50 and saves every ten steps, like a training. A restart resumes at the last save.
 COUNTS = """
     import os, pathlib, time
     import ddpjob
@@ -25,7 +25,7 @@ COUNTS = """
         ddpjob.progress(step=step, total=50)
     print("done after", 50 - first, "steps in attempt", os.environ["DDPJOB_ATTEMPT"])
 """
-# Like COUNTS, but as under DDP a rank that is a step ahead waits for the other rank. It still reports.
+# Like COUNTS, but as under DDP a rank that is a step ahead waits for the other rank. A waiting rank still reports.
 COUNTS_TOGETHER = COUNTS.replace(
     "time.sleep(0.05)",
     """pathlib.Path(f"at-{rank}").write_text(str(step))

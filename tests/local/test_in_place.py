@@ -11,7 +11,7 @@ import pytest
 from shell import Cli, status_of
 
 DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--preload", "json", "train.py"]}
-# Counts to 60 and saves every ten steps, like a training. A restart resumes at the rank's last save.
+# Script that counts to 60 and saves every ten steps, like a training. A restart resumes at the rank's last save.
 COUNTS = """
     import os, pathlib, time
     import ddpjob
@@ -83,7 +83,7 @@ def test_only_the_node_that_dies_is_replaced(cli: Cli, node: int, tmp_path: Path
     assert not list(temporary.glob("ddprun_*")), "each pod that dies would leave a folder in /tmp"
 
 
-# Saves step 10 to the folder and keeps every step in memory.
+# Script that saves step 10 to the folder and keeps every step in memory.
 KEEPS = """
     import time
     import ddpjob, torch

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 NOTES = sorted(path.stem for path in (ROOT / "examples/notes").glob("*.yaml"))
 # torch.distributed.launch, and torchrun with the c10d rendezvous.
 LAUNCHED_OTHERWISE = "launch-underscore", "torchrun-c10d"
-# Replaces the script of an example, and prints the rank's numbers.
+# Script that replaces the script of an example, and prints the rank's numbers.
 PLACE = """
 import os, sys
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
@@ -34,7 +34,7 @@ os.write(1, ("PLACE " + " ".join(os.environ[name] for name in names) + "\\n").en
 """
 SECONDS_MAX = 250  # six processes import torch, which takes seconds, and again after a restart
 
-# Uses each rendezvous, one after the other, in processes that the script itself starts.
+# Script that uses each rendezvous, one after the other, in processes that the script itself starts.
 EVERY_METHOD = """
 import os, sys
 sys.path.insert(0, "trainer/examples/notes")

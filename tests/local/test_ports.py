@@ -12,7 +12,7 @@ import pytest
 
 from ddprun import ports
 
-# Prints its port, and holds the port until it ends.
+# Script that prints its port, and holds the port until it ends.
 JOB = """
 import sys
 from ddprun import ports

@@ -61,7 +61,7 @@ def test_without_runs_list_and_logs_report_that_there_are_none(cli: Cli) -> None
 
 
 def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
-    """`ddpjob logs` must show the last run by attempt and rank, without a search in a folder."""
+    """`ddpjob logs` must find the last run's log by attempt and rank, so that users need not search its folder."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2))
     assert cli.run("logs").stdout == "[0:0] attempt 2 rank 0\n[1:1] attempt 2 rank 1\n"
     assert cli.run("logs", "job", "--rank", 1).stdout == "attempt 2 rank 1\n"

@@ -7,7 +7,7 @@ import re
 
 from shell import Cli, status_of
 
-# Fails like torch's gloo, but without importing torch, which would take most of the time here.
+# Script that fails like torch's gloo, but without importing torch, which would take most of the time here.
 COMPLAINS = """
 import os, pathlib, signal, time
 if os.environ["RANK"] == "1":

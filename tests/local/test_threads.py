@@ -20,7 +20,7 @@ def of_pod(what: Any) -> str:
     ("nodes", "nproc", "cpu", "caller", "made"),
     [
         (1, 1, None, "", "unset"),  # unset: all cores, as for `python train.py` and torchrun
-        (2, 1, None, "", "1"),  # two ranks on this machine
+        (2, 1, None, "", "1"),  # two nodes, so two ranks, on this machine
         (1, 2, None, "", "1"),
         (1, 1, 4, "", "4"),
         (2, 2, 4, "", "2"),

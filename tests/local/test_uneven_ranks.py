@@ -33,7 +33,7 @@ for step in range(20 if rank == 0 else 30):
     dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
-# Fails like torch's gloo, but without importing torch, which would take most of the time here.
+# Script that fails like torch's gloo, but without importing torch, which would take most of the time here.
 COMPLAINS = f"""
 {MEETS_RANK_0}
 if os.environ["RANK"] == "0":

@@ -235,7 +235,7 @@ def trained_again() -> Watched:
 
 
 def test_every_dashboard_query_on_training_reports_gives_data(tmp_path: Path) -> None:
-    """test_scrape.py tests the other queries, with a real operator process."""
+    """Each query on reports of trainings must give data. test_scrape.py tests the other queries in a real process."""
     history = trained_again().history
     asked = {name: query for name, query in QUERIES.items() if OF_REPORTS.search(query)}
     assert len(asked) > 5

@@ -129,8 +129,8 @@ class Ledger(RuleBasedStateMachine):
         joins=st.booleans(),
     )
     def a_pod_is_replaced(self, to: Any, node: int, leaves_a_message: bool, joins: bool) -> None:
-        """Replace a pod, and charge it. A pod of node 0 that ends normally reports all restarts of its agent; a lost
-        pod does not."""
+        """Replace a pod, and charge the replacement. A pod of node 0 that ends normally reports all restarts of its
+        agent; a lost pod does not."""
         if node == 0 and leaves_a_message:
             self.the_last_report_arrives()
         if self._charge(to):

@@ -23,7 +23,7 @@ from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Held, Version, new
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
-BUFFER = 0.5  # The value of the buffer is the step plus this.
+BUFFER = 0.5  # the value of a buffer is the number of its step plus 0.5
 Mistake = Literal[
     "",
     "the optimizer's step does not wait",
@@ -342,7 +342,7 @@ def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_o
 
 @pytest.mark.long
 def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: list[Node]) -> None:
-    """An incomplete copy must not be valid in thousands of walks either, because some orders of events are rare."""
+    """An incomplete copy must never be valid, also in thousands of random walks: some orders of events are rare."""
     walks(1_000, nodes, first=1_000_000)
 
 

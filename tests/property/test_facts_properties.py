@@ -135,8 +135,8 @@ class Story:
             self.state(rank, {"terminated": how}, phase, **more)
             self.kubelets.append(then)
 
-        # A kubelet that ends a pod itself reports all at once, unless it was restarted in between.
-        # Then only exit code 0 matters: it must not count before the phase is written.
+        # A kubelet that ends a pod itself reports exit code and phase at once, unless it was restarted in between.
+        # The restart is modeled for exit code 0, which must not count as a success before the phase is written.
         at_once = bool(more) and (how["exitCode"] != 0 or "deletionTimestamp" in self.pods[rank]["metadata"])
         if at_once or self.chance.random() < 0.5:
             return verdict()

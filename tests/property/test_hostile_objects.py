@@ -145,7 +145,7 @@ def test_any_spec_and_any_status_give_a_job_with_problems_that_name_their_field(
     [{"attemptNodes": 10**9}, {"nodes": {"total": 10**9, "ready": 0}}, {"leader": {"term": 1, "place": 10**9}}],
 )
 def test_a_status_cannot_claim_more_nodes_than_a_job_may_have(status: Any) -> None:
-    """The numbers of so many nodes would take 40 GB, and end each operator that plans the job."""
+    """A status with 10^9 nodes must be refused: their numbers would take 40 GB, and end each operator that plans."""
     with pytest.raises(validation.UnreadableJobError, match="<= 10000"):
         validation.stored_status({"status": status})
     job, problems = validation.parse(manifest(nodes="x") | {"status": status | {"attempt": 1, "state": "Running"}})

@@ -55,7 +55,7 @@ def test_contradicting_holders_are_not_believed(held: Held, ranks: int, data: st
     st.integers(0, 3),
 )
 def test_the_lost_step_is_the_last_one_of_the_previous_ranks(marks: list[Mark | None], generation: int) -> None:
-    """The lost step is the last one of earlier generations. Steps of a script's own generation are not lost."""
+    """The lost step must be the last one of the newest earlier generation. Steps of the present one are not lost."""
     last = memory.last_known(marks, Version(1, generation, 0))
     before = [mark for mark in marks if mark is not None and mark.generation < generation]
     newest_of_them = max((mark.generation for mark in before), default=0)
@@ -116,7 +116,7 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(step: int) -
 
 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
-    """A state after which steps were made must not be given up, because it is not the cause of a failure."""
+    """A state from which training has made further steps must not be given up, because it did not cause the failure."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
     assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
     assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
@@ -200,7 +200,7 @@ def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_other
     version: tuple[int, int],
     is_of_it: bool,
 ) -> None:
-    """Random states written within a step must belong to the others' boundary: older ones would be drawn again."""
+    """Random states written within a step must belong to the others' boundary: older ones would repeat numbers."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

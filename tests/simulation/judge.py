@@ -202,7 +202,7 @@ class Judge:
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
                 lost -= self._training.agents.not_trained.get((uid, attempt), set())
-                # Pods with numbers from spec.nodes on were requested to leave, and the other pods continue.
+                # Pods whose number is `attemptNodes` or higher were requested to leave, and the other pods continue.
                 lost = {rank for rank in lost if rank < (new.get("attemptNodes") or rank + 1)}
                 if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
                     lost &= completed  # at its end an elastic group may lack nodes that did not complete

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RETRY_SECONDS = (0.3, 3.0)
 # Seconds that a TCP connection survives without a network; ranks on a node that is cut off for less continue.
 HELD_UP_SECONDS = 5.0
-# After this time at most, agents that can ask have heard of a new leader, also if some answers are lost.
+# Seconds after which all agents that can ask have heard of a new leader, even if some answers are lost.
 HEARD_WITHIN_SECONDS = 90.0
 SUPERSEDED = "ddpjob.Superseded: a newer generation has written"
 
@@ -404,7 +404,7 @@ class Agents:
             nodes=agent.process.nodes,
             grant=agent.grant,
         )
-        if present > agent.generation:  # as the agent learns by the leader's welcome
+        if present > agent.generation:  # the leader's welcome tells the agent this number
             agent.generation, agent.members = present, Members()
         if agent.told:
             self._say(agent, lambda lead, now: lead.termination_requested(agent.node, now), of_now=False)

@@ -306,7 +306,7 @@ class Cluster:
                 self._stop(node, process, int(process.pod["spec"]["terminationGracePeriodSeconds"]))
         elif "deletionTimestamp" in raw["metadata"]:
             if process is not None and alive:
-                self._report(node, process)  # because the node controller's report is out of date
+                self._report(node, process)  # replaces the node controller's report, which is out of date
                 self._stop(node, process, raw["metadata"]["deletionGracePeriodSeconds"])
             else:
                 if process is None and not _has_ended(raw):

@@ -188,7 +188,7 @@ def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Kueue, "holders", forgets)
 
 
-# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
+# The first seed that finds each bug. If a code change makes a seed miss its bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     quota_returned_early: 7,
     quota_never_returned: 1,

@@ -43,8 +43,8 @@ def test_groups_shrink_and_grow_in_these_lives() -> None:
 
 
 def test_seeds_that_failed_once_stay_fixed() -> None:
-    """119, 2763: a job grew again while the leader that it had left saved, and waited for a second leader of its term.
-    2680: the operator had charged a failure, and the leader restarted ranks once more than backoffLimit allows."""
+    """Seeds 119, 2763: a job grew while its former leader saved, and waited for a second leader of the same term.
+    Seed 2680: the operator had charged a failure, and the leader restarted ranks once more than backoffLimit allows."""
     for seed in (119, 2680, 2763):
         outcome = simulate(elastic_scenario(seed))
         assert not outcome.wrong, outcome.wrong
@@ -97,7 +97,7 @@ def older_term_taken() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Appointment, "replaces", lambda told, known: told.term != known.term)
 
 
-# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
+# The first seed that finds each bug. If a code change makes a seed miss its bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     starts_with_too_few: 0,
     memory_first: 3,

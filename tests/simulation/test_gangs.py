@@ -80,9 +80,9 @@ def group_of_the_first_attempt_forever() -> contextlib.AbstractContextManager[An
 
 
 def test_seeds_that_failed_once_stay_fixed() -> None:
-    """700430: node 0 of an elastic job, whose pod was force-deleted after all nodes had ended, found the old store.
-    710130: an operator that started with an old list saw no pods, and deleted the group of living pods. 801808, 809053:
-    a pod of a deleted job counted for the group of the next job with the same name."""
+    """Seed 700430: node 0 of an elastic job, whose pod was force-deleted when all nodes had ended, found the old store.
+    Seed 710130: an operator that started with an old list saw no pods, and deleted the group of living pods. Seeds
+    801808, 809053: a pod of a deleted job counted for the group of the next job with the same name."""
     for seed in (700430, 710130, 801808, 809053):
         outcome = simulate(gang_scenario(seed))
         assert not outcome.wrong, outcome.wrong
@@ -114,7 +114,7 @@ def test_a_gang_api_that_disappears_costs_a_running_job_nothing_and_its_restart_
     assert ("GangUnavailable" in reasons) == (wants == "native")
 
 
-# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
+# The first seed that finds each bug. If a code change makes a seed miss its bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     pod_outside_of_its_group: 0,
     group_outlives_its_attempt: 0,

@@ -39,7 +39,7 @@ def test_each_generation_begins_with_the_newest_complete_state() -> None:
 
 # Seeds that once broke a rule, with the reason.
 ONCE_WRONG = {
-    # A state that causes a failure would fail the job three more times if ranks loaded that state again.
+    # A state that causes a failure would make three more attempts fail if ranks loaded that state again.
     "after three loads of a state the folder counts and not a state a step before": 701221,
     # An operator that has lost its Lease drops reports. Agents repeat them, unless they are killed.
     "what an operator heard before it lost its lease is not known to it afterwards": 106677,
@@ -172,7 +172,7 @@ def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
 
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
-    """Injected bug: copies by `save` get the limit of regular copies, but ranks may be many steps ahead of them."""
+    """Injected bug: copies made only at `save` get the limit of regular copies, although ranks may be far ahead."""
     return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 

@@ -81,7 +81,7 @@ def test_a_job_that_just_trains_costs_no_read() -> None:
     with mock.patch.object(simulation.api, "request", seen):
         outcome = simulation.run()
     assert (outcome.wrong, outcome.end) == ([], "Succeeded")
-    once = {"v1alpha1"}  # read once at the operator's start: the published schema
+    once = {"v1alpha1"}  # the published schema, read once at the operator's start
     assert {what for what, _ in reads} == {"ddpjobs", "pods", "services", "nodes"} | once
     assert {selector for _, selector in reads} <= {"", "training.ddpjob.io/job"}, "of no single job"
 
@@ -115,5 +115,5 @@ def test_a_gang_adds_only_the_write_of_its_group_and_a_queue_one_status_and_one_
     assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
-    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # sent because the job had to wait
+    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # sent for a job that had to wait
     assert queued == {"create services": 1, "create pods": 8, "change ddpjobs": 4} | of_workload | events

@@ -19,7 +19,7 @@ from free_port import free_port
 from model_server import ModelServer
 
 END_SECONDS, STOP_SECONDS = 5.0, 10.0
-LATE_SECONDS = 5.0  # allows for a busy machine
+LATE_SECONDS = 5.0  # seconds that a busy machine may need more
 QUICK_LEASE = {"DDPJOB_LEASE_SECONDS": "3", "DDPJOB_LEASE_RENEW_SECONDS": "2", "DDPJOB_LEASE_RETRY_SECONDS": "0.5"}
 # One task of each kind. The long test ends all tasks.
 OURS = ("pods in b", "lease", "queue")

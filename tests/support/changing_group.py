@@ -45,7 +45,7 @@ class Node:
         return self.linked_at is not None
 
     def may_join_at(self, snooze: float) -> float:
-        """Return when this node may interrupt the others. The delay doubles each time the node has left soon."""
+        """Return when this node may interrupt the others. The delay doubles each time that the node leaves soon."""
         assert self.linked_at is not None
         since, count = self.linked_at, 0
         for at in reversed(self.departures):

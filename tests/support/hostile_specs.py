@@ -174,7 +174,7 @@ def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "unreadable", lambda: unreadable.with_condition(stored, "x" * 300, START)
         return
     ((read_job, problems),) = parsed
-    if is_large(read_job):  # it is planned in a thread
+    if is_large(read_job):  # a large job is planned in a thread
         return
     yield from _planned(read_job, problems)
 

@@ -1,5 +1,5 @@
-"""A fake device that copies as late as allowed: when the next optimizer step begins, or long after a step that does not
-wait. Its tensors are on the CPU; a script changes them as it would change tensors of a device."""
+"""A fake device that copies as late as allowed: when the next optimizer step waits for the copy, or long after a step
+that does not wait. Its tensors are on the CPU; a script changes them as it would change tensors of a device."""
 
 from __future__ import annotations
 

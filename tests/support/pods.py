@@ -24,7 +24,7 @@ LABEL_JOB = "training.ddpjob.io/job"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
-# Kills all processes that have a rank, except the one that runs this script.
+# Script that kills all processes that have a rank, except the one that runs this script.
 _KILL = """
 import glob, os
 for path in glob.glob("/proc/[0-9]*/environ"):

@@ -17,7 +17,7 @@ def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[in
     objects are destroyed. Return (exit code, seconds until the exit) by rank."""
     begin, ranks, ended = time.monotonic(), {}, {}
     # Freeze all imported objects, as ddprun's fork server does.
-    # Otherwise each rank's garbage collector visits these objects at exit, which takes a second.
+    # Otherwise each rank's garbage collector visits all imported objects at exit, which takes a second.
     gc.freeze()
     for rank in range(world_size):
         pid = os.fork()

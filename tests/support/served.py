@@ -1,4 +1,4 @@
-"""A port of the operator, served in a thread of its own, and clients of it."""
+"""A port of the operator, served in a thread of its own, and clients that connect to it."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set
         with contextlib.suppress(OSError):  # the descriptor of the listed folder is closed already
             if int(name) > 2 and int(name) not in kept and not os.get_inheritable(int(name)):
                 os.close(int(name))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both; Popen may have reset them
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both signals; Popen may have reset them
         signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environ)

@@ -99,7 +99,7 @@ def test_a_state_written_by_survivors_keeps_the_previous_one_until_it_is_complet
 
 
 def test_a_saved_state_replaces_an_assumed_one_of_the_same_step(ranks: list[Shared]) -> None:
-    """A copy for `save` must replace a state of the same step that has only the objects of `load`."""
+    """A copy with the objects of `save` must replace a copy of the same step with only the objects of `load`."""
     assert write(ranks[0], 4, assumed=True)
     assert write(ranks[1], 4)
     held = [ranks[0].held_in(area) for area in range(memory.AREAS)]

@@ -98,7 +98,7 @@ def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -
 def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a script changes its weights before each forward pass, only a copy can keep its state in memory."""
+    """The state of a script that changes weights before each forward must be copied: no survivor could write it."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -129,7 +129,7 @@ def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd
 
 
 def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(node: Node) -> None:
-    """Before the first save no copy is made, because a step may begin with the weights before or after the change."""
+    """Before the first save no copy is made: it is unknown if a step begins before or after the script's change."""
     assert node.run(0, lambda: clipped(16, "first", saves=()))[0] == 0
     assert node.step is None
 

@@ -32,7 +32,7 @@ LIMIT_SECONDS = 120
 
 TEN = ("--epochs", "10")
 TINY_LM = ("--epochs", "3", "--context", "32", "--layers", "1", "--width", "32", "--heads", "2")
-TINY_TEXT_TOPICS = 10  # use only 10 of the text's 79 topics
+TINY_TEXT_TOPICS = 10  # number of topics that are used; the text has 79
 SHORT = {"digits": ("--epochs", "2"), "byte_lm": TINY_LM}
 METRIC = {"digits": "accuracy", "byte_lm": "loss"}
 

@@ -726,7 +726,7 @@ def test_without_a_folder_and_an_agent_the_log_says_that_nothing_is_saved(
 
 
 def test_a_snapshot_without_folder_and_memory_is_refused() -> None:
-    """A Snapshot without a folder and without memory would save nothing."""
+    """A Snapshot without a folder and without memory must be refused, because it would save nothing."""
     with pytest.raises(ddpjob.ConfigurationError, match="nothing would be saved"):
         ddpjob.Snapshot(memory=False)
 
@@ -1272,7 +1272,7 @@ def test_a_training_that_cannot_write_a_state_known_only_to_memory_fails(node: N
 def test_a_script_without_step_numbers_fails_if_a_state_known_only_to_memory_is_lost(
     node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a script resumes from a state that only memory has, makes steps and saves nothing, it must fail. Otherwise the
+    """If a script resumes from a state that only memory has, trains on and saves nothing, it must fail. Otherwise the
     job succeeds with a snapshot that is older than its restart."""
 
     def train() -> int:
@@ -1369,7 +1369,7 @@ def test_ranks_of_a_lost_node_draw_new_numbers_the_same_at_each_resume_and_the_l
     nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks of a lost node get new seeds, the same at each resume, and the log must say so, because the result differs.
-    The new node receives the state in pieces, and the last piece is shorter."""
+    Here the state is sent to the new node in pieces, and the last piece is shorter."""
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
 
     def train_both(until: int) -> Any:

@@ -28,6 +28,6 @@ def test_room_that_was_reserved_late_promises_nothing(mode: Mode) -> None:
 
 
 def test_a_refused_state_stays_refused_and_a_changing_one_is_copied_from_then_on() -> None:
-    """A refused state must never be kept again. One that changes between steps must be copied from then on."""
+    """A refused state must never be kept again. A state that changes between steps must be copied from then on."""
     assert {after(Mode.OFF, event) for event in EVENTS} == {Mode.OFF}
     assert {after(Mode.COPYING, event) for event in EVENTS} == {Mode.COPYING, Mode.OFF}

@@ -521,7 +521,7 @@ def test_an_old_generation_is_refused_like_an_old_attempt(attempt, tmp_path):
 
 
 def test_a_new_leader_writes_and_ranks_of_an_older_one_do_not(attempt):
-    """Any new pod may lead. If it was in no group, it may count generations from a lower number."""
+    """A new leader must be able to write, even if it counts generations from a lower number than an older leader."""
     zombie = attempt(1, generation=5)
     saved(zombie, 10)
     newer = attempt(1, generation=0, leader=1)
@@ -843,7 +843,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
         keys = []
         with world_of(rank, 2, f"tcp://127.0.0.1:{port}") as world:
             snapshot = ddpjob.Snapshot(folder, world, keep=100)
-            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until rank 0 no longer waits
+            while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until rank 0 has saved alone
                 time.sleep(0.01)
             for step in range(1, 13):
                 saved(snapshot, step)

@@ -109,7 +109,7 @@ def test_the_message_names_the_place_of_the_value_and_what_to_save_instead(tmp_p
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Generate tensors of any dtype, shape, layout and offset, with any bits."""
+    """Generate tensors of any dtype, shape, layout and offset, with arbitrary bits (also NaN)."""
     dtype = draw(st.sampled_from([kind for kind in DTYPES if state_dicts.tensor_is_read(kind)]))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     size = math.prod(shape) * dtype.itemsize

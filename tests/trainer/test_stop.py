@@ -192,7 +192,7 @@ def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_with_a_sympt
         steps.wait_for("going")
         store = join.store_of(world)
         store.set("stop/asked", "1")
-        store.add("stop/seen", 1)  # as if rank 1 had seen it before it was lost
+        store.add("stop/seen", 1)  # as if rank 1 had seen the request and was then lost
         wait_until(lambda: process.current.agreement.promised)
         ddpjob.should_stop(2)
 

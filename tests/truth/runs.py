@@ -167,7 +167,7 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
     log, kills = killed.log, killed.log.count("STRUCK ")
     if not kills:
         return Verdict("UNSTRUCK", "no kill has struck", log)
-    if REPEATS in log:  # a drawn error is a mistake to an agent whose ranks have not trained yet, after a SIGTERM
+    if REPEATS in log:  # the agent takes the error of a `raise` kill before the first step for a mistake
         return Verdict("UNSTRUCK", REPEATS, log)
     if not killed.has_ended_well:
         return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(log)}", log)

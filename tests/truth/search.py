@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 
 def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
-    """Return the smallest draw that is still wrong, by removing one part after another."""
+    """Remove parts of a wrong draw while the result stays wrong. Return the smallest draw."""
     best, changed = draw, True
     while changed:
         changed = False

@@ -121,12 +121,12 @@ def test_a_refusal_between_two_kills_allows_differences_after_the_later_one() ->
     assert {"model", "optimizer"} <= {part.name for part in excused(log, recipe(), late=True)[0]}
     log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, HOOK, FROM_FOLDER])
     assert excused(log, recipe(), late=True)[0] == set()
-    log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, LATE, FROM_FOLDER])  # logged before the file is read
+    log = "\n".join([STRUCK, FROM_FOLDER, STRUCK, LATE, FROM_FOLDER])  # LATE is logged before the file is read
     assert excused(log, recipe(model="dropout"), late=True)[0] != set()
 
 
 def test_an_error_that_an_agent_does_not_restart_proves_nothing() -> None:
-    """An agent that was started again does not restart an error before its first step, which is no wrong result."""
+    """A run must prove nothing if a new agent did not restart the ranks after an error before its first step."""
     whole = Outcome((0,), {0: {}, 1: {}}, {0: {}, 1: {}}, "")
     for log, kind in ((f"{STRUCK}\n{REPEATS}", "UNSTRUCK"), (STRUCK, "FAILED")):
         assert compared(Draw(recipe(), (TOP,)), whole, whole._replace(codes=(75, 1), log=log)).kind == kind
@@ -207,7 +207,7 @@ def test_a_killed_script_ends_like_an_undisturbed_one_or_is_refused(name: str) -
         assert verdict.kind in ("SAME", "REFUSED"), f"{verdict.why}\n{verdict.log}"
 
 
-@pytest.mark.long  # slow; each run tests the typical scripts in SCRIPTS, and tests/trainer tests each rule
+@pytest.mark.long  # slow; ordinary runs test only the scripts in SCRIPTS, and tests/trainer tests each rule
 @pytest.mark.parametrize("parts", WERE_WRONG, ids=lambda parts: "-".join(parts.values()))
 def test_a_kind_of_script_that_once_had_wrong_results_is_correct_or_refused(parts: dict[str, str]) -> None:
     """A kind of script that once had wrong results must be correct or refused; random draws would rarely test it."""

@@ -244,7 +244,7 @@ def snippets() -> list[Any]:
 
 @pytest.mark.parametrize(("lines", "rules"), snippets())
 def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, rules: set[str]) -> None:
-    """The lines are parts of scripts, so findings about a missing group are ignored here."""
+    """Certain mistakes must be reported, and no others. The lines are parts of scripts, so a missing group is none."""
     assert rules_in(HEAD + lines) - ({"init-missing"} - rules) == rules
 
 
@@ -1025,7 +1025,7 @@ def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_program_that_starts_the_launcher_must_look_at_its_exit_code(lines: str, rules: str) -> None:
-    """If nobody reads the launcher's exit code, a failed training counts as done, and captured output is lost."""
+    """A program must be reported if it ignores its launcher's exit code: a failed training would count as done."""
     job = CheckedJob(nodes=2, nproc=2, known=True, launcher="python")
     assert [f.rule for f in check.check("run.py", f"import os, subprocess, sys\n{lines}", job)] == rules.split()
 

@@ -110,7 +110,7 @@ def test_the_request_timeout_may_be_unlimited(cluster: FakeCluster, ddpjob: Ddpj
 
 @pytest.mark.parametrize("namespace", ["a/b", "..", "team a", "Team"])
 def test_a_namespace_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddpjob, namespace: str) -> None:
-    """The value becomes part of a URL, so it must not lead to another path of the API."""
+    """A namespace that is a path must be refused: it becomes part of a URL, and would lead to another path."""
     done = ddpjob("delete", "digits", "-n", namespace)
     assert (done.code, cluster.requests) == (2, [])
     assert f"{namespace!r} is not the name of a namespace" in done.err

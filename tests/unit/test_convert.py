@@ -314,7 +314,7 @@ def test_elastic_restarts_count_if_there_is_no_backoff_limit() -> None:
     ],
 )
 def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
-    """--nnodes in the command has priority over elasticPolicy: AWS' FSDP examples have --nnodes=4 and maxReplicas:
+    """--nnodes in the command must win over elasticPolicy: AWS' FSDP examples have --nnodes=4 and maxReplicas:
     64."""
     result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
@@ -698,7 +698,7 @@ def test_a_command_after_a_wrapper_program_is_read(words: list[str], made: list[
     ],
 )
 def test_a_package_folder_or_environment_named_like_a_launcher_is_not_a_launcher(words: list[str]) -> None:
-    """A package, folder or environment named like a launcher is none, as in `pip install lightning`."""
+    """A package, folder or environment named like a launcher must not count as one, as in `pip install lightning`."""
     assert checked(command.convert(words)).spec["nodes"] == 2
 
 
@@ -834,7 +834,7 @@ def test_settings_of_accelerate_for_its_ranks_become_variables() -> None:
 
 
 def test_words_that_yaml_would_read_as_numbers_or_true_stay_words() -> None:
-    """Without quotes, ddpjob run and kubectl would refuse the number in `--lr 1e-3`."""
+    """A number such as 1e-3 in `--lr 1e-3` must be quoted, because ddpjob run and kubectl refuse numbers as words."""
     words = ["torchrun", "train.py", "--lr", "1e-3", "y", "N", "08", "0o17", "1e3", "1:30", "on", "2026-01-01", "="]
     text = command.convert(words).to_yaml()
     read = yamlfile.read_job("x.yaml", None, text.encode()).data

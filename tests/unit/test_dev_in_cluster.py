@@ -119,7 +119,7 @@ def test_pods_of_a_later_attempt_get_the_code_of_the_last_save(pods: Pods) -> No
 
 
 def test_a_terminal_is_lent_to_the_running_pod_of_a_node(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal must be lent to a node's running pod, also to a replacement. Without a pod the loan ends at once."""
+    """The user's terminal must be connected to a node's running pod, also a replacement; without a pod, to none."""
     program = pods.folder / "kubectl"
     program.write_text(f'#!/bin/sh\necho "$@" > {pods.folder}/words\nexit 130\n')
     program.chmod(0o755)

@@ -67,7 +67,7 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
     ],
 )
 def test_contradictions_to_an_elastic_job_are_refused_with_the_fix(command: list[str], spec: Any, text: str) -> None:
-    """If command and minNodes contradict, the job waits for nodes that never come, or each node trains alone."""
+    """A command that contradicts minNodes must be refused: the job would wait in vain, or each node train alone."""
     assert any(text in problem for problem in problems(command, **spec)), problems(command, **spec)
 
 
@@ -207,7 +207,7 @@ def test_the_others_go_on_without_node_0_because_the_first_of_them_leads() -> No
 
 
 def test_a_new_leader_is_told_the_generations_that_the_job_has_had() -> None:
-    """Every member of the last group may be lost. Below its number new ranks would count as older ones."""
+    """A new leader must learn how many generations the job had. With a lower number, its ranks would count as older."""
     world = trains_under_ddprun().after(5).reports_step(43, generation=4).settle().vanishes(0).settle()
     answer = told(world)
     assert answer is not None
@@ -219,7 +219,7 @@ def test_a_new_leader_is_told_the_generations_that_the_job_has_had() -> None:
 
 
 def test_a_leader_that_is_lost_before_agents_ask_a_new_operator_is_followed_by_one_of_a_later_term() -> None:
-    """Two agents that lead in one term are not told apart."""
+    """Each new leader must have a later term, because two agents that lead in one term cannot be distinguished."""
     world = trains_under_ddprun(minNodes=1).vanishes(0).settle()
     world.agents_ask = False
     world.vanishes(1).settle()
@@ -302,7 +302,7 @@ def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_hav
 
 
 def test_a_job_that_grows_again_waits_for_the_leader_that_it_had_left() -> None:
-    """Its next pod would lead in the same term."""
+    """The pod of the former leader must end first. Otherwise the next pod at its place would lead in the same term."""
     world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle().change(nodes=3).settle()
     before = world.status.leader
     assert before is not None
@@ -697,7 +697,7 @@ def test_scaling_a_job_with_completed_nodes_does_not_repeat_the_training() -> No
 
 
 def test_scaling_during_a_start_back_off_does_not_end_the_back_off() -> None:
-    """Scaling must not end a back-off: each step of an autoscaler would create all pods again, without free nodes."""
+    """Scaling must not end a back-off. Otherwise each step of an autoscaler would make all pods, with no free nodes."""
     world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
     again = world.status.attempt_time
     assert (world.status.reason, world.names()) == ("StartBackOff", [])
@@ -725,7 +725,7 @@ def test_a_resumed_job_takes_the_current_number_of_nodes() -> None:
 
 
 def test_a_static_job_keeps_its_number_of_nodes() -> None:
-    """The API server does not let spec.nodes of a running static job change, so the status has no copy of it."""
+    """The status of a static job must have no copy of spec.nodes, which cannot change while the job is running."""
     assert digits().running().status.attempt_nodes is None
 
 

@@ -119,7 +119,7 @@ def test_a_pod_remembers_that_its_node_did_not_report_for_a_while() -> None:
 
 
 def test_a_failing_sidecar_does_not_undo_the_success_of_the_trainer() -> None:
-    """A failing sidecar makes the phase Failed without a reason, but the trainer has completed."""
+    """A trainer that ended with 0 must count as completed, although a failing sidecar makes the pod's phase Failed."""
     assert seen((RUNNING, {}), (exited(0, 12, phase="Failed"), {})).has_completed
 
 

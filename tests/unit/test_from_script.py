@@ -161,7 +161,7 @@ def test_findings_are_written_as_comments() -> None:
     ],
 )
 def test_an_optional_argument_is_not_called_needed(nargs: str, said: str) -> None:
-    """An optional argument must not be called needed, such as the folder of PyTorch's imagenet example."""
+    """An optional argument must not be reported as required, such as the folder of PyTorch's imagenet example."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
     assert f"# {said}\n" in from_script.job_yaml(Source("train.py"), script)
 

@@ -143,7 +143,7 @@ def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_
 
 def test_nodes_that_each_formed_a_group_make_the_success_suspicious() -> None:
     """Nodes with a group each must make the success suspicious, as after `torchrun --standalone` in the image."""
-    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # 1: from a parent that spawns the ranks
+    for size, reasons in ((4, []), (2, ["NoProcessGroup"]), (1, [])):  # size 1: a parent that spawns ranks reports it
         world = digits(nprocPerNode=2).running().reports_step(9, world_size=size)
         world.exits(0, 0).exits(1, 0).settle()
         assert [found.reason for found in world.status.findings] == reasons
@@ -178,7 +178,7 @@ def test_findings_of_many_nodes_are_one_line() -> None:
         (TABLE + "done\n", None, True),
         (TABLE, True, False),  # as after `torchrun a.py || torchrun b.py`
         (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), None, True),
-        (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
+        (TRACE + BOOM + "\n", True, True),  # the script calls traceback.print_exc() and ends
         (TRACE + BOOM + "\nepoch 2 loss 0.1\n", None, False),  # the script handled it and continued
         (TRACE + BOOM + "\n[W1122 16:20:01.1 ProcessGroupNCCL.cpp:138] was not called\n", True, True),
         (TRACE + "KeyboardInterrupt\n", None, False),

@@ -245,7 +245,7 @@ def test_no_pattern_blocks_submit_or_check(folder, line) -> None:
 
 
 def test_too_many_patterns_for_too_many_files_are_refused_in_one_sentence(folder) -> None:
-    """The limit counts comparisons of long patterns with files. 100 patterns for 300 files exceed it."""
+    """Too many comparisons of long patterns with files must be refused, here those of 100 patterns with 300 files."""
     (folder / ".gitignore").write_text(f"*{'x' * 254}\n" * 100)
     for number in range(300):
         (folder / f"{number}.txt").touch()

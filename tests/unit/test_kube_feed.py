@@ -39,7 +39,7 @@ def told(feed: Feed) -> list[tuple[str, str]]:
 
 
 def test_kopf_gets_the_beginning_and_the_end_of_jobs_and_our_copy_gets_everything() -> None:
-    """Each edit must reach exactly one of our copy and kopf: in none it has no effect, in both it costs twice."""
+    """Each edit must reach either our copy or kopf. If it reaches none, it is lost; if both, it costs twice."""
     changed: list[tuple[str, str]] = []
     jobs = Jobs(changed.append)
     feed = Feed(jobs)

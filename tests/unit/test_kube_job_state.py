@@ -19,7 +19,7 @@ def pod(uid: str = "a", **fields: dt.datetime) -> Pod:
 
 
 def test_the_time_until_a_node_is_lost_counts_from_our_first_observation() -> None:
-    """Seconds until a node is lost must count from our first observation, because the server's clock may be ahead."""
+    """The time until a node counts as lost must run from our first observation: the server's clock may be ahead."""
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     asked = START + AHEAD
     stopping = pod(deletion_requested_at=asked, deletion_deadline=asked + dt.timedelta(seconds=10), silent_since=asked)
@@ -48,8 +48,8 @@ def test_pod_times_that_are_compared_come_from_one_clock() -> None:
 
 
 def test_a_pod_whose_kubelet_is_back_gets_its_full_grace_before_it_is_given_up() -> None:
-    """A pod must get its full grace period after its kubelet is back. Without it two groups would run at once (seed
-    3441 of the simulation with memory)."""
+    """A pod must get its full grace period after its kubelet is back. Otherwise two groups would run at once (seed 3441
+    of the simulation with memory)."""
     memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
     stopping = pod(deletion_requested_at=START, deletion_deadline=START + dt.timedelta(seconds=1))
     silent = replace(stopping, silent_since=START)
@@ -75,7 +75,7 @@ def test_the_time_that_a_sidecar_runs_on_is_counted_by_our_clock() -> None:
 
 
 def test_of_the_deleted_pods_only_the_newest_of_each_place_is_kept() -> None:
-    """A user may create and delete pods with the job's owner, labels and any names for hours, 1.5 kB each."""
+    """Only the newest deleted pod of a place may be kept: a user may create and delete pods for hours, 1.5 kB each."""
     states = JobStates(Jobs(lambda _: None))
     memory = states.of(("default", "digits"), "job")
     for number in range(1000):

@@ -131,7 +131,7 @@ def test_only_reports_of_a_pod_of_the_current_job_are_accepted() -> None:
 
 
 def test_the_answer_to_an_agent_costs_little_whatever_the_job_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """65,000 annotations take 6 ms to read. If each request of 200 pods read them again, the event loop would be full.
+    """A job must be read once for all requests of its agents: 65,000 annotations take 6 ms, and 200 pods send requests.
     An unreadable job must not put a traceback into the log for each request."""
 
     async def run() -> None:
@@ -229,8 +229,8 @@ def test_only_a_404_that_names_the_object_means_that_it_was_deleted() -> None:
 
 @pytest.mark.parametrize("reads_nodes", [False, True])
 def test_the_time_a_pod_is_in_a_state_is_counted_by_our_clock(reads_nodes: bool) -> None:
-    """The time of a pod in a state must be counted by our clock: with a node's clock, an eviction may look
-    completed."""
+    """The time since a container's end must be counted by our clock. A node's clock may be wrong, and an evicted pod
+    could then count as completed."""
     done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
     beside = [_state(terminated=done), {"name": "proxy", "state": {"running": {}}}]
 

@@ -18,7 +18,7 @@ KEY = ("team", "digits")
 
 
 class Marks:
-    """API server with one mark for each given namespace and release."""
+    """API server with a mark (a ConfigMap) of each given release in the namespace that it handles."""
 
     def __init__(self, **releases: str) -> None:
         self.releases, self.error = releases, ApiError(0, "NoAnswer", "away")
@@ -44,11 +44,11 @@ class World:
         self.changes: list[Set[str]] = []
 
     def begins(self) -> None:
-        """Start the task that reads the marks regularly."""
+        """Start the task that regularly reads the ConfigMaps of other releases."""
         self.running = asyncio.create_task(self.others.run(self.changes.append))
 
     async def reads(self) -> float | None:
-        """Wait for the next read of the marks, then reconcile the job; return the seconds until its next reconcile."""
+        """Wait until the ConfigMaps were read again, then reconcile. Return the seconds until the next reconcile."""
         await asyncio.sleep(READ_SECONDS + 1)
         return await self.operator.reconciler.reconcile(KEY)
 

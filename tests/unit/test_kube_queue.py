@@ -125,7 +125,7 @@ def test_the_longest_reconcile_is_recorded() -> None:
     jobs.pop(START + 5)
     assert jobs.stuck_seconds(START + 9) == 9
     assert jobs.unfinished_seconds(START + 9) == 9 + 4
-    jobs.waits("a")  # for hundreds of large jobs: a restart of the operator would not help
+    jobs.waits("a")  # it waits for its turn, so a restart of the operator would not help
     assert jobs.stuck_seconds(START + 9) == 4
     jobs.observed("a", START + 9)
     assert jobs.stuck_seconds(START + 12) == 7

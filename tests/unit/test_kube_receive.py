@@ -35,7 +35,7 @@ BOUNDS = [(Receiver, "connections_max"), (bounded_server, "CONNECTIONS_PER_ADDRE
 
 
 class World(Served):
-    """A receiver of reports with its clients, and the reports that it accepted."""
+    """A receiver of reports with clients. `reports` has the reports that the receiver accepted."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[Sender, Report]] = []

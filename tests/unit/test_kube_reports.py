@@ -307,7 +307,7 @@ def test_if_ranks_do_not_follow_nodes_a_pod_reports_for_as_many_ranks_as_it_has(
 
 
 def test_all_reports_of_a_namespace_fit_into_its_share_of_the_memory() -> None:
-    """100 pods with 1,024 ranks each would fill the operator's 512 MiB in 17 minutes, with one report a second each."""
+    """Memory for reports must be limited by namespace: 100 pods of 1,024 ranks would fill 512 MiB in 17 minutes."""
     room = 11 * (OF_A_RANK + sys.getsizeof("é" * 300))
     desk = Desk("a", "b", limits=replace(storage.DEFAULT, reports=4 * room, reports_in_namespace=room))
     for name in ("a", "b"):
@@ -323,7 +323,7 @@ def test_all_reports_of_a_namespace_fit_into_its_share_of_the_memory() -> None:
 
 
 def test_a_job_with_thousands_of_reports_is_planned_outside_of_the_event_loop() -> None:
-    """A plan takes 4 us for each report, so the 100,000 ranks of 98 pods would block the event loop for 0.4 s."""
+    """A job with many reports must be planned in a thread: 100,000 reports would block the event loop for 0.4 s."""
     what = digits().running().job
     assert not is_large(what, reports=1_000)
     assert is_large(what, reports=9_000)

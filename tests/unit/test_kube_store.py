@@ -172,7 +172,7 @@ def job(version: int, uid: str = "u1", name: str = "digits") -> dict[str, Any]:
 
 
 def test_changes_of_a_job_in_our_copy_are_taken_and_those_of_unknown_jobs_are_not() -> None:
-    """Each edit must reach exactly one of our copy and kopf: in none it is lost, in both it costs twice."""
+    """Each edit must reach either our copy or kopf. If it reaches none, it is lost; if both, it costs twice."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     assert not jobs.take(job(4)), "kopf is told of it first"

@@ -153,7 +153,7 @@ WORKLOAD = {
 
 
 def test_a_workload_matches_the_kueue_documentation_and_has_no_commands_and_variables() -> None:
-    """Administrators of a queue read Workloads. They need the requested resources, not the commands."""
+    """A Workload must show the requested resources, which administrators of a queue read, and not the commands."""
     full = labelled(job(container=CONTAINER), queue_name="main", priority_class="high")
     body = kueue.body(full, 0, V1BETA1)
     assert kueue.reads_for_group(full, V1BETA1) == ("/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses/high",)
@@ -187,7 +187,7 @@ def test_in_v1beta2_a_workload_differs_only_in_its_priority_class() -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 def test_a_workload_has_a_priority_even_if_the_job_names_none(version: str) -> None:
-    """A Workload must have a priority, as Kueue's own kinds: without one its visibility API (0.14.8) lists no job."""
+    """A Workload must have a priority, as Kueue's own kinds: otherwise Kueue's visibility API (0.14.8) lists no job."""
     assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
 
 

@@ -337,7 +337,7 @@ def test_the_operator_shows_metrics_of_its_jobs_its_queue_and_its_copies() -> No
 
 
 def test_jobs_of_another_release_do_not_count_as_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If jobs of another release counted as deleted, their past would be counted again later."""
+    """Jobs of another release must not count as deleted. Otherwise their past would be counted again later."""
 
     async def story() -> None:
         town = Town(SlowServer(lambda _verb, _path: 0.01))

@@ -256,7 +256,7 @@ def test_a_job_whose_nodes_all_completed_before_their_stop_request_has_succeeded
 
 
 def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None:
-    """Exit 0 after a SIGTERM means that the rank saved, not that training is complete."""
+    """Exit code 0 after a stop request must not count as success: the rank has saved, but training is incomplete."""
     world = digits().running().change(suspend=True)
     world.step()
     world.exits(0).settle().stops(1).settle()

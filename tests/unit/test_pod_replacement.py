@@ -442,7 +442,7 @@ def test_agents_get_the_restart_grace_set_by_the_user() -> None:
 
 
 def test_steps_that_agents_already_counted_are_no_new_progress_for_the_operator() -> None:
-    """Steps that agents have counted must be no new progress: a bad checkpoint is tried 3 times, not backoffLimit."""
+    """Steps that agents have counted must not count again as progress: a bad checkpoint may be tried 3 times, not 9."""
     world = trained(backoffLimit=9).reports_step(100).settle()
     world.agent = charged(3, in_a_row=3)
     world.settle()

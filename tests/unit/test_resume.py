@@ -145,7 +145,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_shows_it() -> None
 
 @pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
 def test_no_message_claims_unrepeated_steps_after_a_restart_from_an_older_state(where: str) -> None:
-    """After a restart from an older state no message may say that no step is repeated: reports may be rare."""
+    """After a restart from an older state no message may claim "no step repeated": later steps may be unreported."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()

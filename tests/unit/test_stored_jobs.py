@@ -336,7 +336,7 @@ def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None
 def test_large_jobs_are_planned_one_at_a_time_with_pauses_and_namespaces_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With 32 threads that plan, each turn of the event loop would take 150 ms longer, and a restart has many turns."""
+    """Large jobs must be planned one at a time: 32 threads would make each turn of the event loop 150 ms longer."""
     planned: list[str] = []
     planning: set[str] = set()
     pauses: list[float] = []

@@ -45,7 +45,7 @@ def refused(**container: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: dict[str, Any], sentence: str) -> None:
-    """If a wrong value is not named, the job is accepted, and its pods are refused minutes later in the cluster."""
+    """A wrong value must be named. Otherwise the job is accepted, and its pods are refused minutes later."""
     assert refused(**container) == [sentence]
 
 

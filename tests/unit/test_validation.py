@@ -230,7 +230,7 @@ def test_a_command_that_contradicts_the_job_and_would_hang_is_refused(words: lis
         (["torchrun", "--nnodes=2:2", "x.py"], 2),
         (["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):$(MASTER_PORT)", "x.py"], 2),
         (["torchrun", "--master-addr=digits-0.digits", "x.py"], 2),
-        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # no shell expands $RANDOM: all nodes have one text
+        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # no shell expands $RANDOM: all nodes get the same id
         (["sh", "-c", "torchrun --rdzv-id=$DDPJOB_UID x.py"], 2),
         (["sh", "-c", "torchrun --rdzv-id=$RANDOM x.py"], 1),
         (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME%-*} x.py"], 2),  # the pod's name without its number

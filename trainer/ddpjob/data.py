@@ -323,7 +323,7 @@ def accumulate(
 
 
 def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DDP models in a module, also a compiled one. With several ranks, raise ConfigurationError for none."""
+    """Return the DDP models in a module, also a compiled one. Raise ConfigurationError if several ranks have none."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         return [inner]

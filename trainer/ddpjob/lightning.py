@@ -39,7 +39,7 @@ class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there whe
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         should_stop(trainer.global_step)
         if process.current.sigterm is not None:
-            process.current.sigterm.handle()  # again, because each fit() ends by restoring the default action
+            process.current.sigterm.handle()  # set it again, because the end of each fit() restores the default
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Declare a pause, because no step is made during the validation."""

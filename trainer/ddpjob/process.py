@@ -27,7 +27,7 @@ class Process:
         # Keeps the parent's state alive: the destructor of its store would join a thread that a fork does not have.
         self.parent = parent
 
-        # group/join.py
+        # Set by group/join.py:
         self.group: Any = None
         self.groups_joined: int = parent.groups_joined if parent else 0
         self.left: RankInfo | None = None
@@ -35,7 +35,7 @@ class Process:
         self.before_leaving: list[Any] = [*parent.before_leaving] if parent else []
         self.leaves_at_exit = False
 
-        # group/stop.py
+        # Set by group/stop.py:
         self.agreement: Any = None
         self.sigterm: Sigterm | None = None
         self.stopped_at: int | None = None
@@ -46,7 +46,7 @@ class Process:
         self.fails_at_exit = False
         """True if saving the last state failed at the exit, when an exception would reach nobody."""
 
-        # reporting/progress.py
+        # Set by reporting/progress.py:
         self.latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
         """(step, total, samples, metrics, time) of the last call; one tuple, so that readers need no lock."""
         self.checks_each_step = True
@@ -58,11 +58,11 @@ class Process:
         self.reporter: Any = None
         self.faults: list[Any] = []
 
-        # data.py
+        # Set by data.py:
         self.sampler: Callable[[], Any] | None = None
         """The GlobalBatchSampler that has given the last batch, as a weak reference."""
 
-        # checkpoint/snapshot.py
+        # Set by checkpoint/snapshot.py:
         self.loader: Any = None
         """The `InMemory` of the first Snapshot that has loaded."""
         self.keeper: Any = None
@@ -89,16 +89,16 @@ class Process:
         self.limit_needed: int | None = None
         """Memory limit in bytes that the container would need to keep the state; None if the limit is not the cause."""
 
-        # reporting/watchdog.py
+        # Set by reporting/watchdog.py:
         self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # not shared before `watchdog.begin`
         self.watched = False
         self.in_torch = threading.Lock()  # held by the watchdog thread in torch's C++ code, and from the exit on
 
-        # reporting/rank_end.py
+        # Set by reporting/rank_end.py:
         self.end: Any = None
         """The `RankEnd` that is written for the agent at the end of this process."""
 
-        # reporting/termination.py
+        # Set by reporting/termination.py:
         self.reports_failure = False
         self.previous_hook: Any = parent.previous_hook if parent else None
 
@@ -221,7 +221,7 @@ def _end_child_as_before_3_13(run_finalizers: Callable[[], None]) -> None:
     atexit.register(run_finalizers)  # the last one runs first
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]  # from Python 3.12 on
     users = {monitoring.get_tool(number): number for number in _TOOLS}
-    if _TOOL in users or None not in users:  # a fork has inherited it, or other tools use all numbers
+    if _TOOL in users or None not in users:  # a fork has inherited our tool, or other tools use all ids
         return
 
     def see(*_place: object) -> None:

@@ -375,7 +375,7 @@ def _with(
 
 
 def _times(history: RestartHistory, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
-    """Return the times of the last charges, as many as the limit within a time window needs."""
+    """Return the times of the last charges, one more than the backoff limit; none if there is no time window."""
     if limits.window_seconds is None:
         return ()
     kept = limits.backoff_limit + 1

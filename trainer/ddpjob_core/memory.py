@@ -172,9 +172,8 @@ def newest(
 
 
 def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:
-    """Return the states that may be loaded, by rank. Assumed states (objects passed to `load`) are left out if a rank
-    of their generation has saved, because they may lack saved objects.
-    """
+    """Return the states that may be loaded, by rank. An assumed state (the objects passed to `load`) is left out if a
+    rank of the same generation has saved: the assumed state may lack objects of that save."""
     past = [one if one is not None and one.version < present else None for one in held]
     named = {one.version[:2] for one in past if one is not None and not one.assumed}
     return [None if one is not None and one.assumed and one.version[:2] in named else one for one in past]
@@ -310,7 +309,7 @@ def is_newer(folder: Version | None, held: Held) -> bool:
 
 
 def proves_again(step: int, size: int) -> bool:
-    """True if ranks sum all bits at this boundary, to prove that only an optimizer changes them. size: in bytes."""
+    """True if ranks checksum their state after this step, to prove that only optimizers change it. size: its bytes."""
     every = PROVE_EVERY << max(0, (size // PROVE_BYTES).bit_length())
     return step % every == 0
 

@@ -52,7 +52,7 @@ _TIMED_OUT = re.compile(
 _NEVER_MET = re.compile(r"RendezvousTimeoutError|waiting for clients\. \d+/\d+ clients joined")
 # Symptoms count only in torch's errors: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# Errors about memory of torch, CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++.
+# Out-of-memory errors of torch, CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++.
 # KILLED_BY_KERNEL is the agent's own error for a SIGKILL by the kernel (ddprun/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP) (?:driver )?error: out of memory|Cuda failure (?:2 )?'out of memory'"
@@ -106,7 +106,7 @@ _OF_DEVICES = re.compile(
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
 # Errors of a folder that a new process would get, too: EPERM, EACCES, EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP.
-# Also EDQUOT, and EEXIST or ENOTDIR if a file is in place of the folder.
+# Also EDQUOT (the user's quota), and EEXIST or ENOTDIR if a file is in place of the folder.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
@@ -115,8 +115,8 @@ _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it.
-# From pkg/kubelet: lifecycle, cm/topologymanager, volumemanager. SysctlForbidden, SMTAlignmentError and AppArmor are
-# left out: no node admits such a spec, so the job would be retried for ever.
+# The reasons are from pkg/kubelet: lifecycle, cm/topologymanager, volumemanager.
+# SysctlForbidden, SMTAlignmentError and AppArmor are left out: no node admits such pods, so retries would never end.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "

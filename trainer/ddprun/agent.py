@@ -49,7 +49,7 @@ class Group(Protocol):
 
     @property
     def ask_seconds(self) -> float:
-        """Seconds between two requests for the leader."""
+        """Seconds between two requests to the operator for the leader's address."""
 
     @property
     def deadline(self) -> float | None:
@@ -110,7 +110,7 @@ class Agent:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.termination_signal = 0  # signal that requested the termination; 0: none
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # closing the terminal must then not end the job
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # with nohup, a closed terminal must not end jobs
         self._numbers = [getattr(signal, name) for name in options.signals if not (is_nohup and name == "SIGHUP")]
         self._fatal = _fatal() - set(self._numbers)
         # SIGQUIT prints the stacks, unless the user has configured it to end the job. STACKS_SIGNAL always prints them.
@@ -223,7 +223,7 @@ class Agent:
         first, self.termination_signal = not self.termination_signal, self.termination_signal or number
         now = time.monotonic()
         if not first:
-            if number == signal.SIGINT:  # after a second Ctrl-C do not wait
+            if number == signal.SIGINT:  # at a second Ctrl-C kill at once
                 self.node.kill_now(now)
             return
         self.watching.end()

@@ -61,7 +61,7 @@ class Follower:
 
     @property
     def ask_seconds(self) -> float:
-        """Seconds between two requests for the leader; fewer while the leader is lost."""
+        """Seconds between two requests to the operator for the leader's address; fewer while the leader is lost."""
         is_lost = self._link is None and (self._generation >= 0 or not self._agent.leader.term)
         return LEADERLESS_SECONDS if is_lost else FOLLOWER_SECONDS
 
@@ -233,7 +233,7 @@ class Follower:
             say(f"{self._leader()} was not reached for {self._options.join_seconds:g} s")
             self._agent.node.end()
             # ended=True: the other pods give up too, so a replacement of this pod alone would find no peers.
-            # In an elastic job ended is False: the others may be training, and only this node cannot reach node 0.
+            # In an elastic job `ended` is False: perhaps only this node cannot reach node 0, and the others train on.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=not self._options.is_elastic)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True

@@ -461,7 +461,7 @@ def reseed(torch: Any) -> None:
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None:
-        torch.default_generator.seed()  # the CPU's generator; those of GPUs are created in the rank
+        torch.default_generator.seed()  # the CPU's random generator; those of GPUs are created in the rank
 
 
 def prepare_groups() -> None:
@@ -613,7 +613,7 @@ def print_without_our_frames() -> None:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
         # Only in the rank itself, not in its forks. Not for KeyboardInterrupt, after which Python must end by SIGINT.
-        # A call of exec() here, as in an import of dataclasses, would prevent that.
+        # A call of exec() here, as in an import of dataclasses, would prevent the end by SIGINT.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback

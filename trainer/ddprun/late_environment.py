@@ -63,7 +63,7 @@ class Hidden:
         return set(self._modules)
 
     def touch(self) -> None:
-        """Take a reference to each module, as an import will. So the memory pages are copied now, not then."""
+        """Take a reference to each module, as an import does. So the memory pages are copied before the import."""
         self._touched = dict(self._modules)
 
     def begin(self) -> None:

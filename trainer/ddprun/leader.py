@@ -196,7 +196,7 @@ class Leader:
         if (life := self._late_start) is not None and (self._lead.orders or self._agent.node.can_start):
             self._late_start = None
             self._send(life.members, {"start": {**life._asdict(), "members": life.members.text}})
-            if self._lead.is_full:  # otherwise the others have connected since, and join later
+            if self._lead.is_full:  # if not full, nodes that connected meanwhile join later
                 self._send(set(self._links) - set(life.members), {"spare": 1})
 
     def _from_where(self) -> str:
@@ -229,7 +229,7 @@ class Leader:
         self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._drain()
         account = self._account() if order.code != 0 or self._lead.restarts else None
-        if order.code == 0 and self._options.is_elastic:  # tells the operator to wait for no other node
+        if order.code == 0 and self._options.is_elastic:  # the members tell the operator to wait for no other node
             account = {**self._account(), "members": self._lead.members.text}
         findings = self._findings() if order.code == 0 else []
         for finding in findings:

@@ -40,7 +40,7 @@ _HARMLESS = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
     " transformers.utils.hub fsspec.config"
 ).split()
-# Modules that keep this variable as `rank_zero_only.rank` when they are imported; `set_ranks` corrects it.
+# Modules that at their import copy a variable into `rank_zero_only.rank`, which `set_ranks` corrects.
 _KEEPS_RANK = {
     "torchmetrics.utilities.prints": "LOCAL_RANK",
     "lightning.fabric.utilities.rank_zero": "RANK",

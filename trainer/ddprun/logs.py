@@ -27,7 +27,7 @@ LAST_LINES_SECONDS_MAX = 20.0  # limit for a slow console: the copy blocks this 
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # at most this many chunks of a file are copied at once, because signals and peers wait meanwhile
 RUN_BYTES_MAX = 200  # length of the run id in the folder's name; file systems allow 255 bytes
-WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
+WRITE_MAX = select.PIPE_BUF  # bytes that a pipe that is ready accepts without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
 OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files that a rank writes for the agent; torchrun has none
 

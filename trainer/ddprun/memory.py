@@ -80,7 +80,7 @@ class Memory:
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
             step = 0  # the script has not called save() for this state, so a rank that has called save() overwrites it
         size, still = self._size, self._still(seconds)
-        late = still >= memory.limit_seconds(size)  # only then call is_held_up, which is expensive
+        late = still >= memory.limit_seconds(size)  # is_held_up is called only if late, because it is expensive
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]

@@ -33,10 +33,10 @@ def told(sentence: str) -> str:
 
 
 def explains(code: int, recorded: str, script: RankScript, environ: Mapping[str, str]) -> str:
-    """Return the missing script or module as the cause of this exit code, as `told` does; "" if nothing is missing.
+    """Return the result of `told` if a missing script or module explains this exit code; else "".
 
-    recorded: the rank's exception. It is empty in a new process, because Python only prints what is missing. In a rank
-    of the fork server runpy raises it.
+    recorded: the rank's exception. A new Python process has none, because Python only prints what is missing. A rank of
+    the fork server has the exception that runpy raised.
     """
     if recorded and not _OF_RUNPY.match(recorded):
         return ""

@@ -43,7 +43,7 @@ LINGERING_SECONDS = 5.0  # a process that is still there this long after SIGKILL
 HELD_SECONDS = 60.0  # limit for the end of a killed rank: freeing GPU memory or a large dataset takes tens of seconds
 KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
-SPARES_AFTER_SECONDS = 5.0  # seconds after the start, because starting ranks need the processors
+SPARES_AFTER_SECONDS = 5.0  # spares are forked this long after the start: starting ranks need the CPUs
 FILE_BYTES_MAX = 1 << 16
 END_BYTES_MAX = 1 << 22  # limit for a rank's end record; enough for a model with 20,000 parameters
 STDERR = 2
@@ -70,7 +70,7 @@ class LocalRanks:
         self._kills = OomKills()
         self.beats: Heartbeats | None = None  # heartbeats of this generation's ranks
         self._saved_before = 0  # highest `saved_step` of earlier generations
-        self.memory = None if options.dev else created(options.nproc)  # `ddpjob dev`: the next ranks may run other code
+        self.memory = None if options.dev else created(options.nproc)  # None for `dev`: the next ranks may run new code
         self._asked_at: float | None = None  # when ranks were requested to write their state; `_then` follows
         self._then: tuple[int, float] = (0, 0.0)  # signal to send when ranks have written their state; seconds of grace
         self.failures: list[Failure] = []  # failures of this generation, in order, except those of stopped ranks

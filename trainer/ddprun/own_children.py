@@ -13,7 +13,7 @@ import signal
 
 from ddprun import processes
 
-# Signals that are not passed on: the kernel or a terminal sends them to this process; CONT and WINCH need no answer.
+# Signals that are not passed on: the kernel or a terminal sends them to this process. CONT and WINCH can be ignored.
 _OWN = "KILL STOP SEGV BUS FPE ILL ABRT TRAP SYS TSTP TTIN TTOU CONT PIPE WINCH URG XFSZ XCPU"
 OWN_SIGNALS = frozenset(getattr(signal, f"SIG{name}") for name in _OWN.split())
 

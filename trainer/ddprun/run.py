@@ -22,7 +22,7 @@ USAGE = 2  # exit code for wrong options, as in argparse
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Run what the options request. Return the exit code."""
     forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
-    # Only with one node. With several nodes node.py reports a missing script, because the others wait for this agent.
+    # Check only with one node. With several, node.py reports a missing script, because others wait for this agent.
     if options.nodes == 1 and (missing := missing_script.missing(options.script, environ)):
         say(missing)
         found = Failure(exit_code=USAGE, exception=missing_script.told(missing))
@@ -40,7 +40,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         say(f"the ranks' output that the console does not show is in {folder.path}")
     agent = Agent(options, prepared, folder, _fork_server(options, prepared))
     agent.watching, agent.group_of, asking = Watching(agent), partial(_group, agent), Asking(agent, agent.take_answer)
-    # A pod that was created after another agent had been appointed asks first.
+    # A pod that was created after another leader had been appointed first asks the operator who leads.
     if asking.is_possible and environ.get("DDPJOB_LEADER_APPOINTED") == "1":
         agent.leader = agent.leader._replace(term=0)
     agent.asking, agent.group = asking, agent.group_of(agent.is_appointed, -1)
@@ -66,7 +66,7 @@ def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | N
     script = options.script
     if not script.preload or script.kind == "program":
         return None
-    if script.kind == "script" and not os.path.isfile(script.name):  # a folder, a zip file, a mistake
+    if script.kind == "script" and not os.path.isfile(script.name):  # the script is a folder or a zip file, or missing
         return None
     try:
         return ForkServer(options, environ)

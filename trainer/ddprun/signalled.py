@@ -35,8 +35,8 @@ class Signalled:
         """Descendants that are still running after the ranks have ended."""
         self._trainers: set[int] = set()  # descendants that train and got the ranks' signals
         self._held: dict[int, int] = {}  # ranks that get their signal after the training processes below them
-        self._trainers_until: float | None = None  # when waiting ranks and helpers get their signal
-        self._helpers_since: float | None = None  # when helpers got their signal
+        self._trainers_until: float | None = None  # time at which waiting ranks and helpers are signalled
+        self._helpers_since: float | None = None  # time at which helpers were signalled
         self._has_remarked = False
 
     def send(self, ranks: Collection[int], number: int, announced: Collection[int]) -> None:

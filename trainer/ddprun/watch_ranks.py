@@ -198,7 +198,7 @@ class Watching:
     def _answer(self, now: float) -> None:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
-        self._look(now)  # again, because ranks may have made progress after the request
+        self._look(now)  # look again, because ranks may have made progress after the request
         if self._beats is None:
             return None  # the connection to node 0 was lost meanwhile
         running = sorted(self._agent.node.running_ranks)

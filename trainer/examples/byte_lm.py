@@ -104,7 +104,7 @@ def load_windows(context: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate(highest: float, step: int, total: int) -> float:
-    """Rise over the first steps, then fall along a cosine. Depends only on the step, so snapshots do not contain it."""
+    """Return the learning rate of a step: it rises, then falls along a cosine. So snapshots need not contain it."""
     return highest * min(1.0, (step + 1) / WARMUP_STEPS) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
 
 

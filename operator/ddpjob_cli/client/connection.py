@@ -167,7 +167,7 @@ def _why(error: BaseException, seconds: float) -> str:
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return f": {cause.strerror}"
-        if isinstance(cause, ConnectionError) and str(cause):  # http.client raises this without an errno
+        if isinstance(cause, ConnectionError) and str(cause):  # http.client raises RemoteDisconnected without an errno
             return f": {cause}"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, (TimeoutError, futures.TimeoutError, urllib3.exceptions.TimeoutError)):

@@ -18,7 +18,7 @@ from ddpjob_cli.local.kept.files import read_script
 from ddpjob_operator.job import api, command, exit_codes, programs
 from ddpjob_operator.job.podspec import trainer_container
 
-_STARTERS = ("spawn", "start_processes", "Process")  # of torch.multiprocessing
+_STARTERS = ("spawn", "start_processes", "Process")  # names in torch.multiprocessing
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 _SHEBANG = re.compile(r"#!\s*(?:/\S*/env\s+(?:-S\s+)?)?(\S+)(.*)")
 _OPTION_OF_SHELL = re.compile(r"[-+].*|pipefail|errexit|nounset|xtrace")

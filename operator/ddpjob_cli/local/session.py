@@ -85,7 +85,7 @@ class DevSession:
         self._held: collections.deque[tuple[Any, str]] = collections.deque(maxlen=HELD_MAX)  # what pods printed then
         self._news: collections.deque[str] = collections.deque()
         self._asked: collections.deque[str] = collections.deque()  # reasons for the next restart
-        # Set when all ranks have ended: the pod that reported it, and the reason. None after the user was told.
+        # Set when all ranks have ended: the pod that reported this end, and its reason. None after the user was told.
         self._stood: tuple[PodOfSession, str] | None = None
         self._files = files
         self._stands = False  # True while no rank is running; new files then come from the user, not from the script

@@ -71,7 +71,7 @@ _NODES_OWN = rules.LOST_CONTAINER | frozenset(
 # Reasons that Kubernetes itself sets. Container runtimes' reasons (CRI-O: "seccomp killed") describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-# Order of pods that did not end by themselves: they were deleted or lost, before or after the first failure.
+# Precedences of pods that did not end by themselves, but were evicted, lost, deleted or stopped.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Other ranks report a lost connection within a second; the node controller marks the node not ready after a minute.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
@@ -341,7 +341,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++ code that ignores SIGTERM.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
-    # If torchrun loses its store during that wait, it exits with 143, or with 0 if its logging swallows the SIGTERM.
+    # If torchrun loses its store while it waits, it exits with 143, or with 0 if its logging swallows the SIGTERM.
     silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,

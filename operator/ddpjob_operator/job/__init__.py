@@ -1,1 +1,1 @@
-"""The DDPJob resource: its types, what they allow, and what follows from a spec alone."""
+"""The DDPJob resource: its types, the values that they allow, and facts that follow from a spec alone."""

@@ -108,7 +108,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 
     @cached_property
     def facts(self) -> JobFacts:
-        """What follows from this spec for any number of nodes."""
+        """Facts that follow from this spec for any number of nodes."""
         return JobFacts(
             self.template,
             min_nodes=self.nodes if self.spares and self.min_nodes is None else self.min_nodes,
@@ -154,12 +154,12 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
 
 @lru_cache(maxsize=16)
 def _members(nodes: int) -> Members:
-    # Not cached in the spec: the operator keeps the specs of all jobs, and one job may have 99,999 nodes.
+    # Members are not cached in the spec: the operator keeps the specs of all jobs, and a job may have 99,999 nodes.
     return Members(range(nodes))
 
 
 class FailurePolicy(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What an exit code means."""
+    """Rules that give exit codes of a rank a meaning."""
 
     rules: list[FailureRule] = []
     """The first rule that matches decides."""
@@ -184,7 +184,7 @@ class OnExitCodes(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
 
 class Stall(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """When a job that makes no step is restarted."""
+    """The time limit after which a job that makes no step is restarted."""
 
     timeout_seconds: SecondsOrZero | None = None
     """Longest time without a step. Unset: learned from the job's own steps. 0: off."""
@@ -312,7 +312,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What admits all pods of an attempt at once."""
+    """The scheduler or queue that admits all pods of an attempt at once."""
 
     kind: Literal["none", "native", "kueue"]
     """none: pods are scheduled one by one. native: the Kubernetes scheduler, with a PodGroup.
@@ -385,7 +385,7 @@ class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
 
 
 class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What the training reports, from rank 0."""
+    """Progress of the training, as rank 0 reports it."""
 
     step: Count
     """Optimizer steps done."""
@@ -412,7 +412,7 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
 
 
 class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """What shows the root cause and its class; kept because the pod may be gone when they are decided again."""
+    """Facts that show the root cause and its class. A later reconcile needs them when the pod may be gone."""
 
     precedence: Annotated[str, Meta(max_length=16)]
     """Its precedence among possible causes, from KERNEL to STOPPED."""

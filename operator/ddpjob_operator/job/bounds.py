@@ -43,7 +43,7 @@ SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
 # An API server (1.36) needs time quadratic in a pod's mistakes: 1.6 s of CPU for 1,500 tolerations with two each.
-# While the API server is busy with such a pod, the operator's requests for the Lease would have to wait.
+# While the API server is busy with a pod full of mistakes, the operator's requests for the Lease would have to wait.
 ITEMS_MAX = 512
 
 # Times are limited to this range, so that SECONDS_MAX can be added or subtracted.

@@ -132,7 +132,7 @@ def of_container(words: list[str]) -> Command:
 
 
 def by_torchrun(words: list[str]) -> Command | None:
-    """Return what torchrun, one of its modules, or ddprun starts; None for other commands."""
+    """Return what torchrun, `python -m torch.distributed.run` or ddprun starts; None for other commands."""
     found = of_container(words)
     return found if found.has_torchrun_options else None
 
@@ -389,7 +389,7 @@ def arguments_behind_script(arguments: Sequence[str]) -> list[str]:
 
 
 def abbreviations(arguments: Sequence[str], by: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (argument, options) for each argument that abbreviates several options of the launcher `by`: an error."""
+    """Yield (argument, options) for each argument that the launcher `by` refuses: it abbreviates all these options."""
     for word in _before_dashes(arguments):
         matches = _matches(word, by)
         if len(matches) > 1:

@@ -125,7 +125,7 @@ QUANTITY: Schema = {
     "x-kubernetes-preserve-unknown-fields": True,
     "pattern": template.QUANTITY,
 }
-# Printable ASCII except =, as in Kubernetes 1.34. An older API server refuses some of them, with its own message.
+# A variable's name: printable ASCII except =, as in Kubernetes 1.34. An older API server refuses some characters.
 ENV_NAME = "^[ -<>-~]+$"
 ONE_OF_EACH_NAME = {
     "rule": "self.all(a, self.exists_one(b, b.name == a.name))",

@@ -1,4 +1,4 @@
-"""What follows from a job's spec: its trainer, its launcher, its ranks."""
+"""Facts that follow from a job's spec: its trainer, its launcher, its ranks."""
 
 from __future__ import annotations
 

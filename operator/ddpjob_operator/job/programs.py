@@ -25,7 +25,7 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "horovodrun": (), "lightning": ("run", "model"), "mpiexec": (), "mpirun": (), "orterun": (),
     "ray": ("job", "submit"), "srun": (), "tune": ("run",),
 }  # fmt: skip
-# Subcommands of these launchers that start no ranks.
+# Subcommands of the frameworks' launchers that start no ranks.
 _NO_LAUNCH = set(
     "check config cp download env estimate-memory list logs ls memory merge-weights start status stop test "
     "validate".split()

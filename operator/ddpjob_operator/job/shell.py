@@ -407,7 +407,7 @@ class _ShellParser:
                 words.append(self._word())
         if not (assigned or words or redirections.targets):
             raise ShellSyntaxError(f"no command at {self.text[self.at : self.at + 10]!r}")
-        document, expanded = redirections.document, redirections.expanded  # read at the end of the line
+        document, expanded = redirections.document, redirections.expanded  # here-document, read at the end of the line
         return Simple(tuple(assigned), tuple(words), document, expanded, targets=tuple(redirections.targets))
 
     def _assigned(self) -> Word:

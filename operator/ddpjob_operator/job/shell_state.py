@@ -91,7 +91,7 @@ class ShellState:
         return [replace(self, status=status, **changes)]
 
     def losing(self, how: str, at: str, *, again: bool = False) -> ShellState:
-        """Return the state after the command `at` hid the launcher's failure. again: replace an earlier command."""
+        """Return the state after the command `at` hid the launcher's failure. again: also if another hid it before."""
         return replace(self, loss=(how, _short(at))) if self.failed and (again or not self.loss[0]) else self
 
     def ignoring(self, how: str, at: str) -> ShellState:

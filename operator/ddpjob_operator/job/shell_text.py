@@ -15,7 +15,7 @@ from ddpjob_operator.job import command, programs, shell
 _IN_TEXT = re.compile(r"(?<!\\)\$(?:\{[!#]?([A-Za-z_]\w*)(:?[-=+?])?|([A-Za-z_]\w*))")
 _IN_NUMBERS = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _OPTION_C = re.compile(r"-[a-z]*c[a-z]*")
-_DEPTH_MAX = 10  # nested shells (`sh -c`) that are read
+_DEPTH_MAX = 10  # maximum number of nested shells (`sh -c`) whose scripts are read
 
 
 class Reference(NamedTuple):
@@ -26,7 +26,7 @@ class Reference(NamedTuple):
 
 
 def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
-    """Yield the index of each word that is a shell's script. True: the pod's own shell runs it, not a rank's."""
+    """Yield (index, True) for each word that is the script of a shell; (index, False) if each rank runs this shell."""
     has_shell = is_launched = is_script = False
     for place, word in enumerate(words):
         name, before = programs.name(word), words[place - 1] if place else ""

@@ -164,7 +164,7 @@ class _Signals:
 
     def unreached(self) -> str:
         """Return the launcher that does not get the shell's SIGTERM; "" if all get it."""
-        # bash runs an EXIT trap at once, and other traps during `wait` and between the commands of a loop.
+        # On SIGTERM bash runs an EXIT trap at once, but a TERM trap only during `wait` or after a command in a loop.
         at_once = self._waits or self._loops or any({"EXIT", "0"}.intersection(words[2:]) for words in self._traps)
         stops = self._stopping_traps() if at_once else []
         if any(_KILLS_ALL.search(text) for text in stops):

@@ -107,8 +107,8 @@ _READ = frozenset(
 
 def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
     """Return the job in `raw` and all its problems. There is a job for any `raw`, with defaults for unreadable fields,
-    so that problems can be reported with its name. hints: suggest fixes for typos; the operator does not, because a
-    tenant may write thousands of names."""
+    so that problems can be reported with the job's name. hints: suggest fixes for typos; the operator does not, because
+    a tenant may write thousands of names."""
     typos = Typos() if hints else Typos(0)
     if not isinstance(raw, Mapping):
         return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]

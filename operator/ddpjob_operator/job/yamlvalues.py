@@ -14,11 +14,11 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 _INT = re.compile(r"([-+]?)(0[bB][01]+|0[oO]?[0-7]+|0[xX][0-9a-fA-F]+|0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NO_JSON = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_WHOLE_MAX = 10**21  # up to here JSON writes 2.0 as 2, and 2e0 is accepted as a count
+_WHOLE_MAX = 10**21  # below this Go's JSON encoder writes 2.0 and 2e0 as 2, so both are accepted as integers
 
 
 def tag_of(plain: str) -> str:
-    """Return the tag of a scalar that has neither quotes nor a tag."""
+    """Return the tag that YAML implies for a plain scalar (without quotes and without a tag)."""
     if plain in _NULLS:
         return f"{TAG}null"
     if plain == "<<":

@@ -60,7 +60,7 @@ async def leadership(client: Client, namespace: str, name: str, now: dt.datetime
     if not holder or not renewed:
         raise BrokenError(f"no operator holds the Lease {namespace}/{name}: {look}")
     age = (now - dt.datetime.fromisoformat(renewed.replace("Z", "+00:00"))).total_seconds()
-    # Twice the duration, because clocks of nodes differ.
+    # Allow twice the duration of the Lease, because clocks of nodes differ.
     if age > 2 * (spec.get("leaseDurationSeconds") or 15):
         raise BrokenError(f"the Lease {namespace}/{name} was renewed {age:.0f} s ago by {holder}: {look}")
     return f"{holder} leads"

@@ -410,7 +410,7 @@ class Operator:
             return False  # the reconcile reports the error
 
     def _others_changed(self, namespaces: Set[str]) -> None:
-        # Forget the job's reports: they would look like a stall if this release got the job back.
+        # Forget reports of another release's jobs: they would look like a stall if this release handles the job again.
         self.states.forget([key for key, _ in self.states if self._others.of(key[0])])
         for key in self.caches.jobs:
             if key[0] in namespaces:

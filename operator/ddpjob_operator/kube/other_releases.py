@@ -63,8 +63,8 @@ class OtherReleases:
                 }
                 self.are_known = True
             except ApiError as error:
-                # 403: an older chart's role lacks this right.
-                # Act for all namespaces then, because otherwise no release would.
+                # 403: an older chart's role lacks the right to read the marks.
+                # Without this right, act for all namespaces. Otherwise no release would act for unmarked namespaces.
                 self.are_known = self.are_known or error.status == 403
                 self._log(
                     {f"marks of other releases cannot be read, so two releases may act on one namespace: {error}"}

@@ -209,7 +209,7 @@ class Meter:
             before = self._spent.get(job.uid)
             if before is None:
                 before = self._counted_by_others(job, spent)
-            # A stall or failure is detected late, and clocks may be set back: the productive time then shrinks.
+            # The productive time may shrink: a stall or failure is detected late, or a clock is set back.
             # Prometheus takes a falling counter for a restart from zero, so increase() would add all of it again.
             spent = {name: max(seconds, before.get(name, 0)) for name, seconds in spent.items()}
             self._spent[job.uid] = spent

@@ -14,7 +14,7 @@ from ddpjob_operator.observed import hidden_failure
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.observed.reports import AgentReport, Report
 
-if TYPE_CHECKING:  # stall.py imports reports
+if TYPE_CHECKING:  # stall.py imports reports.py: avoid a cycle
     from ddpjob_operator.observed.stall import StepTracker
 
 

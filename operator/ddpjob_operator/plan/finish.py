@@ -202,7 +202,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
     """Yield an Event for new restarts in place. No state shows them, because they are over when they are reported."""
     failure, count = new.last_failure, new.restarted_in_place
     if count > old.restarted_in_place and old.attempt == new.attempt and failure is not None:
-        # While another failure is being settled, lastFailure is that failure, not the one that agents recovered from.
+        # While a later failure is being classified, lastFailure is that one, not the one that agents recovered from.
         settling = old.is_broken or new.is_broken
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "

@@ -185,7 +185,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
         adapter = view.settings.adapters.get(group.adapter)
         is_present = group.adapter == gang.kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
-        # Later attempts began after the job had left the queue, so their pods do not use its quota.
+        # Later attempts began after the job had left the queue, so their pods do not use the group's quota.
         its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
         in_use = bool(its) if group.attempt == 0 else group.attempt in active
         # A finished job's group stays, because the queue keeps its result. The group does not hold quota any more.

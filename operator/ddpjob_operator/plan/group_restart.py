@@ -122,7 +122,7 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
     if not view.active:
         return _next_attempt(view, status, settled)
     # A pod that is deleted from outside gets its full grace to save.
-    # The peers of that pod get their full grace too, so that all stop at one agreed step.
+    # The peers of a pod that is deleted from outside get their full grace too: all ranks stop after the same step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else view.spec.grace_after_failure
     text = sentences.sentence(settled.cause)
     actions, again_at = kept_log.stop(view, first, view.active, grace)

@@ -23,7 +23,7 @@ _PROBLEMS_MAX = 50  # a tenant's template may have thousands; a condition has ro
 _REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
 # Fields that decide the ranks: with another value the next attempt would have other ranks than the last one.
 _RANKS = frozenset((("spec", "nodes"), ("spec", "nprocPerNode")))
-# The whole spec is unreadable: it is missing, no mapping, or larger than the operator keeps.
+# Paths of a problem that makes the whole spec unreadable: it is missing, no mapping, or larger than the operator keeps.
 _WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
 
 

@@ -28,7 +28,7 @@ def finished(view: View, status: api.Status) -> Decision | None:
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
-    # Of the status, only the number of remaining pods still changes.
+    # In the status of a finished job only the number of remaining pods still changes.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
 
 

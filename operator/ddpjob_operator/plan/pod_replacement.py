@@ -77,8 +77,8 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     messages = [termination_message.read_message(p.trainer.message) for p in ended]
     # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
     group_ended = any(message is not None and message.ended for message in messages)
-    # A waiting pod of the last group shows that no older group still trains: in a partition, nodes may be lost one by
-    # one while their ranks train.
+    # A waiting pod of the last group shows that no older group still trains.
+    # In a partition the nodes of a group may be lost one by one while their ranks train.
     if group_ended or not leadership.in_last_group(view, status, waiting, lost):
         return []
     return lost

@@ -255,6 +255,6 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
         # A killed torchrun may have completed early, but only if all nodes ran at the same time.
-        # If they did not, SIGKILL only means that stopping torchrun took too long.
+        # If the nodes never ran together, SIGKILL only means that stopping torchrun took too long.
         torchrun=facts.is_launcher_alone and not facts.restarts_in_place and status.running_time is not None,
     )

@@ -344,7 +344,7 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """True if pods belong to a newer attempt than the status, so it is outdated. False for an empty status."""
+    """True if pods belong to a newer attempt than the status, so the status is outdated. False for an empty status."""
     status = job.status
     return status.state is not None and any(_number(p) > _present_number(status, p.place) for p in owned(job, seen))
 
@@ -377,7 +377,7 @@ def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> It
     names = {naming.present_pod_name(job, status, place) for place in places}
     for pod in others:
         # A pod of a deleted job with this name answers to the same DNS name until it has ended, in any attempt.
-        # Such a pod has no owner if its job was deleted with --cascade=orphan.
+        # A pod of a deleted job has no owner if the job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)
         orphaned = pod.job == job.metadata.name and not pod.owner_uid and pod.attempt > 0
         if pod.name in names or ((of_deleted or orphaned) and not pod.ended):

@@ -24,7 +24,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         "DDPJOB_RESTARTS_LEFT": grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,
-        # Set only if given. By default the agent kills ranks at once, because a broken group cannot save together.
+        # Set only if the job sets a grace. By default the agent kills ranks at once: a broken group cannot save.
         "DDPJOB_RESTART_GRACE": spec.restart_grace_seconds,
         "DDPJOB_PREFLIGHT": 1 if wants_preflight(spec, job.status) else None,
         "DDPJOB_OUT_OF_MEMORY": 1 if was_out_of_memory(job.status) else None,

@@ -14,7 +14,7 @@ from ddpjob_operator.pods import environment as contract
 
 Body = dict[str, Any]
 
-# Size of /dev/shm: half of the memory limit, like tmpfs's half of the RAM; without a limit, enough for data loaders.
+# Size of /dev/shm: half of the memory limit, as tmpfs takes half of the RAM; without a limit, enough for data loaders.
 # The container runtime's 64 MiB breaks DataLoader workers and NCCL.
 SHM_BYTES_DEFAULT = 2 * 2**30
 _LOG_AS_MESSAGE = "FallbackToLogsOnError"

@@ -21,7 +21,7 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     least = facts.min_nodes
     # torchrun numbers the nodes of an elastic job itself; a node of ddprun keeps its number.
     is_numbered = least is None or facts.restarts_in_place
-    # Set for scripts without a launcher, and only if a node has one process.
+    # Set RANK and WORLD_SIZE for scripts without a launcher, and only if a node has one process.
     # If nodes had several processes, the imagenet example would be wrong: it multiplies WORLD_SIZE by its GPUs.
     size = str(job.spec.nodes)
     single_process = {"RANK": str(node_rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -105,7 +105,7 @@ def _elastic(job: api.DDPJob, node_rank: int, rendezvous: Endpoint) -> dict[str,
         # The timeouts are those of the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A joining node makes torchrun restart all ranks in their pods.
-        # After that, with a shared store, gloo ranks (torch 2.13) would read old addresses (docs/dev/upstream.md).
+        # Restarted gloo ranks (torch 2.13) with a shared store would read old addresses (docs/dev/upstream.md).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # When a node joins, ranks end. A torchrun that has not noticed the join yet spends a restart on their end.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),

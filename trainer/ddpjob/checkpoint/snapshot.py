@@ -147,8 +147,8 @@ class Snapshot:
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
         self._name = str(folder)
-        # Number of optimizer steps by which all ranks have passed the last save, because they complete steps together.
-        # It is two steps after the save, because LBFGS runs its first backward pass inside step().
+        # Count of optimizer steps at which all ranks have passed the last save, because they complete steps together.
+        # The count is two more than at the save, because LBFGS runs its first backward pass inside step().
         self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
         self._told: set[str] = set()  # keys of messages that are logged only once
@@ -407,7 +407,7 @@ class Snapshot:
         process.current.unsaved.discard(self)
         report_saved(document["step"])
         try:
-            # the file lacks a rank's objects, so an older file may be the last one that every rank can load
+            # keep older files if this one lacks a rank's objects: only an older one may be complete for every rank
             if not unwritten.lacks_own:
                 self._prune(writer)
         except OSError as error:
@@ -665,7 +665,7 @@ class Snapshot:
             if found is None:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
-            # report a state that only memory has, because a failure now would lose it
+            # Warn that only memory has this state: if all nodes are lost now, the state is lost too.
             self._report_failed(f"the state of step {found.held.version.step} is only in memory", error)
             return None
         for entry in entries:

@@ -40,7 +40,7 @@ def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
 
 
 def have_torch_wait_for_rank_0() -> None:
-    """Make torch's env:// and tcp:// wait in this way; without effect if torch renames `_create_c10d_store`."""
+    """Let torch's env:// and tcp:// call `wait_until_served`; no effect if torch renames `_create_c10d_store`."""
     rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
     create = getattr(rendezvous, "_create_c10d_store", None)
     if create is None or hasattr(create, "waits_for_rank_0"):

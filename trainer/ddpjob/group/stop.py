@@ -35,14 +35,14 @@ from ddpjob_core import heartbeat, rules, stall_limits
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02
 # Seconds for all ranks to agree on a step to stop at; running ranks answer at their next poll.
-# If they do not agree in time, a rank is gone. SIGTERM then ends the process, so that the group restarts at once.
+# If ranks do not agree in time, one of them is gone. SIGTERM then ends the process, so that the group restarts at once.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
 # Seconds that a stopped rank waits for rank 0's snapshot; the pod's grace period may end the wait earlier.
 # Without this wait, torchrun would kill the other processes of the rank's node 30 s after the rank's end.
 STOPPED_CLOSE_SECONDS = 600.0
 LEAVE_LAST_SECONDS = 1.0  # rank 0 waits this long for the others to disconnect, which takes milliseconds
-COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls, growing for waits of minutes by a thousand ranks
+COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # seconds between polls; growing, because many ranks may poll for minutes
 
 _REQUESTED, _SEEN, _PROMISES = "stop/asked", "stop/seen", "stop/here"
 _DECISION, _STEP = "stop/at", "stop/step/{}"
@@ -60,7 +60,7 @@ def should_stop(step: int) -> bool:
     """
     state, step = process.current, int(step)  # scripts may pass a float such as samples / batch
     state.marked = step, state.optimizer_steps
-    if not state.stepping:  # without `progress`, the agent needs these steps to see if restarts make progress
+    if not state.stepping:  # without `progress`, this step shows the agent if a restart reached a new step
         state.cells[heartbeat.STEP] = step
     if state.at_boundary is not None:
         state.at_boundary(step)
@@ -235,7 +235,7 @@ class Agreement:
     def _give_up(self) -> None:
         if self.decided.is_set() and self._at != NEVER:
             return
-        process.log(f"rank {self._rank} got SIGTERM, but a rank that must agree is gone: it ends without saving")
+        process.log(f"rank {self._rank} got SIGTERM and ends without saving: a rank that must agree on a step is gone")
         os._exit(128 + signal.SIGTERM)  # a thread cannot restore the signal's default action
 
 
@@ -250,7 +250,7 @@ def _begin() -> Agreement:
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
     process.at_exit_of_child(end_as_it_must, 5)
-    # Long enough for other ranks that are in a `pause`.
+    # The time limit is long enough for other ranks that are in a `pause`.
     limit_seconds = state.group.world.timeout_step_seconds if state.group else 2 * stall_limits.PAUSE_SECONDS
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
 
@@ -312,4 +312,4 @@ def _end_now(code: int) -> None:
     os._exit(code)
 
 
-atexit.register(end_as_it_must)  # at the import: handlers registered later by join.py run earlier and leave the group
+atexit.register(end_as_it_must)  # registered first, at the import, so it runs after join.py's handler left the group

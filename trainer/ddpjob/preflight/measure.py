@@ -31,7 +31,7 @@ from ddpjob.reporting import termination
 
 JOIN_SECONDS = 60.0  # limit for the rendezvous and for each collective; a node that takes longer counts as lost
 ROUNDS_MAX = 16  # rounds of exchanges: with more than 17 nodes each has 16 peers
-CONFIRMATIONS = 2  # further measurements before a node counts as bad
+CONFIRMATIONS = 2  # number of further measurements before a node counts as bad
 PINGS, CLOCK_TRIALS = 20, 4
 PROBES, PROBE_BYTES = 4, 64 * 1024
 # A process may wait some milliseconds for a busy processor, so a shorter exchange measures nothing.

@@ -30,15 +30,15 @@ from ddpjob_core.members import Members
 MODULES_MAX = 64  # a hyperparameter search creates many models in one process
 RECENT = 32  # number of the last backward passes whose parameter values are kept
 RECENT_VALUES = 64  # values kept per pass, spread over one parameter
-PREFIX_WORDS = 4096  # 64-bit words at the start of a parameter that a backward pass sums
+PREFIX_WORDS = 4096  # 64-bit words from the start of each parameter that enter a pass's checksum
 ROW = 1021  # 64-bit words that share a weight; a prime, because axes of tensors are rarely multiples of it
 WORDS_WEIGHTED = 2048  # 64-bit words; in larger tensors the words of a row share a weight
 # Backends or libraries whose ranks communicate without torch.distributed, or in an unknown way.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
 FORMS_A_GROUP = re.compile(rb"\b(?:init_process_group|ddpjob\.init)\(")
 # torch's communication hooks, except OUT_OF_STEP, leave all ranks with the same parameters before a backward pass.
-# This is not so for a script's own hook, and for local SGD, whose replicas differ for some steps.
-# Nor for ZeRO, which may still be sending parameters when the next pass begins.
+# A script's own hook may leave different parameters. So does local SGD, whose replicas differ for some steps.
+# ZeRO may still be sending parameters when the next pass begins.
 HOOKS = "torch.distributed.algorithms."
 OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")
 
@@ -181,7 +181,7 @@ class WatchedModule:
 
     def _reached(self, index: int, _gradient: Any) -> None:
         """Count a backward pass when it reaches the parameter that the first pass reached first. The pass has begun no
-        collective by then, so the number of collectives identifies it."""
+        collective by then, so the number of collectives begun so far identifies the pass."""
         with contextlib.suppress(Exception):
             if self._counted is None:
                 self._counted = index

@@ -41,7 +41,7 @@ class ReportSender:
             return self._request_once(method, body)
         except OSError as error:
             # The receiver has closed the connection: it waits a minute for the next post, or was replaced.
-            # With TLS this is an SSLEOFError, which is no ConnectionError.
+            # With TLS a closed connection raises SSLEOFError, which is no ConnectionError.
             if not is_kept or isinstance(error, TimeoutError):
                 raise
             return self._request_once(method, body)

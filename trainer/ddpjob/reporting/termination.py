@@ -48,7 +48,7 @@ def install() -> None:
     state.reports_failure = True
     with contextlib.suppress(Exception):
         _forget_earlier()
-    # Children of multiprocessing never reach sys.excepthook. Installed before progress() and the group, which may wait.
+    # Children of multiprocessing never reach sys.excepthook. This action runs before the group's, which may wait.
     process.at_exit_of_child(_tell_end_of_child, 30)
 
 
@@ -56,13 +56,13 @@ def tell(error: BaseException) -> None:
     """Write the exception of this process. Never raise, and wait at most 0.5 s for the other ranks of the pod."""
     with contextlib.suppress(Exception):
         code = exit_code(error)
-        if code == 0 or isinstance(error, Stopped):  # for these tell_stopped or tell_unfit has written the message
+        if code == 0 or isinstance(error, Stopped):  # tell_stopped or tell_unfit has written the message
             return
         # After sys.exit(1) in an except block (also torch.multiprocessing.spawn's), the caught exception is the cause.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
         if _complaint(cause) is not None:
             # Leave the file empty, so that the kubelet uses the end of the log.
-            # Torchrun's table is there, with the rank of this pod that crashed without an exception.
+            # The log ends with torchrun's table, which names the rank of this pod that crashed without an exception.
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
@@ -200,8 +200,8 @@ def _complaint(error: BaseException) -> BaseException | None:
 
 
 def _one_of_group(error: BaseException) -> BaseException:
-    """Return the last exception of an ExceptionGroup that reports no lost peer, as the log shows it; any other
-    exception itself. Groups are recognized by their attribute, because Python 3.10 has them only from a package."""
+    """Return the last member of an ExceptionGroup that reports no lost peer, else its last member; any other exception
+    itself. A group is recognized by `exceptions`, because Python 3.10 has no class ExceptionGroup."""
     members = getattr(error, "exceptions", None)
     if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
         return error
@@ -210,7 +210,7 @@ def _one_of_group(error: BaseException) -> BaseException:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Yield the exception and its causes."""
+    """Return the exception, then its cause, then the cause's cause, and so on."""
     chain: list[BaseException] = []
     link: BaseException | None = _one_of_group(error)
     while link is not None and link not in chain:

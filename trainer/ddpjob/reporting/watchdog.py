@@ -63,7 +63,7 @@ def begin() -> None:
 
 
 def left() -> None:
-    """Record the last collective before the default group is left, because the thread may not have polled since."""
+    """Record the last collective before the default group is left: the thread may not have polled after it."""
     begun = _of_torch(collectives_begun)
     if begun and process.current.watched:
         process.current.cells[COLLECTIVES], process.current.cells[OVER] = begun, 1
@@ -177,7 +177,7 @@ def collectives_begun() -> int | None:
 
 
 def _answer(page: memoryview, cells: memoryview) -> None:
-    """Answer the agent first, because it waits; stderr may be a pipe that nobody reads."""
+    """Answer the agent before writing to stderr, which may be a pipe that nobody reads: the write would block."""
     running = sys._current_frames()
     stack = calls(running.get(threading.main_thread().ident or 0))
     answer: dict[str, Any] = {"step": cells[STEP], "where": frames.innermost(stack)}

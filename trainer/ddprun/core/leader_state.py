@@ -108,7 +108,7 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
 REPEATS = "a restart would fail in the same way: not restarted"
-# By reason for which a job fails; with any other reason, the text names the spent budget.
+# Texts by the reason for which a job fails. For any other reason the text names the budget that is spent.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
@@ -133,7 +133,7 @@ class Generation:
     unable: set[int] = field(default_factory=set)  # nodes that lack the program
     raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
     awaited: str | None = None  # exception of a rank; other nodes get a moment to raise it too
-    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: the number of its first pod that was lost
+    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: replacement number of the pod lost first
     standstill: Standstill = field(default_factory=Standstill)
     search: DeadlockSearch = field(default_factory=DeadlockSearch)
     question: TimeoutQuestion = field(default_factory=TimeoutQuestion)
@@ -165,8 +165,8 @@ class LeaderState:
         turn: int | None = None,
         survivors: Collection[int] = (),
     ) -> None:
-        """places: of all nodes that may take part. least: the smallest number of nodes that train; None: all but the
-        spares. spares: how many of the nodes only wait, until another one is lost.
+        """places: the numbers of all nodes that may take part. least: the smallest number of nodes that train; None:
+        all but the spares. spares: how many of the nodes only wait, until another one is lost.
 
         last_call_seconds: how long the first start waits for more than `least`. snooze_seconds: how long a node
         is connected before it may interrupt a generation to join it. leader: place (number) of this agent; None: the
@@ -262,7 +262,7 @@ class LeaderState:
         grant: Grant | None = None,
         is_ready: bool = True,
     ) -> None:
-        """Add a node whose agent connected, without running ranks. generation: of its last ranks; -1 without any.
+        """Add a node whose agent connected, without running ranks. generation: that of its last ranks; -1 if none ran.
 
         nodes: how many may take part, by this agent's --nnodes, because the job may have become larger. is_ready: False
         if its ranks could not start at once; `ready` follows.
@@ -622,7 +622,7 @@ class LeaderState:
             return self._pause(0, now)
         assert self._current.failures, "a generation is stopped for a failure"
         # The rank that others waited for comes last: a rank that failed by itself is more likely the cause.
-        # It does not count if another rank ended with 0, because the missing steps of that rank are the cause.
+        # The awaited rank does not count if another rank ended with 0: the missing steps of that rank are the cause.
         stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
         failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):
@@ -686,7 +686,7 @@ class LeaderState:
             from ddpjob_core import rules
 
             unsaved = next((f for f in self._current.failures if rules.is_unsaved(f.exception)), None)
-            if unsaved is not None:  # exit code 75 would mean that it was saved
+            if unsaved is not None:  # not 75, which would mean that the state was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)

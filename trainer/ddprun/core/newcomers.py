@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-STABLE_SECONDS = 600.0  # seconds; departures before a stay of this length are forgotten
+STABLE_SECONDS = 600.0  # seconds after which a departure is forgotten; also the longest snooze
 IMPORT_SECONDS = 10.0  # nodes that came together import torch for seconds, and should stop the others only once
 
 
@@ -39,7 +39,7 @@ class Newcomers:
     def due_at(self, places: Iterable[int]) -> float | None:
         """Return when the first of these connected nodes may join; None if none is ready.
 
-        All that are connected then start together, so it waits a moment for those that are not ready.
+        All connected nodes start together, so the first ones wait IMPORT_SECONDS for nodes that are not ready.
         """
         times = [self._joins_at.get(place) for place in places]
         first = min((at for at in times if at is not None), default=None)

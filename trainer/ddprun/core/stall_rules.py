@@ -104,7 +104,7 @@ class DeadlockSearch(Question):
         self._is_known = False
 
     def is_due(self, nodes: Collection[int]) -> bool:
-        """True if it is time to ask: all ranks of these nodes use no CPU, and it is unknown in what they wait."""
+        """True if the leader should ask in what the ranks of these nodes wait: no rank uses CPU, no answer is known."""
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
 
     def settle(self, nodes: Collection[int]) -> Failure | None:

@@ -36,7 +36,7 @@ def main() -> None:
     assert rank == 0 or not torch.equal(loaded, saved), "and not what they had before"
 
     # A whole module is a pickle of its class. From 2.6 on torch.load refuses it unless its classes are declared safe.
-    # With weights_only=False torch.load accepts it, but then the file may run any code.
+    # With weights_only=False torch.load accepts a whole module, but the file may run any code.
     try:
         torch.load(whole, map_location=device)
     except pickle.UnpicklingError as error:

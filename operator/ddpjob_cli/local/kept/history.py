@@ -78,7 +78,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             if replace(change, time=last.time, reason=last.reason, message=last.message) == last:
                 return False
             if (last.attempt, last.generation) != (change.attempt, change.generation):
-                self.seconds = -1.0  # otherwise the time of the restart would count as time per step
+                self.seconds = -1.0  # unknown: the time of a restart is no time per step
         self.changes.append(change)
         if len(self.changes) > CHANGES_MAX:
             # Keep the first changes, which show the start, and the last, which show the end.

@@ -45,7 +45,7 @@ class RunFolder:
         self._job = job
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        _mark(self.path, job)  # the lock comes first, so a marked folder without a lock means that its run has ended
+        _mark(self.path, job)  # locked first, so the run of a marked folder has ended if its lock is free
         # `latest` links to the newest run. If the name is not a link to a run, it belongs to the user and stays.
         link = self.path.parent / LATEST
         with contextlib.suppress(OSError):  # another run replaces the link now, or the file system has no links
@@ -147,7 +147,7 @@ def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
 
 @contextlib.contextmanager
 def _own(run: Path, job: str) -> Iterator[Path | None]:
-    """Open a run's folder, and yield a path that stays valid if the name is replaced; None if it is no own run."""
+    """Open a run's folder, and yield a path that stays valid if the name is replaced; None if it is no run of ours."""
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

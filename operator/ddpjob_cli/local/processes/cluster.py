@@ -109,7 +109,7 @@ class LocalCluster:
         for pod in self._live():
             for pid in ranks.of_node(pod.node.pid, parent_of)[:1]:
                 known = self._group_sizes.get((pod.attempt, pod.place), (0.0, 0))
-                # Keep the newest process: a wrapper of the launcher has the pod's WORLD_SIZE, but started earlier.
+                # Keep the newest process, a rank. A wrapper of the launcher is older, and has the pod's WORLD_SIZE.
                 self._group_sizes[pod.attempt, pod.place] = max(known, ranks.started_among(pid))
 
     def waits_in_vain(self, job: api.DDPJob, parent_of: Mapping[int, int]) -> Iterator[str]:

@@ -52,8 +52,8 @@ def _refuse_other_commands(rank: int, job: api.DDPJob) -> None:
         return
     processes = wording.count(job.spec.facts.nproc_per_node, "process")
     raise InputError(
-        f"--pdb {rank}: needs a command in which torchrun or ddprun starts a Python script, or python one "
-        f"process per node; this command is `{shlex.join(words[:4])}`, with {processes} on each node"
+        f"--pdb {rank}: needs a command in which torchrun or ddprun starts a Python script, or python is the only "
+        f"process of each node; this command is `{shlex.join(words[:4])}`, with {processes} on each node"
     )
 
 

@@ -16,7 +16,7 @@ from ddpjob_operator.job import api
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
-HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder with a file for each fault that happened, named by its index in VARIABLE
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"  # folder with a file for each fault that happened; its name is the fault's index
 LOOK_SECONDS = 0.2  # seconds between checks whether the ranks are training again
 FORMS = "every=10s, node=1,at=20s or rank=3,step=50, alone (SIGKILL) or with signal=SEGV, exit=3 or hang"
 

@@ -24,7 +24,7 @@ PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
 READ_BYTES_MAX = 1 << 20  # read the whole body: closing with unread data resets the connection and loses the answer
 SILENT_SECONDS = 5.0  # a client that is silent for longer is disconnected
-CONNECTIONS_MAX = 32  # one per reporting rank, plus some for other users of the machine
+CONNECTIONS_MAX = 32  # maximum: one per rank that reports, plus some for other users of the machine
 
 
 class LocalReceiver(ThreadingTCPServer):
@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(min(length, READ_BYTES_MAX))
         if (refusal := self.refusal(text)) is not None:
             self.answer(*refusal)
-        elif len(body) == length:  # otherwise the trainer was killed while sending
+        elif len(body) == length:  # the body is shorter if the trainer was killed while sending
             self.hand_over(body)
 
     def do_GET(self) -> None:

@@ -1,6 +1,6 @@
 """Detect saved source files, after which `ddpjob dev` restarts the ranks. Files are polled: inotify would need a watch
 per folder and fails on network file systems, and watchfiles waits longer by default. A training that writes files must
-not restart itself. So a file counts only if its text has changed, and is of a kind below. A file that appears while
+not restart itself. So a file counts only if its text has changed and its kind is listed here. A file that appears while
 ranks are running counts from their next start on, because loggers copy code. Hidden folders are skipped."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 from ddprun import processes
 
 WAIT_SECONDS_MAX = 3600.0  # seconds; poll accepts at most 24.8 days, but a grace period may be years
-LEFT_MAX = 16  # leftover processes that are reported, with command lines of at most 4 KiB
+LEFT_MAX = 16  # maximum number of leftover processes in a report; each command line has at most 4 KiB
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -41,7 +41,7 @@ class Supervisor:
         self.main_pid = 0  # 0 until the trainer is started
         self.main_end: tuple[int, float] | None = None  # exit code (negative: signal) and Unix time
         self.grace_seconds = 0.0
-        self.kill_at: float | None = None  # on the monotonic clock, once a stop is requested
+        self.kill_at: float | None = None  # time on the monotonic clock; None until a stop is requested
         self.stop_requested = False
         self.end_now = False
         self.control = b""
@@ -108,7 +108,7 @@ class Supervisor:
         kill_at = time.monotonic() + grace_seconds
         if self.kill_at is None and self.main_end is None:
             self.stop_requested = True
-            os.kill(self.main_pid, signal.SIGTERM)  # not reaped yet, so the number still belongs to this process
+            os.kill(self.main_pid, signal.SIGTERM)  # not reaped yet, so no other process has this pid
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def reap(self) -> None:
@@ -176,5 +176,5 @@ def read_available(fd: int) -> bytes | None:
         except BlockingIOError:
             return data
         if not chunk:
-            return data or None  # if the pipe ended after data, the next call returns None
+            return data or None  # None at the end of the pipe; after data only in the next call
         data += chunk

@@ -55,7 +55,7 @@ class Trace:
 
     @property
     def _is_chained(self) -> bool:
-        """True if the last line announces a chained traceback, so that the next traceback belongs to this one too."""
+        """True if the last line announces a chained traceback, so that the next traceback continues this one."""
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:

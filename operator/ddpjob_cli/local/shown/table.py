@@ -246,5 +246,5 @@ def _cells(node: NodeRow) -> list[str]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return text without control characters. The text wraps, even in a group whose other rows do not."""
+    """Return text without control characters. The text wraps, even if the rows around it do not."""
     return Text(" ".join(clean(text).splitlines()), style, no_wrap=False, overflow="fold")

@@ -18,7 +18,7 @@ WAIT_SECONDS = (1, 2, 5, 10, 15, 30)
 
 @dataclass(frozen=True)
 class Right:
-    """A right that the operator needs: verbs on a resource, and what for."""
+    """A right that the operator needs: verbs on a resource, and the purpose."""
 
     group: str
     resource: str

@@ -136,7 +136,7 @@ class Client:
         reach: Reach | None = None,
     ) -> None:
         """may_write: called right before each try of a write; False: the write is not sent. answered: called for each
-        answer (Meter.answered). reach: shared by several clients.
+        answer (Meter.answered). reach: tracks outages, shared by several clients.
         """
         self.reach = reach or Reach()
         self.limits = limits
@@ -359,7 +359,7 @@ class Client:
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
                     timeout=timeout,
-                    cookie_jar=aiohttp.DummyCookieJar(),  # each request would search a real cookie jar
+                    cookie_jar=aiohttp.DummyCookieJar(),  # a real cookie jar would be searched for each request
                     proxy=info.proxy_url,
                 )
             )

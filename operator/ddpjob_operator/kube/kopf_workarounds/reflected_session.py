@@ -42,7 +42,7 @@ _WATCHED: Raw = {
     "namespaced": True,
     "verbs": ["list", "watch"],
 }
-# kopf waits for this kind although we name the namespaces (1.45.2, kopf/_core/reactor/observation.py, line 46).
+# kopf waits for the kind Namespace although we name namespaces (1.45.2, kopf/_core/reactor/observation.py, line 46).
 _NAMESPACES: Raw = {"name": "namespaces", "singularName": "", "kind": "Namespace", "namespaced": False, "verbs": []}
 _DISCOVERY: dict[str, Raw] = {
     "/api": {"versions": ["v1"]},

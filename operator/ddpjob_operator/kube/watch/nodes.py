@@ -17,7 +17,7 @@ from ddpjob_operator.observed.cluster import Node
 _LOGGER = logging.getLogger(__name__)
 READY = Node(ready=True)
 # If this share of the nodes is silent, the control plane is probably cut off and the trainers are still running.
-# The node controller also stops evicting at its unhealthy-zone-threshold, 0.55, with at least three nodes.
+# The node controller also stops evicting at its unhealthy-zone-threshold, 0.55, if three nodes or more are not ready.
 DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
 # Seconds. Nodes that lose contact together are marked not ready within a minute, so longer intervals mean other causes:
 # nodes that were powered off weeks ago are no evidence about a node that dies today.

@@ -106,7 +106,7 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # Do not raise: the end of this task would end the operator, and the next one would fail there again.
+                # Do not raise: that would end the operator, and the next operator would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
@@ -120,7 +120,7 @@ class Reflector:
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
             if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
                 # The server is back after an outage, and refuses watches for some seconds while it starts.
-                # Reset the back-off: with the long one of the outage, we would see no changes for up to 30 s.
+                # Reset the back-off, which the outage has made long: otherwise we would see no changes for up to 30 s.
                 self._begin_anew()
 
     async def _list_quietly(self) -> None:
@@ -155,7 +155,7 @@ class Reflector:
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         if number(at) >= number(self._newest):
-            self._version = self._newest = at  # not if the watch is ahead of the list
+            self._version = self._newest = at  # unless the watch is ahead of the list
         self.synced.set()
 
     def _check(self, seen: int, version: int) -> None:

@@ -305,7 +305,7 @@ class Jobs(Store[Raw]):
             self._has_room(waiting)
 
     def _room_for(self, key: Key, raw: Raw) -> storage.Room | None:
-        """Return the Room (share of the memory) that has reserved memory for the job; None if none could."""
+        """Return the Room (share of the memory) that has reserved memory for the job; None if no Room has enough."""
         begun, needs = storage.has_begun(raw), storage.size(raw)
         whole = self.begun if begun else self._resting
         part = self._cut_resting if not begun and storage.rests(raw) else self._cut_wanting

@@ -11,7 +11,7 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.groups import ObservedGroup
 
 # Without a wait, a job's pods, which change in bursts, would cause 16 status writes for 8 pods (bench/operator_api.py).
-# The reconcile for a pod that starts or succeeds therefore waits for other pods; failures and deletions do not wait.
+# So the reconcile for a pod that starts or succeeds waits for other pods; failures and deletions do not wait.
 # The wait is longer once the last trainer has ended, because the pods' phases change after that.
 ALL_RUN_SECONDS = 0.02
 ALL_ENDED_SECONDS = 0.1
@@ -19,7 +19,7 @@ SOME_CHANGED_SECONDS = 3.0
 
 
 def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: int) -> float | None:
-    """Return the seconds until a reconcile; None if the change needs none. pods: of the job."""
+    """Return the seconds until a reconcile; None if the change needs none. pods: the job's pods."""
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
     if (

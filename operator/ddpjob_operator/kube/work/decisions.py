@@ -16,7 +16,8 @@ from ddpjob_operator.pods import naming
 
 MESSAGE_MAX = 500
 PODS_MAX = 8
-# Reasons that are not logged, because the states before and after are. The second set is for the state Restarting only.
+# Reasons that are not logged, because the states before and after them are logged.
+# The second set is for the state Restarting only.
 _PASSING = frozenset({reasons.STARTING_TRAINERS.name})
 _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_PODS.name})
 

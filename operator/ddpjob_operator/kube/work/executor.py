@@ -61,7 +61,7 @@ GONE_MAX = 8
 # Requests of one job at a time. Eight nodes start in one round trip, and half of the namespace's limit stays free.
 OF_JOB_MAX = 8
 # Pods that the second reconcile of a new job creates; each later reconcile creates twice as many.
-# If this were 2, most of many jobs started at once would get only some of their pods (docs/dev/decisions.md).
+# With 2 pods, most of many jobs started at once would get only some of their pods (docs/dev/decisions.md).
 SECOND_BATCH = 8
 
 
@@ -228,7 +228,7 @@ class Executor:
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
             # Delete the pod only at the resourceVersion that was known before the node was read.
-            # A kubelet that comes back before the deletion updates the pod, and the server then refuses the delete.
+            # If the kubelet comes back before the deletion, it updates the pod, and the server refuses the delete.
             known = self.caches.pods.entry(namespace, action.name)
             preconditions |= {"resourceVersion": str(known.version)} if known is not None and known.version else {}
             if await self.lookup.may_run_on_ready_node(namespace, action.name):

@@ -119,7 +119,7 @@ class JobState:
             self._forget(next(iter(self.reports)))
 
     def bytes_with(self, report: Report) -> int:
-        """Return `report_bytes` after `keep`."""
+        """Return the value that `report_bytes` would have after `keep` of this report."""
         return self.report_bytes + _bytes_of(report) - _bytes_of(self.reports.get(report.rank))
 
     def keep(self, report: Report) -> None:

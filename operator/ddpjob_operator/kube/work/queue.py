@@ -42,7 +42,7 @@ OF_NAMESPACE_MAX = 32
 # Seconds. A longer reconcile is waiting for a request, and no longer counts against the limit of running reconciles.
 QUICK_SECONDS = 0.1
 # Every TURNS-th turn goes to a lower priority.
-# With a lower number, later pods of other jobs would delay the first pod of a new job.
+# If TURNS were lower, later pods of other jobs would delay the first pod of a new job.
 TURNS = 8
 # Outdated requests that may stay in the heap, because their removal rebuilds the heap.
 OUTDATED_MIN = 64
@@ -164,13 +164,13 @@ class Schedule(Generic[K]):
         return None
 
     def progressed(self, key: K, now: float) -> None:
-        """Record that the reconcile got an answer, so it is not stuck, however long it takes."""
+        """Record that the reconcile got an answer: it does not count as stuck, however long it takes."""
         self._waiting.discard(key)
         if key in self._busy:
             self._busy[key] = now
 
     def waits(self, key: K) -> None:
-        """Record that the reconcile waits for its turn, so it is not stuck until it observes or ends."""
+        """Record that the reconcile waits for its turn: it does not count as stuck until it reads the job or ends."""
         self._waiting.add(key)
 
     def observed(self, key: K, now: float) -> None:
@@ -280,7 +280,7 @@ class Queue(Generic[K]):
         about: Callable[[K], Mapping[str, object]] = lambda key: {"job": _name(key)},
         kind: Callable[[K], int] = lambda _key: 0,
     ) -> None:
-        """name: the queue's label in metrics. about: extra fields of a log record. kind: as for Schedule."""
+        """name: the queue's label in metrics. about: extra fields of a log record. kind: see `Schedule`."""
         self._about = about
         self._name, self._meter = name, meter or Meter()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace, kind=kind)

@@ -58,7 +58,7 @@ CREATED_SECONDS = 5.0
 PLANNED_AT_ONCE = 256
 # A plan in a thread delays each turn of the event loop. So threads pause after it for three times as long, at most 1 s.
 PAUSE_AFTER_PLAN, PAUSE_SECONDS_MAX = 3.0, 1.0
-REPORTS_AS_A_NODE = 16  # a plan takes as long for this many reports as for a node
+REPORTS_AS_A_NODE = 16  # number of reports for which a plan takes as long as for one node
 # Seconds between updates of the number of running pods in a status while pods of the job are being created.
 UNFINISHED_SECONDS = 60.0
 
@@ -208,7 +208,7 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # Plan no further round: the new pods' events will enqueue the job. Check this before the time.
+            # Plan no further round: the new pods' events will enqueue the job. Decide this before the check for `ends`.
             # If many jobs start at once, each job would otherwise write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:

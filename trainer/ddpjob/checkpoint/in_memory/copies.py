@@ -219,7 +219,7 @@ class Copies:
 
     def _copy_saved(self, at: Boundary) -> None:
         """Copy a state for `save`. Waits until memory is reserved."""
-        for _ in range(2):  # a second time if the state has outgrown the reserved memory
+        for _ in range(2):  # copy a second time if the state has outgrown the reserved memory
             while self._is_writer and not self._stopped and not self._has_room(at.kept):
                 if self._room is not None:
                     self._room.join()

@@ -91,7 +91,7 @@ class Kept:
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = self._seen = _Views([], [], [], [])
-        self._sampled = b""  # bytes of the samples at the end of the last step
+        self._sampled = b""  # content of `_samples` at the end of the last step
         self._parts, self._counts = self._parts_now(), self._counts_now()
         own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
         self._untrained = {
@@ -560,7 +560,7 @@ def _parts_of(value: Any) -> list[Any] | None:
 
 
 def _is_constant(value: Any) -> bool:
-    """True if all parts of an optimizer's or a scheduler's setting are values that cannot change in place."""
+    """True if no value in the settings of an optimizer or a scheduler can change in place."""
     if isinstance(value, torch.optim.Optimizer):
         items = [item for group in value.param_groups for item in group.items() if item[0] != "params"]
         return all(type(key) is str and _is_plain(each) for key, each in items)

@@ -74,8 +74,9 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: log text, what a restart does if nothing is kept in memory. store: the group's store. streams:
-        CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept in memory only.
+        """otherwise: text for the log: what a restart does if nothing is kept in memory. store: the group's store.
+        streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept only in
+        memory.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -95,7 +96,7 @@ class Keeper:
         if (learned := self._slots.learned()) is not None:
             self.places.goes_on_from(learned)
         self._turn: int | None = None  # slot to write at the end of the next step; None before the first step ends
-        self._noted = 0  # number of the last step whose end was written to a slot
+        self._noted = 0  # the last step whose end was written to a slot
         self._stepped = True  # True if an optimizer has stepped, but the script has not reported the end of the step
         self.has_begun = self.has_called = False
         self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
@@ -103,7 +104,7 @@ class Keeper:
         self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
         # [0] counts optimizer steps between calls of should_stop(), keep() and save(), [1] those without should_stop().
-        # Both are only needed if there is no folder.
+        # The two counts are needed only if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._tensors = 0  # number of tensors in the optimizers' state at the last count
@@ -167,7 +168,7 @@ class Keeper:
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # otherwise only plain values are new
+        if self.kept is None or not kept.has_parts_of(self.kept):  # not if only plain values are new
             self._early.forget()
         with self.lock:
             self.kept, self._outgrown, self._stepped = kept, None, True
@@ -367,7 +368,7 @@ class Keeper:
     def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
         # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
-        if places.counts or not places.trusts(RANDOM):  # after save(), this shows where the script draws numbers
+        if places.counts or not places.trusts(RANDOM):  # a change after save() shows where the script draws numbers
             begun[RANDOM] = random_states.mark(random_states.compact())
         self._notices_begin, self._begun = True, begun
         if from_sampler:  # a restart does not repeat changes made before a batch is taken
@@ -507,8 +508,8 @@ class Keeper:
             self._sum = step, kept.total()
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
-        optimizer has stepped since."""
+        """Return the step number, the buffers and settings, and the random states, as at the end of the last step.
+        Return None if no slot has this state, or if an optimizer has stepped since."""
         if not self.is_on or self._stepped or self._copies_instead or self._turn is None:
             return None
         value = self.shared.read_slot(1 - self._turn)

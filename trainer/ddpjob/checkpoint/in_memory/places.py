@@ -70,8 +70,8 @@ class Places:
         self.marked, self.is_named, self.counts, self.is_open, self.moved = values, named, counts, True, set()
 
     def named(self, values: Mapping[str, Any], also: Collection[str] = (), *, counts: bool = True) -> set[str]:
-        """Called if save() or keep() follows another call at the same step. Return names of values that are newly known
-        to change before save(). also: further names of values that have changed."""
+        """Return the names of values that changed before save(), if that was not known yet. Called if save() or keep()
+        follows another call at the same step. also: names of other values that have changed."""
         found = moved(self.marked, values) | set(also)
         misplaced = self._of_open(found - self._samplers)
         new = misplaced - self._before_save
@@ -80,7 +80,7 @@ class Places:
         return new
 
     def _of_open(self, names: Collection[str]) -> set[str]:
-        """Return those of these values that memory may lack; none of them if a folder has the same values as memory."""
+        """Return the names of the values that memory may lack: all of `names`, or none if a folder has equal values."""
         return set() if self.counts else set(names)
 
     def step(self, values: Mapping[str, Any], repeated: Collection[str] = ()) -> set[str]:

@@ -180,8 +180,8 @@ def _why_not_random(shared: Shared | None, version: Version, own: Any, source: i
     """
     if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
         return (
-            f"random numbers may have been drawn after should_stop({version.step}), and save() would have had the new "
-            f"random states"
+            f"the script may have drawn random numbers after should_stop({version.step}), so the random states in "
+            f"memory are out of date"
         )
     if source is None:
         return (
@@ -205,8 +205,8 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
         left = {} if early is None else early["small"]
         if lost := [name for name in place["own"] if small.get(name) and not left.get(name)]:
             raise StateError(
-                f"{', '.join(lost)}: each rank had buffers of its own, and those of this rank are lost: it was killed "
-                f"before it had marked the step, or the number of ranks has changed"
+                f"{', '.join(lost)}: each rank had buffers of its own, and those of this rank are lost, because it was "
+                f"killed before it called should_stop, keep or save, or because the number of ranks has changed"
             )
         for others, names in (({} if of_0 is None else of_0["small"], place["of_0"]), (left, place["models"])):
             small |= {name: {**small[name], **others[name]} for name in names if name in others}

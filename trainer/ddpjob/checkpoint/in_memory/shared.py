@@ -139,7 +139,7 @@ class Shared:
                 os.posix_fallocate(descriptor, self._place(area), size)
             self._areas[area] = mapped = self._map(self._place(area), size)
             # Write zeros, because a virtual machine may get its memory only at the first write.
-            # Otherwise a surviving rank would need 4 s for 1,500 MB.
+            # Without these zeros a surviving rank would need 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
 
@@ -263,7 +263,7 @@ class Shared:
     def write_slot(self, slot: int, step: int, data: bytes) -> None:
         """Write this value to a slot. Raises OSError, StateError."""
         first, size = memory.slot_cell(slot, memory.SLOT_STEP), len(data)
-        self.cells[first] = 0  # until everything else is written
+        self.cells[first] = 0  # marks the slot as empty until everything else is written
         if size > memory.SECTION_BYTES:
             raise StateError(
                 f"buffers and other small objects have {size >> 20} MiB, but at most "

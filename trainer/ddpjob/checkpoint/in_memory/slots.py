@@ -91,7 +91,7 @@ class Early:
         self._rng = rng
         content = kept.buffers_as_they_are()
         # Leave out buffers that the forward pass did not change, such as an average that is updated after a step.
-        # Such a buffer would be one step older here than on the ranks that finish the step.
+        # A buffer that is updated after a step would be one step older than on the ranks that finish the step.
         before, own = self._content, kept.with_own_buffers
         if before is None:  # in the first step it is not known which buffers the forward pass changes
             before, own = content, kept.wrapped

@@ -24,7 +24,7 @@ from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 
 COMPARED_STEPS = 3  # number of first steps whose random states are compared, to see if training draws random numbers
-SCANS = 3  # number of first saves that search for a DataLoader that draws a seed
+SCANS = 3  # a DataLoader that draws a seed is searched for at this many saves, from the first one
 WATCHED_MAX = 8  # hooks per optimizer; a hook on each parameter would cost time at each step
 
 
@@ -121,7 +121,7 @@ class SinceLastStep:
         self._random = self._random if self._steps else mark
         self._steps += 1
         self._draws |= mark != self._random
-        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # otherwise save() logs it
+        if self._steps == COMPARED_STEPS and process.current.keeper is not None:  # without memory save() logs this
             self.name_loader()
 
     def name_loader(self) -> None:

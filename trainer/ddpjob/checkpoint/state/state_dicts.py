@@ -226,7 +226,7 @@ def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict
     """Replace loaded tensors of models and optimizers by the objects' own tensors, to free memory."""
     own = {}
     for name, target in large_of(objects).items():
-        with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer raises it, because its state is sharded
+        with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer cannot return its sharded state
             own[name] = unwrapped(target).state_dict()
     return {**state, **own}
 
@@ -306,7 +306,7 @@ def _restore_one(target: Any, saved: Any) -> None:
         target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
         if shares:  # PostLocalSGDOptimizer would keep its old list of groups, which schedulers change
             target.param_groups = inner.param_groups
-        if lacked := own.difference(own.intersection(*target.param_groups)):  # from another class: step() would fail
+        if lacked := own.difference(own.intersection(*target.param_groups)):  # of another class: step() would fail
             raise ValueError(f"loaded state dict has no {', '.join(sorted(lacked))}")
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
         target.load_state_dict(_where_they_are(target, saved))
