@@ -138,7 +138,7 @@ def master_port_fixed(script: Script, job: CheckedJob) -> Iterator[Found]:
             yield at(
                 node,
                 f'os.environ["MASTER_PORT"] = "{texts[0]}": two jobs on one machine use the same port, and one of '
-                f'them fails; use os.environ.setdefault("MASTER_PORT", "{texts[0]}"): the job sets it',
+                f'them fails; use os.environ.setdefault("MASTER_PORT", "{texts[0]}"), because the job sets MASTER_PORT',
             )
 
 

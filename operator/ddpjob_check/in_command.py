@@ -55,8 +55,8 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
         for argument, options in command.abbreviations(own, one[begin - 1]):
             shown = [*options[:_OPTIONS_SHOWN], *(["…"] if len(options) > _OPTIONS_SHOWN else [])]
             yield (
-                f"{argument}: torchrun takes it for an abbreviation ({', '.join(shown)}) and ends with “ambiguous "
-                "option”, if its Python is older than 3.12.8; write -- between the script and its arguments"
+                f"{argument}: torchrun reads it as an abbreviation of one of its options ({', '.join(shown)}) and ends "
+                "with “ambiguous option” if its Python is older than 3.12.8; write -- between script and arguments"
             )
 
 

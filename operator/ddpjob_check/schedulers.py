@@ -22,7 +22,7 @@ COUNTERPARTS = {
 
 @rule("error", wrong='rank = int(os.environ["SLURM_PROCID"])', right='rank = int(os.environ["RANK"])')
 def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Found]:
-    """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing does: os.environ[…] raises a
+    """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing sets them: os.environ[…] raises a
     KeyError at the start, int(os.getenv(…)) a TypeError. The job's own values can be passed under these names
     ([launching.md](launching.md#with-a-launcher))."""
     if job.variables is None or not (job.by_torchrun or job.launcher in ("ddprun", "python")):

@@ -256,8 +256,8 @@ def argument_value_for_name(script: Script, job: CheckedJob) -> Iterator[Found]:
             fix = "type=…" if isinstance(node, ast.Name) else "default=…"
             yield at(
                 node,
-                f"add_argument({name}, {script.text_of(node)}): argparse takes this for another name of the option, "
-                f"or for its type, and fails; write {fix}",
+                f"add_argument({name}, {script.text_of(node)}): argparse takes the second argument as another name of "
+                f"the option and fails; write {fix}",
             )
 
 

@@ -227,10 +227,18 @@ def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("DDPJOB_RESTARTS_LEFT", "3", 'is not {"application": 3'),
-        ("DDPJOB_RESTARTS_LEFT", '{"application": 3}', 'is not {"application": 3'),
-        ("DDPJOB_RESTARTS_LEFT", '{"application": -1, "infrastructure": 1, "stall": 1}', 'is not {"application": 3'),
-        ("DDPJOB_RESTARTS_LEFT", '{"application": "x", "infrastructure": 1, "stall": 1}', 'is not {"application": 3'),
+        ("DDPJOB_RESTARTS_LEFT", "3", 'must have the form {"application": 3'),
+        ("DDPJOB_RESTARTS_LEFT", '{"application": 3}', 'must have the form {"application": 3'),
+        (
+            "DDPJOB_RESTARTS_LEFT",
+            '{"application": -1, "infrastructure": 1, "stall": 1}',
+            'must have the form {"application": 3',
+        ),
+        (
+            "DDPJOB_RESTARTS_LEFT",
+            '{"application": "x", "infrastructure": 1, "stall": 1}',
+            'must have the form {"application": 3',
+        ),
         ("DDPJOB_FAILURE_POLICY", "{", 'is not [{"action": "FailJob", "codes": [3]'),
         ("DDPJOB_FAILURE_POLICY", '{"action": "Count"}', "is not [{"),
         ("DDPJOB_FAILURE_POLICY", '[{"action": "Restart", "codes": [3]}]', "action is FailJob, Ignore or Count"),

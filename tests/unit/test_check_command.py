@@ -276,7 +276,9 @@ def test_an_argument_that_abbreviates_options_of_torchrun_is_named(words: list[s
     """Script arguments that abbreviate torchrun options must be named: torchrun exits with `ambiguous option`."""
     ((rule, text),) = said(job(*words))
     assert rule == "argument-taken-by-launcher"
-    assert text.startswith("--log: torchrun takes it for an abbreviation (--log-dir, --logs-specs)")
+    assert text.startswith(
+        "--log: torchrun reads it as an abbreviation of one of its options (--log-dir, --logs-specs)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ class Grant(NamedTuple):
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(
-                f'DDPJOB_RESTARTS_LEFT: {text[:100]!r} is not {{"application": 3, "infrastructure": 100, "stall": 10}}.'
+                f"DDPJOB_RESTARTS_LEFT: {text[:100]!r} must have the form "
+                '{"application": 3, "infrastructure": 100, "stall": 10}.'
             ) from None
 
 

@@ -331,7 +331,7 @@ class LocalRanks:
             return ""
         self._has_told = True
         left = ", ".join(f"{name or 'all'} ({why})" for name, why in sorted(server.left.items()))
-        size = f", {server.bytes_learned >> 20} MiB more in the fork server" if server.imports else ""
+        size = f"; the fork server grew by {server.bytes_learned >> 20} MiB" if server.imports else ""
         unnamed = {*sys.stdlib_module_names, "ddpjob", "ddpjob_core", "ddprun"}
         named = [name for name in server.imports if name not in unnamed and not name.startswith("_")]
         packages = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")

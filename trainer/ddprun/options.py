@@ -232,7 +232,7 @@ def _add_script(group: _OptionGroup) -> None:
 
 def _add_restarts(group: _OptionGroup) -> None:
     group.value(
-        "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({BACKOFF_LIMIT})"
+        "max-restarts", "N", f"maximum of restarts in place ({BACKOFF_LIMIT}); DDPJOB_RESTARTS_LEFT can lower it"
     )
     group.value("signals-to-handle", "NAMES", "signals that end the job", ",".join(SIGNALS))
     group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")

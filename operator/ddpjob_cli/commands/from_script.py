@@ -174,7 +174,7 @@ def _of_files(script: Script) -> Iterator[str]:
     """Yield remarks about files that the script reads or saves: a pod without a volume lacks or loses them."""
     paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
     if paths:
-        yield f"It names {', '.join(list(paths)[:4])}: in a cluster they must be in the image or on a volume."
+        yield f"The script uses {', '.join(list(paths)[:4])}: in a cluster they must be in the image or on a volume."
     yield from _lost(script)
 
 

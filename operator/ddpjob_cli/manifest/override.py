@@ -39,7 +39,7 @@ def set_variable(document: Document, variable: str) -> None:
     """Set `NAME=VALUE` in the trainer's env; for `NAME` alone use its value in our environment. Raise InputError."""
     name, has_value, value = variable.partition("=")
     if not has_value and name not in os.environ:
-        raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set here")
+        raise InputError(f"--env {variable}: must be NAME=VALUE, or the name of a variable that is set in this shell")
     value = value if has_value else os.environ[name]
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
         raise InputError(f"--env {variable}: a name has letters, digits, _, . and -, and does not begin with a digit")

@@ -89,7 +89,7 @@ class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     """Which pods have a DNS name JOB-N.JOB. leader: node 0, to which all connect. all: every node, for scripts that use
     other names (MPI). auto: leader, or all if torchrun numbers the nodes itself. Cannot be changed."""
     failure_policy: FailurePolicy | None = None
-    """What an exit code means, in the shape of batch/v1 Job's podFailurePolicy."""
+    """Meaning of exit codes, in the form of batch/v1 Job's podFailurePolicy."""
     stall: Stall | None = None
     """When a job that reports, but makes no step, is restarted."""
     preflight: Literal["Never", "OnRestart", "Always"] = "OnRestart"
@@ -222,7 +222,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     nodes: Nodes | None = None
     """Nodes that the job wants, and that run now."""
     gang: Gang | None = None
-    """What admits all pods at once, and why; unset if the operator has no such API enabled."""
+    """API that admits all pods at once, and why; unset if the operator has no such API enabled."""
     attempt_nodes: NodeCount | None = None
     """spec.nodes of this attempt of an elastic job."""
     started_nodes: Ranges = ""
@@ -244,7 +244,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     master_addr: Text = ""
     """Address of the rendezvous, on the node of rank 0, as host:port."""
     progress: Progress | None = None
-    """What the training reports."""
+    """Progress reported by rank 0."""
     resumed_step: Count | None = None
     """Step of the state that the present ranks loaded, if any."""
     resumed_from: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""

@@ -198,8 +198,8 @@ def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
     most = bounds.count(options.get("nnodes", "").rpartition(":")[2])
     if most > spec.nodes:
         yield (
-            f"--nnodes={options['nnodes']} with spec.nodes: {spec.nodes}: each start waits 30 s (torchrun's last call) "
-            "for nodes that do not come"
+            f"--nnodes={options['nnodes']} allows more nodes than spec.nodes: {spec.nodes}, so each start waits 30 s "
+            "(torchrun's last call) for nodes that do not come"
         )
     if bounds.count(options.get("max_restarts", "0")) > spec.backoff_limit:
         yield (

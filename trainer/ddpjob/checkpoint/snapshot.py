@@ -524,7 +524,7 @@ class Snapshot:
             if number and writers.saves(self.folder, writer):
                 raise SnapshotError(
                     f"folder: {self.folder} is in use by process {number}, which is running. Give each run a folder of "
-                    f"its own, or end that process first: each would remove the other's snapshots."
+                    f"its own, or end that process first. Otherwise each would remove the other's snapshots."
                 )
             return
         who = writers.named(claim.job)
