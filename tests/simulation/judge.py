@@ -185,6 +185,8 @@ class Judge:
         is_same = new.get("attempt") != old.get("attempt") or pod == before or pod[0] >= new.get("attemptNodes", 1)
         if not is_same and turn <= turn_before:
             self.wrong.append(f"pod {pod} leads after {before}, both as number {turn}: their claims are not told apart")
+        if not is_same and (alive := self._alive(uid, (new.get("attempt", 0), *before))) is not None:
+            self.wrong.append(f"pod {pod} is to lead while {alive} is stopping: nobody reads its last report")
         if self._is_for_an_unseen_cut(uid, old, new, change.actor):
             self.unseen_cuts[uid] += 1
         self._check_restarts(uid, old, new, change.new["spec"])
@@ -193,6 +195,11 @@ class Judge:
         self._check_heard(uid, new, change.actor)
         for check in self.also:
             check(uid, new)
+
+    def _alive(self, uid: str, place: tuple[int, ...]) -> Process | None:
+        """Return the running process with this attempt, place and replacement, unless its node was ever lost."""
+        found = (p for p in self._cluster.processes() if (p.job_uid, p.attempt, p.rank, p.replacement) == (uid, *place))
+        return next((p for p in found if not (p.excused or self._cluster.nodes[p.node].losses)), None)
 
     def _check_ranks(self, uid: str, old: Raw, new: Raw) -> None:
         attempt = new.get("attempt", 0)

@@ -83,7 +83,7 @@ class Process:
             job_uid=owner_uid(pod),
             attempt=int(env["DDPJOB_ATTEMPT"]),
             rank=int(env["NODE_RANK"]),
-            nodes=int(env["NNODES"]),
+            nodes=int(env["PET_NNODES"].rpartition(":")[2]),
             run=(env["PET_RDZV_ID"], env["PET_MASTER_PORT"]),
             node=node,
             environ=env,
@@ -96,8 +96,8 @@ class Process:
 
     @property
     def is_elastic(self) -> bool:
-        """True if the process is a torchrun that trains with a changing number of nodes."""
-        return not self.is_agent and ":" in self.environ["PET_NNODES"]
+        """True if the process trains with a changing number of nodes."""
+        return ":" in self.environ["PET_NNODES"]
 
     @property
     def least(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import model_agents
 import pytest
 from msgspec.structs import replace
 from scenario import elastic_scenario
@@ -14,7 +16,7 @@ from simulation import Simulation, simulate
 
 from ddpjob_core import memory
 from ddpjob_core.members import Members
-from ddpjob_operator.plan import leadership
+from ddpjob_operator.plan import leadership, pod_replacement, startup
 from ddpjob_operator.pods import agent_environment
 from ddprun.core.appointment import Appointment
 from ddprun.core.leader_state import LeaderState
@@ -97,6 +99,62 @@ def older_term_taken() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Appointment, "replaces", lambda told, known: told.term != known.term)
 
 
+def numbers_of_another_leader() -> contextlib.AbstractContextManager[Any]:
+    """Bug: in memory, generations of all leaders have the same numbers, so an old leader's state may be loaded."""
+    return mock.patch.object(model_agents, "numbered", lambda _, generation: generation)
+
+
+def replaced_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
+    """Bug: a lost pod that is still stopping is replaced in the status. If it leads, its last report is lost."""
+    return mock.patch.object(pod_replacement, "_still_ending", return_value=[])
+
+
+def created_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
+    """Bug: a pod is created while the one before it at its place is still stopping, so two ranks train there."""
+    absent = startup._absent
+    return mock.patch.object(
+        startup, "_absent", lambda view, status: absent(dataclasses.replace(view, removed=()), status)
+    )
+
+
+def a_spare_starts() -> contextlib.AbstractContextManager[Any]:
+    """Bug: spares train, so the job has more nodes than its user wants."""
+    start = LeaderState._start
+
+    def starts(lead: LeaderState, now: float) -> None:
+        with mock.patch.object(LeaderState, "_size", len(lead.places)):
+            start(lead, now)
+
+    return mock.patch.object(LeaderState, "_start", starts)
+
+
+def a_spare_is_waited_for() -> contextlib.AbstractContextManager[Any]:
+    """Bug: a start waits for the spares, too."""
+    goes_on = LeaderState._go_on_if_enough_are_here
+
+    def waits(lead: LeaderState, now: float) -> None:
+        until = lead._since + lead._join_seconds
+        if lead.state != "gathering" or len(lead._here) == len(lead.places) or now >= until:
+            return goes_on(lead, now)
+        lead._deadline = until
+        return None
+
+    return mock.patch.object(LeaderState, "_go_on_if_enough_are_here", waits)
+
+
+def the_end_of_a_spare_stops_all() -> contextlib.AbstractContextManager[Any]:
+    """Bug: the loss of a node that only waits stops the ranks of all others."""
+    lost = LeaderState.lost
+
+    def stops(lead: LeaderState, node: int, now: float) -> None:
+        only_waits = lead.state == "running" and node not in lead.members
+        lost(lead, node, now)
+        if only_waits:
+            lead._stop([lead._lose(node)], now)
+
+    return mock.patch.object(LeaderState, "lost", stops)
+
+
 # The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     starts_with_too_few: 0,
@@ -105,6 +163,12 @@ SEEDS: dict[Mutant, int] = {
     same_term_again: 24,
     a_new_pod_of_node_0_leads_at_once: 3,
     older_term_taken: 141,
+    numbers_of_another_leader: 0,
+    replaced_before_the_pod_has_ended: 0,
+    created_before_the_pod_has_ended: 0,
+    a_spare_starts: 0,
+    a_spare_is_waited_for: 0,
+    the_end_of_a_spare_stops_all: 0,
 }
 
 
