@@ -191,7 +191,7 @@ class Judge:
             self.unseen_cuts[uid] += 1
         self._check_restarts(uid, old, new, change.new["spec"])
         self._check_cause(uid, old, new, change.actor)
-        self._check_in_place(uid, old, new)
+        self._check_in_place(uid, old, new, change.new["spec"])
         self._check_heard(uid, new, change.actor)
         for check in self.also:
             check(uid, new)
@@ -301,7 +301,7 @@ class Judge:
         self.ends_seen.pop(operator, None)
         self.silence_seen.pop(operator, None)
 
-    def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
+    def _check_in_place(self, uid: str, old: Raw, new: Raw, spec: Raw) -> None:
         """Check that each restart counts once: a restart in place as the agent charged it, and one per new pod or
         attempt."""
         agent = new.get("inPlace")
@@ -324,7 +324,8 @@ class Judge:
             )
         if new.get("state") in TERMINAL and old.get("state") not in TERMINAL and self._has_said_all(uid, new):
             missing = self._unknown_before(uid, new)
-            if missing:
+            # The operator counts at most one restart beyond the limit.
+            if missing and new["restarts"].get("application", 0) <= spec.get("backoffLimit", BACKOFF_LIMIT):
                 self.wrong.append(f"the job {new['state']}, and {missing} restarts in place were never counted")
 
     def _is_new_attempt(self, old: Raw, new: Raw) -> bool:

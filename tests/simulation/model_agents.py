@@ -468,7 +468,7 @@ class Agents:
     def _check_that_it_goes_on(self, leader: Agent, lead: LeaderState) -> None:
         """Check that a group with enough nodes waits for no further one."""
         here = [agent for agent in (leader, *(link.follower for link in leader.links.values())) if not agent.told]
-        needed = leader.process.nodes - leader.spares
+        needed = len(lead.places) - leader.spares
         if lead.state == "gathering" and len(here) >= needed:
             self._training.wrong.append(f"{len(here)} nodes are with {leader.process}, {needed} train, and all wait")
 
@@ -561,7 +561,8 @@ class Agents:
         uid = leader.process.job_uid
         self._numbers[uid] = number = self._numbers.get(uid, 0) + 1
         life = Life(leader, leader.turn, order.generation, number, order.members)
-        if len(order.members) > leader.process.nodes - leader.spares:
+        assert leader.lead is not None, "it has ordered the start"
+        if len(order.members) > len(leader.lead.places) - leader.spares:
             self._training.wrong.append(f"{life} has {len(order.members)} nodes, and {leader.spares} were to wait")
         if len(order.members) < leader.process.least:
             self._training.wrong.append(f"{life} has {len(order.members)} of at least {leader.process.least} nodes")
@@ -781,11 +782,18 @@ class Agents:
     def _is_unheard(self, older: Life, newer: Life) -> bool:
         """True if no agent of the older generation could hear of the newer one's leader until a moment ago."""
         assert newer.started_at is not None, "it trains"
-        answers = ((agent.leader.term, self.told_by_operator(agent.process)) for agent in older.agents)
-        if not any(answer is not None and answer["term"] > term for term, answer in answers):
+        if not any(map(self._can_hear, older.agents)):
             older.unheard_at = self._loop.time()
         since = max(newer.started_at, older.unheard_at)
-        return newer.leader.leader.term > 1 and self._loop.time() < since + HEARD_WITHIN_SECONDS
+        is_appointed = newer.leader.process.is_elastic and newer.turn > older.turn
+        return is_appointed and self._loop.time() < since + HEARD_WITHIN_SECONDS
+
+    def _can_hear(self, agent: Agent) -> bool:
+        """True if an agent can hear of a newer leader, or if its kubelet can hear that its pod was deleted."""
+        if not self.asks(agent.process):
+            return self._training.reachable(agent.process)
+        answer = self.told_by_operator(agent.process)
+        return answer is not None and answer["term"] > agent.leader.term
 
     def _step(self, life: Life) -> float:
         """Return the current step; one second is one step."""

@@ -49,6 +49,7 @@ WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
 # An absence of a node has effects after its return: its kubelet ends pods that are not wanted any more.
 NODES_HEAL_SECONDS = 120.0
+SCALED_BACK_SECONDS = 1.0
 KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
 
@@ -575,6 +576,14 @@ class Simulation:
         nodes = least + number % (self.scenario.cluster_nodes - least + 2)
         self.tell("user", f"scales to {nodes}")
         self._put(job, nodes=nodes)
+        if number % 3 == 0:  # the user changes it back soon
+            self.loop.call_later(SCALED_BACK_SECONDS, self._scale_back, job)
+
+    def _scale_back(self, old: Raw) -> None:
+        job = self.api.find(api.PLURAL, old["metadata"]["name"])
+        if job is not None and job["metadata"]["uid"] == old["metadata"]["uid"]:
+            self.tell("user", f"scales back to {old['spec']['nodes']}")
+            self._put(job, nodes=old["spec"]["nodes"])
 
     def _put(self, job: Raw, **spec: Any) -> None:
         path = f"{JOBS}/{job['metadata']['name']}"

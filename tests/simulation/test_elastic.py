@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import model_agents
 import pytest
-from msgspec.structs import replace
-from scenario import elastic_scenario
+from model_training import Failure
+from msgspec.structs import replace as update
+from scenario import Deed, Scenario, elastic_scenario
 from simulation import Simulation, simulate
 
 from ddpjob_core import memory
@@ -79,7 +80,7 @@ def same_term_again() -> contextlib.AbstractContextManager[Any]:
     def appoint(view: Any, status: Any, lost: Any) -> Any:
         found = after_loss(view, status, lost)
         is_same = found.leader is None or found.leader == status.leader
-        return found if is_same else replace(found, leader=replace(found.leader, term=2))
+        return found if is_same else update(found, leader=update(found.leader, term=2))
 
     return mock.patch.object(leadership, "after_loss", appoint)
 
@@ -112,9 +113,7 @@ def replaced_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any
 def created_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
     """Bug: a pod is created while the one before it at its place is still stopping, so two ranks train there."""
     absent = startup._absent
-    return mock.patch.object(
-        startup, "_absent", lambda view, status: absent(dataclasses.replace(view, removed=()), status)
-    )
+    return mock.patch.object(startup, "_absent", lambda view, status: absent(replace(view, removed=()), status))
 
 
 def a_spare_starts() -> contextlib.AbstractContextManager[Any]:
@@ -163,12 +162,10 @@ SEEDS: dict[Mutant, int] = {
     same_term_again: 24,
     a_new_pod_of_node_0_leads_at_once: 3,
     older_term_taken: 141,
-    numbers_of_another_leader: 0,
-    replaced_before_the_pod_has_ended: 0,
-    created_before_the_pod_has_ended: 0,
-    a_spare_starts: 0,
-    a_spare_is_waited_for: 0,
-    the_end_of_a_spare_stops_all: 0,
+    replaced_before_the_pod_has_ended: 19,
+    a_spare_starts: 15,
+    a_spare_is_waited_for: 3,
+    the_end_of_a_spare_stops_all: 19,
 }
 
 
@@ -180,3 +177,35 @@ def test_the_simulation_finds_a_deliberate_bug_of_elastic_jobs(mutant: Mutant) -
         if found.wrong and not simulate(elastic_scenario(seed), found.taken).wrong:
             return
     pytest.fail(f"not found in {SEEDS_MAX} seeds")
+
+
+def a_group_that_comes_back() -> Iterator[Scenario]:
+    """Cut two nodes off, and lose the leader. Its next pod leads without them, and without a receiver does not know how
+    many generations there were."""
+    spec = {"nodes": 3, "minNodes": 1, "onePodPerNode": True, "backoffLimit": 6}
+    failures = {generation: Failure(1, 4.0, 139) for generation in (1, 2)}
+    for number in range(5):
+        yield replace(ELASTIC, spec=spec, receiver=False, cluster_nodes=5, training_seconds=400, failures=failures,
+                      deeds=(Deed(60, "nodes cut", number, 90), Deed(62, "agent killed")))  # fmt: skip
+
+
+def a_user_who_scales_down_and_back() -> Iterator[Scenario]:
+    """Scale to one node, and back while the surplus pods are still stopping."""
+    yield replace(ELASTIC, deeds=(Deed(60, "scaled"),), rates={"sigterm": {"ignored": 0.8}})
+
+
+ELASTIC = Scenario(launcher="ddprun", spec={"nodes": 3, "minNodes": 1}, cluster_nodes=6, slots=1, training_seconds=100)
+# Bugs that need a certain order of events.
+ORDERS: dict[Mutant, Callable[[], Iterator[Scenario]]] = {
+    numbers_of_another_leader: a_group_that_comes_back,
+    created_before_the_pod_has_ended: a_user_who_scales_down_and_back,
+}
+
+
+@pytest.mark.parametrize("mutant", ORDERS, ids=lambda mutant: mutant.__name__)
+def test_a_deliberate_bug_is_found_in_a_certain_order_of_events(mutant: Mutant) -> None:
+    for life in ORDERS[mutant]():
+        outcome = simulate(life)
+        assert (outcome.wrong, outcome.end) == ([], "Succeeded"), "\n".join([*outcome.story, *outcome.wrong])
+    with mutant():
+        assert any(simulate(life).wrong for life in ORDERS[mutant]())
