@@ -15,7 +15,7 @@ from faults import swarm_of_gangs, swarm_of_queues
 from judge import TERMINAL
 from model_api import Change, Kind, Raw, owner_uid
 from model_elastic import Rendezvous
-from model_kueue import Kueue, held, holds_quota, is_true
+from model_kueue import Kueue, count, held, holds_quota, is_true
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Group, Process
 from scenario import FAULTS_SECONDS, RECEIVER_SHARE, Deed, Scenario, scenario
 from simulation import Outcome, Simulation
@@ -47,8 +47,8 @@ def crowd_scenario(seed: int) -> Scenario:
     times = sorted(rng.uniform(0, 0.7 * FAULTS_SECONDS) for _ in range(rng.choice((0, 1, 2, 4))))
     deeds = [Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times]
     scales = random.Random(f"{seed} scales")
-    count = scales.choice((0, 1, 3)) if any("minNodes" in one.spec for one in jobs) else 0
-    deeds += [Deed(scales.uniform(0, 0.7 * FAULTS_SECONDS), "scaled", scales.randrange(60)) for _ in range(count)]
+    scalings = scales.choice((0, 1, 3)) if any("minNodes" in one.spec for one in jobs) else 0
+    deeds += [Deed(scales.uniform(0, 0.7 * FAULTS_SECONDS), "scaled", scales.randrange(60)) for _ in range(scalings)]
     return replace(
         jobs[0],
         # One more node for a queue: a job avoids a node after two failures, and might otherwise find no node.
@@ -193,7 +193,9 @@ class Crowd(Simulation):
             self.judge.wrong.append(f"the quota of {name} is given back, and its pods still run: others start beside")
         is_over = status.get("state") in TERMINAL
         is_stopped = is_true(before, "Evicted") or job["spec"].get("suspend") or status.get("state") == "Suspended"
-        if not is_over and not is_stopped:
+        # A user changed the size of a job that had not begun, and the operator had not seen the admission.
+        is_resized = not status.get("attempt") and count(before) != job["spec"]["nodes"]
+        if not is_over and not is_stopped and not is_resized:
             self.judge.wrong.append(f"{name} has lost its quota in state {status.get('state')}: it has to queue again")
         if after is not None and not is_over:
             self._check_saved(name, uid)

@@ -1054,7 +1054,7 @@ def test_a_state_of_an_earlier_leader_is_older_whatever_its_generation(node: Nod
     assert [node.run(generation, lambda: train(9)) for generation in (0, 1)] == [0, 9]
     assert node.run(2, lambda: train(10)) == 9
     assert Node(tmp_path, node.run_ranks).run(0, save_step_6, term=1) == 4
-    assert node.run(1, lambda: train(12), term=1) == 6
+    assert node.run(3, lambda: train(12), term=1) == 6
 
 
 def test_a_rank_of_an_earlier_generation_writes_nothing(node: Node) -> None:
