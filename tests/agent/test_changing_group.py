@@ -51,17 +51,20 @@ def stops(found: LeaderState, at: float, *, patient: bool) -> None:
         found.stopped(place, [], at)
 
 
-def test_a_node_of_a_later_generation_interrupts_a_group_that_began_without_it() -> None:
-    """A node of a later generation must interrupt a group that began without it, because it may have a newer state."""
-    found = LeaderState(Members(range(3)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, least=1, leader=1, turn=2)
+def test_a_node_of_an_earlier_leader_joins_after_its_snooze_and_its_generations_count() -> None:
+    """A node with a higher generation must wait like any other: the state of an earlier leader is never newer."""
+    more: Any = {"least": 1, "leader": 1, "turn": 2, "snooze_seconds": 30}
+    found = LeaderState(Members(range(3)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, **more)
     found.joined(1, T0)
     found.tick(T0)
     assert taken(found) == [start(found, 0)]
     found.joined(2, T0 + 5, generation=7)
+    assert taken(found) == []
+    found.tick(T0 + 35)
     (stop,) = taken(found)
     assert isinstance(stop, Stop)
     assert (stop.generation, stop.patient) == (0, True)
-    found.stopped(1, [], T0 + 6)
+    found.stopped(1, [], T0 + 36)
     assert taken(found) == [start(found, 8)]
     assert found.members == (1, 2)
 

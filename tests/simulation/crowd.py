@@ -15,9 +15,9 @@ from faults import swarm_of_gangs, swarm_of_queues
 from judge import TERMINAL
 from model_api import Change, Kind, Raw, owner_uid
 from model_elastic import Rendezvous
-from model_kueue import Kueue, held, holds_quota, is_true
+from model_kueue import Kueue, count, held, holds_quota, is_true
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Group, Process
-from scenario import FAULTS_SECONDS, Deed, Scenario, scenario
+from scenario import FAULTS_SECONDS, RECEIVER_SHARE, Deed, Scenario, scenario
 from simulation import Outcome, Simulation
 
 from ddpjob_operator.gangs import kueue
@@ -45,7 +45,10 @@ def crowd_scenario(seed: int) -> Scenario:
     of_queues = (*OF_QUEUES, "queue stopped") if newest else OF_QUEUES
     kinds = [*CALM, *(of_queues if in_queue else ("group deleted", "neighbour")), "suspend", "delete and apply"]
     times = sorted(rng.uniform(0, 0.7 * FAULTS_SECONDS) for _ in range(rng.choice((0, 1, 2, 4))))
-    deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
+    deeds = [Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times]
+    scales = random.Random(f"{seed} scales")
+    scalings = scales.choice((0, 1, 3)) if any("minNodes" in one.spec for one in jobs) else 0
+    deeds += [Deed(scales.uniform(0, 0.7 * FAULTS_SECONDS), "scaled", scales.randrange(60)) for _ in range(scalings)]
     return replace(
         jobs[0],
         # One more node for a queue: a job avoids a node after two failures, and might otherwise find no node.
@@ -54,7 +57,7 @@ def crowd_scenario(seed: int) -> Scenario:
         clusterwide=rng.random() < 0.5,
         operators=2 if rng.random() < 0.12 else 1,
         rates={**jobs[0].rates, **(swarm_of_queues(rng) if in_queue else swarm_of_gangs(rng))},
-        deeds=deeds,
+        deeds=tuple(sorted(deeds, key=lambda deed: deed.at)),
         gang=not in_queue,
         quota=rng.randrange(least, all_nodes) if in_queue else 0,
         kueue="v1beta2" if newest else "v1beta1",
@@ -76,7 +79,7 @@ def _member(rng: random.Random, seed: int, number: int) -> Scenario:
         if failure.rank < spec["nodes"] and failure.code != HANGS and life < 9
     }
     elastic = random.Random(f"{seed} elastic {number}")
-    if seed % 2 == 1 and found.launcher == "torchrun" and elastic.random() < ELASTIC_SHARE:
+    if (seed % 2 == 1 or found.launcher == "ddprun") and elastic.random() < ELASTIC_SHARE:
         spec["minNodes"] = elastic.randrange(1, spec["nodes"])
         failures = {life: one for life, one in failures.items() if one.code not in (COMPLAINS, ENDS_EARLY)}
     return replace(
@@ -88,6 +91,7 @@ def _member(rng: random.Random, seed: int, number: int) -> Scenario:
         starts_at=number * rng.choice((0.0, 1.0, 10.0, 30.0)),
         failures=failures,
         reports=False,
+        receiver=elastic.random() < RECEIVER_SHARE,
     )
 
 
@@ -189,7 +193,9 @@ class Crowd(Simulation):
             self.judge.wrong.append(f"the quota of {name} is given back, and its pods still run: others start beside")
         is_over = status.get("state") in TERMINAL
         is_stopped = is_true(before, "Evicted") or job["spec"].get("suspend") or status.get("state") == "Suspended"
-        if not is_over and not is_stopped:
+        # A user changed the size of a job that had not begun, and the operator had not seen the admission.
+        is_resized = not status.get("attempt") and count(before) != job["spec"]["nodes"]
+        if not is_over and not is_stopped and not is_resized:
             self.judge.wrong.append(f"{name} has lost its quota in state {status.get('state')}: it has to queue again")
         if after is not None and not is_over:
             self._check_saved(name, uid)

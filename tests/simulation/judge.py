@@ -185,14 +185,21 @@ class Judge:
         is_same = new.get("attempt") != old.get("attempt") or pod == before or pod[0] >= new.get("attemptNodes", 1)
         if not is_same and turn <= turn_before:
             self.wrong.append(f"pod {pod} leads after {before}, both as number {turn}: their claims are not told apart")
+        if not is_same and (alive := self._alive(uid, (new.get("attempt", 0), *before))) is not None:
+            self.wrong.append(f"pod {pod} is to lead while {alive} is stopping: nobody reads its last report")
         if self._is_for_an_unseen_cut(uid, old, new, change.actor):
             self.unseen_cuts[uid] += 1
         self._check_restarts(uid, old, new, change.new["spec"])
         self._check_cause(uid, old, new, change.actor)
-        self._check_in_place(uid, old, new)
+        self._check_in_place(uid, old, new, change.new["spec"])
         self._check_heard(uid, new, change.actor)
         for check in self.also:
             check(uid, new)
+
+    def _alive(self, uid: str, place: tuple[int, ...]) -> Process | None:
+        """Return the running process with this attempt, place and replacement, unless its node was ever lost."""
+        found = (p for p in self._cluster.processes() if (p.job_uid, p.attempt, p.rank, p.replacement) == (uid, *place))
+        return next((p for p in found if not (p.excused or self._cluster.nodes[p.node].losses)), None)
 
     def _check_ranks(self, uid: str, old: Raw, new: Raw) -> None:
         attempt = new.get("attempt", 0)
@@ -294,7 +301,7 @@ class Judge:
         self.ends_seen.pop(operator, None)
         self.silence_seen.pop(operator, None)
 
-    def _check_in_place(self, uid: str, old: Raw, new: Raw) -> None:
+    def _check_in_place(self, uid: str, old: Raw, new: Raw, spec: Raw) -> None:
         """Check that each restart counts once: a restart in place as the agent charged it, and one per new pod or
         attempt."""
         agent = new.get("inPlace")
@@ -317,7 +324,8 @@ class Judge:
             )
         if new.get("state") in TERMINAL and old.get("state") not in TERMINAL and self._has_said_all(uid, new):
             missing = self._unknown_before(uid, new)
-            if missing:
+            # The operator counts at most one restart beyond the limit.
+            if missing and new["restarts"].get("application", 0) <= spec.get("backoffLimit", BACKOFF_LIMIT):
                 self.wrong.append(f"the job {new['state']}, and {missing} restarts in place were never counted")
 
     def _is_new_attempt(self, old: Raw, new: Raw) -> bool:

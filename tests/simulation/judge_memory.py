@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from model_agents import Agent, Life
 
 Raw = dict[str, Any]
-Age = tuple[int, int, int]
-"""Attempt, number of the generation, and step. The model knows the truth; agents and ranks report a `Version`."""
+Age = tuple[int, int, int, int]
+"""Attempt, numbers of the leader and of the generation, and step. The model knows the truth; ranks a `Version`."""
 HONEST = ("was loaded before", "are gone")
 """Legitimate reasons why a state in memory may not count. The model's ranks give no other reason to refuse one."""
 
@@ -49,15 +49,15 @@ class MemoryJudge:
         elif loaded.why and not any(reason in loaded.why for reason in HONEST):
             self._wrong.append(f"{life} is said not to go on from memory because {loaded.why}: its ranks count alike")
         whole = self._whole(life, agents, saved)
-        age = max((_age(agents[rank], loaded.state) for rank in loaded.ranks), default=(0, 0, 0))
+        age = max((_age(agents[rank], loaded.state) for rank in loaded.ranks), default=(0, 0, 0, 0))
         if not loaded.ranks and saved is not None:
             age = _age_of(saved)
-        best = max(whole, default=(0, 0, 0))
+        best = max(whole, default=(0, 0, 0, 0))
         self.seen["choice"] += len(set(whole)) > 1
         if best > age:
             self._wrong.append(
-                f"{life} begins with step {loaded.state.step} of {loaded.origin or 'nothing'}, and step {best[2]} of "
-                f"life {best[1]} in attempt {best[0]} was whole: what was made since is lost"
+                f"{life} begins with step {loaded.state.step} of {loaded.origin or 'nothing'}, and step {best[3]} of "
+                f"life {best[2]} in attempt {best[0]} was whole: what was made since is lost"
             )
         if loaded.ranks:
             self._tried[uid, loaded.state].append(life)
@@ -75,7 +75,7 @@ class MemoryJudge:
         others = self._lives[life.leader.process.job_uid]
         for kept in (agent.kept for agent in agents):
             if others and kept is not None and kept.life is others[-1] and kept.copying is not None:
-                own = Version(life.leader.process.attempt, kept.life.generation, 0)
+                own = Version(life.leader.process.attempt, kept.life.in_memory, 0)
                 is_less = kept.assumed and saved is not None and saved.version[:2] == own[:2]
                 if kept.is_on and not is_less and loaded.state.step < kept.copying.least:
                     self._wrong.append(
@@ -114,25 +114,25 @@ class MemoryJudge:
                 self._wrong.append(f"{life} begins with what was assumed, and by then more was saved: {saved.version}")
 
     def _whole(self, life: Life, agents: list[Agent], saved: Saved | None) -> list[Age]:
-        """Return attempt, generation and step of each state that may be loaded: whole in memory, or in the folder."""
+        """Return the age of each state that may be loaded: whole in memory, or in the folder."""
         known = [place.whole for agent in agents for place in agent.area.places] + [a.area.copied for a in agents]
         whole: set[Whole] = {one for one in known if one is not None and one.state != TORN}
-        named = {one.writer.generation for one in whole if not one.assumed}
+        named = {one.writer.in_memory for one in whole if not one.assumed}
         if saved is not None and saved.version.attempt == life.leader.process.attempt:
-            # Ranks know only the number of a generation, and the agent of a new pod begins at 0 again.
+            # Two generations have this number if a pod was made again unseen.
             named.add(saved.version.generation)
         uid, attempt = life.leader.process.job_uid, life.leader.process.attempt
         found: list[Age] = []
         useless: list[Age] = []
         for one in whole:
-            version = Version(attempt, one.writer.generation, one.state.step)
+            version = Version(attempt, one.writer.in_memory, one.state.step)
             has_small = any(agent.area.has_small(version) for agent in agents)
-            if not one.assumed or one.writer.generation not in named:
+            if not one.assumed or one.writer.in_memory not in named:
                 bad = not has_small or self._is_hopeless(uid, one.state, one.assumed, agents)
-                (useless if bad else found).append((attempt, one.writer.number, one.state.step))
+                (useless if bad else found).append((attempt, one.writer.turn, one.writer.number, one.state.step))
         # If the newest state in memory must not be loaded, nor must older ones there: they may have its fault.
         # The state in the folder may be loaded, although it may have the fault, too (docs/memory.md).
-        found = [age for age in found if age > max(useless, default=(0, 0, 0))]
+        found = [age for age in found if age > max(useless, default=(0, 0, 0, 0))]
         return found if saved is None else [*found, _age_of(saved)]
 
     def _is_hopeless(self, uid: str, state: State, is_assumed: bool, agents: list[Agent]) -> bool:
@@ -142,7 +142,7 @@ class MemoryJudge:
         most = LOADS_ASSUMED_MAX if is_assumed else LOADS_MAX
         if len(lives) < most:
             return False
-        return not any(mark.step > state.step and mark.generation >= lives[-1].generation for mark in marks)
+        return not any(mark.step > state.step and mark.generation >= lives[-1].in_memory for mark in marks)
 
     # ---------------------------------------------------------------- the status
 
@@ -172,11 +172,11 @@ class MemoryJudge:
 
 def _age(agent: Agent, state: State) -> Age:
     writer = agent.area.newest.writer
-    return (agent.process.attempt, 0 if writer is None else writer.number, state.step)
+    return (agent.process.attempt, *((0, 0) if writer is None else (writer.turn, writer.number)), state.step)
 
 
 def _age_of(saved: Saved) -> Age:
-    return (saved.version.attempt, saved.life.number, saved.state.step)
+    return (saved.version.attempt, saved.life.turn, saved.life.number, saved.state.step)
 
 
 def _furthest(life: Life) -> int:

@@ -20,6 +20,7 @@ from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure as RankFailure
 from ddpjob_core.members import Members
+from ddpjob_core.memory import numbered
 from ddprun import asking, calls, options, posting
 from ddprun import leader as leading
 from ddprun.core.appointment import Appointment
@@ -65,6 +66,11 @@ class Life:
 
     def __str__(self) -> str:
         return f"generation {self.generation} of {self.leader.process}"
+
+    @property
+    def in_memory(self) -> int:
+        """Number of the generation in the nodes' memory."""
+        return numbered(self.turn, self.generation)
 
     @property
     def agents(self) -> list[Agent]:
@@ -190,6 +196,11 @@ class Agent:
         return self.process.replacement
 
     @property
+    def spares(self) -> int:
+        """Number of nodes that only wait, until another one is lost."""
+        return options._count("DDPJOB_SPARES", self.process.environ)
+
+    @property
     def code_when_told(self) -> int:
         return 143 if self.code is None else self.code
 
@@ -303,6 +314,7 @@ class Agents:
             options.JOIN_SECONDS,
             now,
             least=process.least,
+            spares=agent.spares,
             last_call_seconds=leading.RECALL_SECONDS if term > 1 else options.LAST_CALL_SECONDS,
             snooze_seconds=options.SNOOZE_SECONDS,
             policy=agent.policy,
@@ -417,7 +429,7 @@ class Agents:
         agent.over = True
         is_mine = _is_mine(agent, failure)
         account = self._account(agent) if agent.lead is not None and (agent.lead.restarts or (code and ended)) else None
-        if agent.lead is not None and ended and not code and agent.process.least < agent.process.nodes:
+        if agent.lead is not None and ended and not code and agent.process.is_elastic:
             account = {**self._account(agent), "members": agent.lead.members.text}
             place = agent.process.job_uid, agent.process.attempt
             self.not_trained[place] = {*agent.lead.places}.difference(agent.lead.members)
@@ -446,11 +458,19 @@ class Agents:
         self.charged[process.job_uid, process.attempt, leader.turn] = lead.counts
         if leader.over:
             return
+        self._check_that_it_goes_on(leader, lead)
         if lead.deadline is not None and lead.deadline != leader.due:
             leader.due = lead.deadline
             self._loop.call_later(max(0.0, lead.deadline - now), self._turn_if_due, leader, lead.deadline)
         if lead.charged and not leader.back_off and not leader.posting and leader.known != self._account(leader):
             self._post(leader)
+
+    def _check_that_it_goes_on(self, leader: Agent, lead: LeaderState) -> None:
+        """Check that a group with enough nodes waits for no further one."""
+        here = [agent for agent in (leader, *(link.follower for link in leader.links.values())) if not agent.told]
+        needed = len(lead.places) - leader.spares
+        if lead.state == "gathering" and len(here) >= needed:
+            self._training.wrong.append(f"{len(here)} nodes are with {leader.process}, {needed} train, and all wait")
 
     def _turn_if_due(self, leader: Agent, deadline: float) -> None:
         if leader.due == deadline:
@@ -541,6 +561,9 @@ class Agents:
         uid = leader.process.job_uid
         self._numbers[uid] = number = self._numbers.get(uid, 0) + 1
         life = Life(leader, leader.turn, order.generation, number, order.members)
+        assert leader.lead is not None, "it has ordered the start"
+        if len(order.members) > len(leader.lead.places) - leader.spares:
+            self._training.wrong.append(f"{life} has {len(order.members)} nodes, and {leader.spares} were to wait")
         if len(order.members) < leader.process.least:
             self._training.wrong.append(f"{life} has {len(order.members)} of at least {leader.process.least} nodes")
         if leader.life is not None:
@@ -759,11 +782,18 @@ class Agents:
     def _is_unheard(self, older: Life, newer: Life) -> bool:
         """True if no agent of the older generation could hear of the newer one's leader until a moment ago."""
         assert newer.started_at is not None, "it trains"
-        answers = ((agent.leader.term, self.told_by_operator(agent.process)) for agent in older.agents)
-        if not any(answer is not None and answer["term"] > term for term, answer in answers):
+        if not any(map(self._can_hear, older.agents)):
             older.unheard_at = self._loop.time()
         since = max(newer.started_at, older.unheard_at)
-        return newer.leader.leader.term > 1 and self._loop.time() < since + HEARD_WITHIN_SECONDS
+        is_appointed = newer.leader.process.is_elastic and newer.turn > older.turn
+        return is_appointed and self._loop.time() < since + HEARD_WITHIN_SECONDS
+
+    def _can_hear(self, agent: Agent) -> bool:
+        """True if an agent can hear of a newer leader, or if its kubelet can hear that its pod was deleted."""
+        if not self.asks(agent.process):
+            return self._training.reachable(agent.process)
+        answer = self.told_by_operator(agent.process)
+        return answer is not None and answer["term"] > agent.leader.term
 
     def _step(self, life: Life) -> float:
         """Return the current step; one second is one step."""
@@ -853,8 +883,12 @@ class Agents:
     def _drop(self, link: Link, leader: Agent) -> None:
         """Close a connection on the leader's side, and let the leader treat its node as lost."""
         self._hang_up(link, leader)
-        assert leader.lead is not None, "only the leader leads"
-        leader.lead.lost(link.follower.node, self._loop.time())
+        lead, node = leader.lead, link.follower.node
+        assert lead is not None, "only the leader leads"
+        only_waits = lead.state == "running" and node not in lead.members
+        lead.lost(node, self._loop.time())
+        if only_waits and lead.state != "running":
+            self._training.wrong.append(f"node {node} only waited, and its end stops all ranks")
 
     def _lost(self, link: Link, agent: Agent) -> None:
         """Let this end of a connection notice that the other is gone."""

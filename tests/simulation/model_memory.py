@@ -84,7 +84,7 @@ class Memories:
         agents = life.agents
         attempt, uid = life.leader.process.attempt, life.leader.process.job_uid
         saved = self.saved.get(uid)
-        found = self._found(agents, Version(attempt, life.generation, 0))
+        found = self._found(agents, Version(attempt, life.in_memory, 0))
         if isinstance(found, str) or memory.is_newer(saved and saved.version, found.held):
             why = found if isinstance(found, str) else ""
             loaded = Loaded(NOTHING, "", why=why) if saved is None else Loaded(saved.state, "/snapshots", why=why)
@@ -105,7 +105,7 @@ class Memories:
             for kept in agent.kepts:
                 kept.copying = self._copying(agent, kept, store, version)
                 if loads and kept.is_on:
-                    agent.area.note(Version(attempt, life.generation, first), kept.local)
+                    agent.area.note(Version(attempt, life.in_memory, first), kept.local)
         return loaded
 
     def _found(self, agents: list[Agent], present: Version) -> FoundState | str:
@@ -174,7 +174,7 @@ class Memories:
             return False
         if not is_begin:
             if self.script.folder:
-                version = Version(first.attempt, life.generation, step)
+                version = Version(first.attempt, life.in_memory, step)
                 self.saved[first.job_uid] = Saved(version, State(life.number, step), life)
             ranks = self._of(life)
             savers = [kept for kept in ranks if self.script.all_save or kept is life.agents[0].kept]
@@ -189,7 +189,7 @@ class Memories:
             return
         if self.script.names_more and (kept.assumed or not kept.is_on):
             if kept.is_on:  # drop earlier records, which are about fewer objects
-                generation = kept.life.generation
+                generation = kept.life.in_memory
                 agent.area.forget(generation)
                 agent.area.proven = False
             kept.first, kept.is_on = step, True

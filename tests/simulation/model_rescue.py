@@ -70,7 +70,7 @@ class Rescues:
         """Record the steps of a rank's last two calls of `should_stop`, `save` or `keep`."""
         last = kept.clock // 2
         for step in range(max(kept.first, last - 1), last + 1):
-            agent.area.note(Version(agent.process.attempt, kept.life.generation, step), kept.local)
+            agent.area.note(Version(agent.process.attempt, kept.life.in_memory, step), kept.local)
         if last >= kept.first + PROOF_STEPS:
             agent.area.proven = True
 
@@ -241,7 +241,7 @@ class Rescues:
         step = memory.step_of(kept.clock) if step < 0 else step
         state = state_at(kept.life, step)
         size = BYTES_MORE if self.script.names_more and not kept.assumed else BYTES
-        version = Version(agent.process.attempt, kept.life.generation, step)
+        version = Version(agent.process.attempt, kept.life.in_memory, step)
         loads = 0 if state.life == kept.life.number else kept.loads
         return Held(version, loads, size, hash((*state, size)), kept.assumed, every)
 

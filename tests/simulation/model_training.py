@@ -83,7 +83,7 @@ class Process:
             job_uid=owner_uid(pod),
             attempt=int(env["DDPJOB_ATTEMPT"]),
             rank=int(env["NODE_RANK"]),
-            nodes=int(env["NNODES"]),
+            nodes=int(env["PET_NNODES"].rpartition(":")[2]),
             run=(env["PET_RDZV_ID"], env["PET_MASTER_PORT"]),
             node=node,
             environ=env,
@@ -96,8 +96,8 @@ class Process:
 
     @property
     def is_elastic(self) -> bool:
-        """True if the process is a torchrun that trains with a changing number of nodes."""
-        return not self.is_agent and ":" in self.environ["PET_NNODES"]
+        """True if the process trains with a changing number of nodes."""
+        return ":" in self.environ["PET_NNODES"]
 
     @property
     def least(self) -> int:
@@ -187,7 +187,7 @@ class Training:
         self.hung: set[tuple[str, int]] = set()
         """(job uid, attempt) that really hung."""
         self.loop, self.faults, self.seconds = loop, faults, seconds
-        self.fails, self._reachable = fails, reachable
+        self.fails, self.reachable = fails, reachable
         self.random = random.Random(f"{faults.seed} training")
 
     def step(self, job_uid: str) -> float:
@@ -303,7 +303,7 @@ class Training:
     def _whole(self, group: Group) -> bool:
         ranks = group.ranks.values()
         # A node that is cut off may reach the folder and its neighbours, but not the other nodes.
-        together = len({p.node for p in ranks}) == 1 or all(self._reachable(p) for p in ranks)
+        together = len({p.node for p in ranks}) == 1 or all(self.reachable(p) for p in ranks)
         if not together:
             for peer in ranks:
                 self._suffers(peer)

@@ -52,8 +52,8 @@ class Scenario:
     """True if the API server serves PodGroups and the operator has them switched on."""
     script: Script = field(default_factory=Script)
     """How the script keeps its state, under ddprun."""
-    asks: bool = False
-    """True if the agents ask who leads."""
+    receiver: bool = True
+    """False if agents and ranks cannot report to the operator, nor ask who leads (the chart's progress.enabled)."""
     slots: int = 2
     """How many pods fit on a cluster node."""
     name: str = "digits"
@@ -110,7 +110,9 @@ NEIGHBOURS = ("neighbour", "neighbour", "neighbour", "group deleted")
 HOSTILE = ("hostile pod",)
 DDPRUN_SHARE, ELASTIC_DDPRUN_SHARE = 0.25, 0.5
 # Share of elastic jobs under ddprun whose agents reach a status receiver.
-ASKING_SHARE = 0.8
+RECEIVER_SHARE = 0.8
+# Share of elastic jobs under ddprun with spares.
+SPARES_SHARE = 0.25
 # Share of jobs with memory whose ranks copy their state regularly, in addition to jobs of one rank.
 COPIES_SHARE = 0.4
 # Maximum number of attempts of a job; its restart budgets allow fewer.
@@ -141,6 +143,23 @@ def scenario(seed: int) -> Scenario:
 
 def elastic_scenario(seed: int) -> Scenario:
     """Return a job that trains with minNodes to nodes, is sometimes scaled, and whose cluster may have fewer nodes."""
+    found, rng = _elastic(seed), random.Random(f"{seed} spares")
+    return _with_spares(rng, found) if found.launcher == "ddprun" and rng.random() < SPARES_SHARE else found
+
+
+def _with_spares(rng: random.Random, found: Scenario) -> Scenario:
+    """Add spares. Such a job keeps its size; without minNodes it trains with exactly `nodes` nodes."""
+    spec = {**found.spec, "spares": rng.choice((1, 1, 2)), "gang": "none"}
+    least = spec["minNodes"] if rng.random() < 0.5 else spec["nodes"]
+    if least == spec["nodes"]:
+        del spec["minNodes"]
+    # One node may die for good.
+    cluster_nodes = least + rng.randrange(1, spec["nodes"] - least + spec["spares"] + 3)
+    deeds = tuple(deed for deed in found.deeds if deed.what != "scaled")
+    return replace(found, spec=spec, cluster_nodes=cluster_nodes, deeds=deeds)
+
+
+def _elastic(seed: int) -> Scenario:
     found, rng = _under_torchrun(seed), random.Random(f"{seed} elastic")
     nodes = max(2, found.spec["nodes"])
     least = rng.randrange(1, nodes + 1)
@@ -166,14 +185,14 @@ def elastic_scenario(seed: int) -> Scenario:
     # Train long enough for new pods to join: an agent must first be connected for its `snooze_seconds`.
     found = _under_ddprun(launcher, replace(elastic, training_seconds=launcher.choice((20.0, 150.0, 400.0))))
     return replace(
-        found, asks=launcher.random() < ASKING_SHARE, rates={**found.rates, **swarm_of_elastic_agents(launcher)}
+        found, receiver=launcher.random() < RECEIVER_SHARE, rates={**found.rates, **swarm_of_elastic_agents(launcher)}
     )
 
 
 def gang_scenario(seed: int) -> Scenario:
     """Return a job whose pods are placed together. It is sometimes elastic, and other jobs take nodes."""
     rng = random.Random(f"{seed} gang")
-    found = elastic_scenario(seed) if rng.random() < 0.25 else scenario(seed)
+    found = _elastic(seed) if rng.random() < 0.25 else scenario(seed)
     deeds = [
         Deed(rng.uniform(0, 0.6 * FAULTS_SECONDS), rng.choice(NEIGHBOURS), rng.randrange(6), 10 ** rng.uniform(0.5, 2))
         for _ in range(rng.choice((1, 2, 4)))

@@ -49,6 +49,7 @@ WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
 # An absence of a node has effects after its return: its kubelet ends pods that are not wanted any more.
 NODES_HEAL_SECONDS = 120.0
+SCALED_BACK_SECONDS = 1.0
 KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
 
@@ -211,7 +212,7 @@ class Simulation:
         self.training.agents = agents = Agents(self.training, self._connected, memories)
         self.training.elastic, self.training.connected = Elastic(self.training), self._connected
         agents.heard, agents.told_by_operator = self._hear_agent, self._leader_of
-        agents.asks = lambda process: self.jobs[process.job].asks
+        agents.asks = lambda process: process.is_elastic and self.jobs[process.job].receiver
         agents.has_name = lambda process: self.cluster.has_name(process)
         nodes, slots = scenario.cluster_nodes, scenario.slots
         self.cluster = Cluster(self.loop, self.api, self.faults, self.training, nodes, slots)
@@ -471,7 +472,7 @@ class Simulation:
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
         """Yield the operators that accept a report of this process, each with the sender's node."""
-        for one in self.operators if self._reachable(process) else ():
+        for one in self.operators if self._reachable(process) and self.jobs[process.job].receiver else ():
             if one.operator.leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
                 if sender is not None:
@@ -556,7 +557,7 @@ class Simulation:
         if deed.what == "touch":
             self.api.change(api.PLURAL, job, "user", metadata={"annotations": {"touched": str(deed.at)}})
         elif deed.what == "scaled":
-            self._scale(job, deed.number)
+            self._scale(job, self.jobs[name].spec.get("minNodes"), deed.number)
         elif deed.what == "status edited":
             self._edit_status(name, deed)
         elif deed.what == "spec made invalid":
@@ -569,11 +570,20 @@ class Simulation:
             if deed.what == "delete and apply":
                 self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply, name)
 
-    def _scale(self, job: Raw, number: int) -> None:
-        least = self.scenario.spec["minNodes"]
+    def _scale(self, job: Raw, least: int | None, number: int) -> None:
+        if least is None:
+            return
         nodes = least + number % (self.scenario.cluster_nodes - least + 2)
         self.tell("user", f"scales to {nodes}")
         self._put(job, nodes=nodes)
+        if number % 3 == 0:  # the user changes it back soon
+            self.loop.call_later(SCALED_BACK_SECONDS, self._scale_back, job)
+
+    def _scale_back(self, old: Raw) -> None:
+        job = self.api.find(api.PLURAL, old["metadata"]["name"])
+        if job is not None and job["metadata"]["uid"] == old["metadata"]["uid"]:
+            self.tell("user", f"scales back to {old['spec']['nodes']}")
+            self._put(job, nodes=old["spec"]["nodes"])
 
     def _put(self, job: Raw, **spec: Any) -> None:
         path = f"{JOBS}/{job['metadata']['name']}"

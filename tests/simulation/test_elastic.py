@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import model_agents
 import pytest
-from msgspec.structs import replace
-from scenario import elastic_scenario
+from model_training import Failure
+from msgspec.structs import replace as update
+from scenario import Deed, Scenario, elastic_scenario
 from simulation import Simulation, simulate
 
 from ddpjob_core import memory
 from ddpjob_core.members import Members
-from ddpjob_operator.plan import leadership
+from ddpjob_operator.plan import leadership, pod_replacement, startup
 from ddpjob_operator.pods import agent_environment
 from ddprun.core.appointment import Appointment
 from ddprun.core.leader_state import LeaderState
@@ -77,7 +80,7 @@ def same_term_again() -> contextlib.AbstractContextManager[Any]:
     def appoint(view: Any, status: Any, lost: Any) -> Any:
         found = after_loss(view, status, lost)
         is_same = found.leader is None or found.leader == status.leader
-        return found if is_same else replace(found, leader=replace(found.leader, term=2))
+        return found if is_same else update(found, leader=update(found.leader, term=2))
 
     return mock.patch.object(leadership, "after_loss", appoint)
 
@@ -97,7 +100,61 @@ def older_term_taken() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Appointment, "replaces", lambda told, known: told.term != known.term)
 
 
-# The first seed that finds each bug. If a code change makes a seed miss its bug, the test searches for another.
+def numbers_of_another_leader() -> contextlib.AbstractContextManager[Any]:
+    """Bug: in memory, generations of all leaders have the same numbers, so an old leader's state may be loaded."""
+    return mock.patch.object(model_agents, "numbered", lambda _, generation: generation)
+
+
+def replaced_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
+    """Bug: a lost pod that is still stopping is replaced in the status. If it leads, its last report is lost."""
+    return mock.patch.object(pod_replacement, "_still_ending", return_value=[])
+
+
+def created_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
+    """Bug: a pod is created while the one before it at its place is still stopping, so two ranks train there."""
+    absent = startup._absent
+    return mock.patch.object(startup, "_absent", lambda view, status: absent(replace(view, removed=()), status))
+
+
+def a_spare_starts() -> contextlib.AbstractContextManager[Any]:
+    """Bug: spares train, so the job has more nodes than its user wants."""
+    start = LeaderState._start
+
+    def starts(lead: LeaderState, now: float) -> None:
+        with mock.patch.object(LeaderState, "_size", len(lead.places)):
+            start(lead, now)
+
+    return mock.patch.object(LeaderState, "_start", starts)
+
+
+def a_spare_is_waited_for() -> contextlib.AbstractContextManager[Any]:
+    """Bug: a start waits for the spares, too."""
+    goes_on = LeaderState._go_on_if_enough_are_here
+
+    def waits(lead: LeaderState, now: float) -> None:
+        until = lead._since + lead._join_seconds
+        if lead.state != "gathering" or len(lead._here) == len(lead.places) or now >= until:
+            return goes_on(lead, now)
+        lead._deadline = until
+        return None
+
+    return mock.patch.object(LeaderState, "_go_on_if_enough_are_here", waits)
+
+
+def the_end_of_a_spare_stops_all() -> contextlib.AbstractContextManager[Any]:
+    """Bug: the loss of a node that only waits stops the ranks of all others."""
+    lost = LeaderState.lost
+
+    def stops(lead: LeaderState, node: int, now: float) -> None:
+        only_waits = lead.state == "running" and node not in lead.members
+        lost(lead, node, now)
+        if only_waits:
+            lead._stop([lead._lose(node)], now)
+
+    return mock.patch.object(LeaderState, "lost", stops)
+
+
+# The first seed that finds each bug. If a code change makes it miss the bug, the test searches for another.
 SEEDS: dict[Mutant, int] = {
     starts_with_too_few: 0,
     memory_first: 3,
@@ -105,6 +162,10 @@ SEEDS: dict[Mutant, int] = {
     same_term_again: 24,
     a_new_pod_of_node_0_leads_at_once: 3,
     older_term_taken: 141,
+    replaced_before_the_pod_has_ended: 19,
+    a_spare_starts: 15,
+    a_spare_is_waited_for: 3,
+    the_end_of_a_spare_stops_all: 19,
 }
 
 
@@ -116,3 +177,35 @@ def test_the_simulation_finds_a_deliberate_bug_of_elastic_jobs(mutant: Mutant) -
         if found.wrong and not simulate(elastic_scenario(seed), found.taken).wrong:
             return
     pytest.fail(f"not found in {SEEDS_MAX} seeds")
+
+
+def a_group_that_comes_back() -> Iterator[Scenario]:
+    """Cut two nodes off, and lose the leader. Its next pod leads without them, and without a receiver does not know how
+    many generations there were."""
+    spec = {"nodes": 3, "minNodes": 1, "onePodPerNode": True, "backoffLimit": 6}
+    failures = {generation: Failure(1, 4.0, 139) for generation in (1, 2)}
+    for number in range(5):
+        yield replace(ELASTIC, spec=spec, receiver=False, cluster_nodes=5, training_seconds=400, failures=failures,
+                      deeds=(Deed(60, "nodes cut", number, 90), Deed(62, "agent killed")))  # fmt: skip
+
+
+def a_user_who_scales_down_and_back() -> Iterator[Scenario]:
+    """Scale to one node, and back while the surplus pods are still stopping."""
+    yield replace(ELASTIC, deeds=(Deed(60, "scaled"),), rates={"sigterm": {"ignored": 0.8}})
+
+
+ELASTIC = Scenario(launcher="ddprun", spec={"nodes": 3, "minNodes": 1}, cluster_nodes=6, slots=1, training_seconds=100)
+# Bugs that need a certain order of events.
+ORDERS: dict[Mutant, Callable[[], Iterator[Scenario]]] = {
+    numbers_of_another_leader: a_group_that_comes_back,
+    created_before_the_pod_has_ended: a_user_who_scales_down_and_back,
+}
+
+
+@pytest.mark.parametrize("mutant", ORDERS, ids=lambda mutant: mutant.__name__)
+def test_a_deliberate_bug_is_found_in_a_certain_order_of_events(mutant: Mutant) -> None:
+    for life in ORDERS[mutant]():
+        outcome = simulate(life)
+        assert (outcome.wrong, outcome.end) == ([], "Succeeded"), "\n".join([*outcome.story, *outcome.wrong])
+    with mutant():
+        assert any(simulate(life).wrong for life in ORDERS[mutant]())

@@ -161,7 +161,7 @@ class Walk:
         self._stop_has_reason |= node.has_ranks
         node.linked_at, node.has_ranks, node.stopping = None, False, False
         node.departures.append(self.now)
-        self._may_be_charged |= sum(node.is_here for node in self.nodes) < self.least
+        self._may_be_charged |= sum(node.is_here and not node.told for node in self.nodes) < self.least
         self.lead.lost(place, self.now)
 
     def _tell(self, place: int) -> None:

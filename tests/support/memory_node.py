@@ -12,6 +12,7 @@ import torch
 
 import ddpjob
 from ddpjob import process
+from ddpjob_core.memory import numbered
 from ddprun.memory import Memory
 
 RANKS = 2
@@ -30,22 +31,25 @@ class Node:
         """Replace a node by a new one with empty memory."""
         self._memories[node] = Memory(RANKS)
 
-    def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1, ends: bool = False) -> Any:
-        """Return what the body returns on rank 0."""
-        return self.run_all(generation, body, ranks=ranks, ends=ends)[0]
+    def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1, **more: Any) -> Any:
+        """Return what the body returns on rank 0. more: as for `run_all`."""
+        return self.run_all(generation, body, ranks=ranks, **more)[0]
 
-    def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int, ends: bool = False) -> list[Any]:
+    def run_all(
+        self, generation: int, body: Callable[[], Any], *, ranks: int, ends: bool = False, term: int = 0
+    ) -> list[Any]:
         """Run the body on each rank, and return all results. Ranks are spread over the nodes. ends: the training ends
-        with the body. Otherwise the ranks are killed afterwards, and write nothing more into the folder."""
+        with the body. Otherwise the ranks are killed afterwards, and write nothing more into the folder. term: number
+        of the leader."""
         for memory in self._memories:
-            memory.begin(generation)
+            memory.begin(numbered(term, generation))
 
         def main(rank: int) -> Any:
             local_rank, node = divmod(rank, len(self._memories))
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "DDPJOB_UID": "uid-1"}
             os.environ["DDPJOB_MEMORY"] = self._memories[node].where(local_rank)
-            os.environ["DDPJOB_GENERATION"] = str(generation)
-            url = f"file://{self.folder}/meet-{generation}"
+            os.environ |= {"DDPJOB_GENERATION": str(generation), "DDPJOB_TERM": str(term)}
+            url = f"file://{self.folder}/meet-{term}-{generation}"
             with ddpjob.init("gloo", init_method=url, rank=rank, world_size=ranks):
                 found = body()
                 if not ends:

@@ -1042,6 +1042,21 @@ def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_pa
     assert node.run(2, lambda: train(11)) == 10
 
 
+def test_a_state_of_an_earlier_leader_is_older_whatever_its_generation(node: Node, tmp_path: Path) -> None:
+    """A node of an earlier leader must not bring its steps back: those of the later leader's group would be lost."""
+
+    def save_step_6() -> int:
+        objects, snapshot, step = begin()
+        steps(step, 6, **objects)
+        saved(snapshot, 6, **objects)
+        return step
+
+    assert [node.run(generation, lambda: train(9)) for generation in (0, 1)] == [0, 9]
+    assert node.run(2, lambda: train(10)) == 9
+    assert Node(tmp_path, node.run_ranks).run(0, save_step_6, term=1) == 4
+    assert node.run(3, lambda: train(12), term=1) == 6
+
+
 def test_a_rank_of_an_earlier_generation_writes_nothing(node: Node) -> None:
     """A process of an earlier generation that is still running must not overwrite the state of the new ranks."""
 

@@ -98,7 +98,17 @@ class Version(NamedTuple):
 
     attempt: int
     generation: int
+    """`numbered`, as in all cells and records."""
     step: int
+
+
+def numbered(turn: int, generation: int) -> int:
+    """Return the number of a generation in the attempt. turn: number of its leader, see `Agent.turn`.
+
+    Two leaders may count the same generation: an old leader that is cut off counts on, and a new one may not know the
+    last generation. The later leader's is newer: a snapshot folder refuses the old one's writes too.
+    """
+    return (turn << 32) + generation
 
 
 class Held(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddpjob_core.members import Members
+from ddpjob_core.memory import numbered
 from ddprun.options import SIGNALS, Options, RankScript
 
 PREFLIGHT = "ddpjob.preflight"
@@ -29,6 +30,11 @@ class Life(NamedTuple):
     """True if the nodes only measure each other. A pre-flight has the number of the previous generation."""
     turn: int = 0
     """Number of the leader; a claim of a snapshot folder contains it."""
+
+    @property
+    def number(self) -> int:
+        """Number of the generation in the nodes' memory."""
+        return numbered(self.turn, self.generation)
 
     @property
     def name(self) -> str:

@@ -123,7 +123,7 @@ class LocalRanks:
     def step_in_memory(self) -> int:
         """Step of the complete state that this generation left in this node's memory; 0 if there is none."""
         whole = None if self.memory is None else self.memory.whole
-        return whole.step if whole and self._life and whole.generation == self._life.generation else 0
+        return whole.step if whole and self._life and whole.generation == self._life.number else 0
 
     @property
     def cannot_save(self) -> bool:
@@ -168,7 +168,7 @@ class LocalRanks:
             self.beats = Heartbeats(self._options.nproc)
             self._files = self._folder.prepare(life.name, self._ranks)
             if self.memory is not None and not life.preflight:
-                self.memory.begin(life.generation)
+                self.memory.begin(life.number)
         except OSError as error:  # no descriptors left, a full disk, or somebody has emptied /tmp
             self._files = [Files("", "", "", "", "")] * self._options.nproc
             self._has_not_started(0, error)

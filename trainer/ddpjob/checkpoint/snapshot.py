@@ -66,7 +66,7 @@ from ddpjob.group import gather, stop
 from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import pause, report_resumed, report_save_failed, report_saved
-from ddpjob_core.memory import FoundState, Version, is_newer
+from ddpjob_core.memory import FoundState, Version, is_newer, numbered
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # the file name has 12 digits for the step
@@ -155,7 +155,7 @@ class Snapshot:
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
-        self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
+        self._memory = InMemory(self._world, self._own_claim.version(0), wanted=memory, has_folder=folder is not None)
         self._since_step = half_done.SinceLastStep(self.rank)
         _count_optimizer_steps()
         before_leaving(self.wait)
@@ -680,7 +680,7 @@ class Snapshot:
         claim = _claim_of(self.folder, entry.writer)
         if claim is None or claim.job != self._own_claim.job:
             return None
-        return Version(claim.attempt, claim.generation, entry.step)
+        return claim.version(entry.step)
 
     def _agreed(self, found: FoundState | None, passed: Collection[Path]) -> "tuple[_Entry, BinaryIO] | None":
         """Return rank 0's choice and the opened file, the same on all ranks; None if there is no state.
@@ -1016,6 +1016,10 @@ class _Claim(NamedTuple):
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
+
+    def version(self, step: int) -> Version:
+        """Return the version of a state that this owner has saved at this step."""
+        return Version(self.attempt, numbered(self.term, self.generation), step)
 
     def as_json(self) -> str:
         """Return the claim as JSON, without a generation of 0 and a term of 0, which older versions do not know."""

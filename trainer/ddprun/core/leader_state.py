@@ -280,11 +280,9 @@ class LeaderState:
         if generation > max(self.generation, self._known_generation):  # a new leader continues the count
             self._known_generation = generation
             if self.state == "gathering":
+                leads = node == self._leader
                 self.generation = generation
-            self.said = f"node {node} leads now" if node == self._leader else f"the pod of node {self._leader} is new"
-            if self.state == "running":  # this node may hold a newer state than the others
-                self._current.reruns = f"node {node} was in a later generation"
-                self._stop([], now, patient=True)
+                self.said = f"node {node} leads now" if leads else f"the pod of node {self._leader} is new"
         self._go_on_if_enough_are_here(now)
 
     def granted(self, grant: Grant) -> None:

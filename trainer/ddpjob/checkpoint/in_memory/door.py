@@ -53,8 +53,9 @@ class InMemory:
     """Access of a Snapshot to the node's memory. Memory is turned off if a script loads from two Snapshots: a state in
     memory and a state in the other Snapshot's folder could have different steps."""
 
-    def __init__(self, world: World | None, attempt: int, generation: int, *, wanted: bool, has_folder: bool) -> None:
-        self._present = Version(attempt, generation, 0)
+    def __init__(self, world: World | None, present: Version, *, wanted: bool, has_folder: bool) -> None:
+        """present: version of this generation, with step 0."""
+        self._present = present
         self._has_folder = has_folder
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
