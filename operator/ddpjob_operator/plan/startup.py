@@ -322,7 +322,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
     text = f"waiting for {pending.name_nodes([p.place for p in pods])}"
     if not view.trains_with_fewer(status):
-        text = f"{wording.running(total - len(pods), total)}; {text}"
+        text = f"{wording.running(min(view.spec.nodes, total - len(pods)), view.spec.nodes)}; {text}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"
