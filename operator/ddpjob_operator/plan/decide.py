@@ -44,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     startup.nodes_missing,
     startup.avoidance_over,
     startup.waiting_for_nodes,
+    gang.growing,
     lifecycle.running,
 )
 

@@ -47,15 +47,19 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
-    """Restart an elastic job whose spec.nodes changed, with full grace: a running launcher accepts no more nodes than
-    its maximum, and torchrun may hang without peers. Once some nodes have completed, training is about to end. A leader
-    that was scaled away ends first: the next pod at its place would lead in its term."""
+    """Change the size of an elastic job if spec.nodes changed, or the number that its queue has admitted. torchrun
+    accepts no more nodes than its maximum and may hang without peers, so its job restarts, with full grace. Once some
+    nodes have completed, training is about to end. A leader that was scaled away ends first: the next pod at its place
+    would lead in its term."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes or leadership.leader(view.job, status).place not in view.spec.members:
         return None
-    was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
-    if view.spec.facts.restarts_in_place and not gang.group_of(view, status):
+    now = f"spec.nodes is {view.wanted_nodes}"
+    if view.wanted_nodes < view.asked_nodes:
+        now = f"the queue has admitted {wording.count(view.wanted_nodes, 'node')}"
+    was = f"{now}, and attempt {status.attempt} has {view.spec.nodes}"
+    if view.spec.facts.resizes_in_place:
         return Decision(_resized(view, status, was))
     # Keep the end of a back-off: it was started by a failure, not by the change of spec.nodes.
     wait = backing_off(view, status)
@@ -305,7 +309,7 @@ def _avoids(view: View, status: api.Status) -> str:
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = view.spec.pods
     unschedulable = [p for p in pods if p.unschedulable]
-    if unschedulable and gang.adapter_of(view, status) is not None:
+    if unschedulable and gang.adapter_of(view, status) is not None and not view.trains_with_fewer(status):
         unplaced, why = sum(not p.node for p in pods), pending.why_unschedulable(unschedulable)
         text = gang.why_waiting(view, status, unplaced, why)
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
