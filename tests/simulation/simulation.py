@@ -570,7 +570,7 @@ class Simulation:
                 self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply, name)
 
     def _scale(self, job: Raw, number: int) -> None:
-        least = self.scenario.spec["minNodes"]
+        least = job["spec"]["minNodes"]
         nodes = least + number % (self.scenario.cluster_nodes - least + 2)
         self.tell("user", f"scales to {nodes}")
         self._put(job, nodes=nodes)

@@ -843,6 +843,27 @@ def test_a_preemption_of_the_first_nodes_stops_all_and_the_job_queues_as_a_whole
     assert world.groups["digits"].nodes == 6
 
 
+def test_a_job_whose_first_workload_is_deleted_requests_no_node_twice() -> None:
+    world = grows()
+    del world.groups["digits"]
+    world.settle()
+    assert world.groups == {}, "what waits for more nodes is withdrawn at once"
+    assert list(world.stops_all().settle().groups) == ["digits"]
+    world = grows().admits_part("digits.2", 4).settle().runs(4, 5, 6, 7).settle()
+    del world.groups["digits"]
+    assert list(world.settle().groups) == ["digits.2"], "its pods still stop"
+    world.stops_all().step()
+    assert "digits" not in world.groups
+    assert list(world.settle().groups) == ["digits"]
+
+
+def test_pods_are_told_the_admitted_number_of_nodes() -> None:
+    """Agents wait 30 s for nodes that were not admitted, and a pod at a place above spec.nodes could not be made."""
+    world = grows()
+    assert {"name": "PET_NNODES", "value": "2:4"} in build.pod(world.job, 1, 0)["spec"]["containers"][0]["env"]
+    assert build.pod(world.change(nodes=2).job, 1, 3)["metadata"]["name"] == "digits-1-3"
+
+
 def test_a_suspended_job_leaves_the_queue_with_all_its_groups() -> None:
     world = grows().change(suspend=True).settle().stops_all().settle()
     assert (world.groups, world.is_true("Suspended")) == ({}, True)

@@ -98,6 +98,8 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     if group is not None and _is_admitted(group) and not _is_away(view, adapter):
         return None
     text, again_at, actions = _requested(view, adapter, group, CreateGroup(adapter.name, _upcoming(status)))
+    if group is None and any(g.number > 1 for g in _of_adapter(view, adapter)):
+        actions = ()  # otherwise the job would request the same nodes twice until its further groups are deleted
     state: api.State = "Suspended" if status.attempt else "Pending"
     gang = status.gang or api.Gang(kind="none")
     since = gang.waiting_since or view.now
@@ -223,7 +225,8 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
         if group.attempt:
             in_use = any(p.attempt == group.attempt for p in active)
         elif is_present:
-            in_use = any(p.place >= _first_place(view, group) for p in active)
+            is_new = group.number > 1 and group.admission.state == "waiting"
+            in_use = not is_new and any(p.place >= _first_place(view, group) for p in active)
         else:  # Later attempts began after the job had left the queue, so their pods do not use its quota.
             in_use = any(p.attempt < gang.attempt for p in active)
         # A finished job's group stays, because the queue keeps its result. The group does not hold quota any more.
@@ -247,10 +250,11 @@ def _is_surplus(view: View, group: ObservedGroup) -> bool:
     nodes, and queues for more."""
     if group.number == 1:
         return False
-    first, recorded = _first_place(view, group), view.recorded
+    first, state, recorded = _first_place(view, group), group.admission.state, view.recorded
     admitted = groups.admitted(g for g in _own(view) if g.adapter == group.adapter)
-    is_wanted = first < view.asked_nodes and group.number <= len(admitted) + 1 and group.admission.state != "evicted"
-    return not is_wanted and not (_is_begun(recorded) and (recorded.attempt_nodes or 0) > first)
+    is_wanted = first < view.asked_nodes and group.number <= len(admitted) + 1 and state != "evicted"
+    may_have_pods = state != "waiting" and _is_begun(recorded) and (recorded.attempt_nodes or 0) > first
+    return not is_wanted and not may_have_pods
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
