@@ -205,12 +205,12 @@ class Crowd(Simulation):
                 self.judge.wrong.append(f"{name} has {len(others)} Workloads: it would hold its quota twice")
             return
         gives_back = holds_quota(before) and (after is None or not holds_quota(after))
-        if gives_back and is_further(before) or after is not None and held(after) < held(before):
+        if (gives_back and is_further(before)) or (after is not None and held(after) < held(before)):
             self.smaller += 1
             self._check_quota()
             return
         if not gives_back:
-            if after is not None and holds_quota(after) and not holds_quota(before):
+            if after is not None and holds_quota(after) and not (holds_quota(before) or is_further(after)):
                 self._without_workload.discard(uid)
                 self._tell_workload(change, "admitted")
             return
