@@ -186,6 +186,43 @@ def test_an_elastic_job_runs_with_as_many_nodes_as_its_quota_allows(queue: Queue
     queue.counts(GPUS)
 
 
+def test_an_elastic_ddprun_job_grows_and_shrinks_with_its_quota_while_its_nodes_train(queue: Queue) -> None:
+    """An elastic job must use the quota that becomes free and give back what others need, without a new attempt."""
+
+    def pods(nodes: int) -> None:
+        names = {f"digits-1-{place}" for place in range(nodes)}
+        until(lambda: {n.partition("-r")[0] for n in queue.namespace.pod_names() if "digits" in n} == names, str(names))
+        queue.namespace.runs(*(n for n in queue.namespace.pod_names() if "digits" in n))
+
+    queue.submit("other", gpus=2)
+    queue.runs("other")
+    queue.submit(gpus=1, nodes=8, minNodes=2, launcher="ddprun", priority="low")
+    queue.runs(nodes=4)
+    why = "waiting in the queue for 4 more nodes: couldn't assign flavors"
+    until(lambda: why in queue.namespace.status()["message"], "Kueue's own sentence")
+    queue.namespace.kubectl("delete", "ddp", "other")
+    pods(8)
+    queue.counts(8)
+    assert queue.has("PodsReady", name="digits.2") == "Started"
+    queue.submit("urgent", gpus=2, priority="high")
+    queue.runs("urgent")
+    pods(4)
+    queue.counts(8)
+    queue.namespace.kubectl("scale", "ddp", "digits", "--replicas=3")
+    pods(3)
+    queue.counts(7)
+    until(lambda: len(queue.all()) == 2, "the request for more nodes is withdrawn")
+    queue.namespace.kubectl("delete", "ddp", "urgent")
+    queue.counts(3)
+    queue.namespace.kubectl("scale", "ddp", "digits", "--replicas=5")
+    pods(5)
+    queue.counts(5)
+    status = queue.namespace.status()
+    assert (status["state"], status["attempt"], status["restarts"]["total"]) == ("Running", 1, 0)
+    queue.namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    until(lambda: queue.used() == 0 and queue.all() == [], "the whole quota is free")
+
+
 def test_a_resource_that_the_queue_does_not_cover_is_named(queue: Queue) -> None:
     resources = {"limits": {"nvidia.com/gpu": 1, "example.com/fpga": 1}}
     body = job(container={"resources": resources})

@@ -5,6 +5,7 @@ and gives it back only when the pods that used it have ended. A job that is pree
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from model_api import Change, Kind, Raw, owner_uid
 from model_elastic import Rendezvous
 from model_kueue import Kueue, count, held, holds_quota, is_true
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Group, Process
-from scenario import FAULTS_SECONDS, RECEIVER_SHARE, Deed, Scenario, scenario
+from scenario import FAULTS_SECONDS, RECEIVER_SHARE, Deed, Scenario, elastic_scenario, scenario
 from simulation import Outcome, Simulation
 
 from ddpjob_operator.gangs import kueue
@@ -65,6 +66,41 @@ def crowd_scenario(seed: int) -> Scenario:
     )
 
 
+def growing_scenario(seed: int) -> Scenario:
+    """Return two elastic jobs under ddprun in one queue, which change their size when others leave room or need it."""
+    rng = random.Random(f"{seed} growing")
+    jobs = []
+    for number in range(2):
+        ddprun = (other for other in itertools.count(seed + 10_000_019 * number) if is_ddprun(elastic_scenario(other)))
+        found, priority = elastic_scenario(next(ddprun)), "high" if rng.random() < 0.5 else "low"
+        labels = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: priority}
+        spec = {name: value for name, value in found.spec.items() if name != "ttlSecondsAfterFinished"}
+        found = replace(found, name=f"job-{number}", spec=spec, labels=labels, reports=False, failures={})
+        jobs.append(replace(found, starts_at=number * rng.choice((0.0, 30.0, 60.0))))
+    nodes = sum(one.spec["nodes"] for one in jobs)
+    kinds = (*CALM, *OF_QUEUES, "suspend", *["scaled"] * 6)
+    times = sorted(rng.uniform(0, 0.7 * FAULTS_SECONDS) for _ in range(rng.choice((1, 2, 4, 8))))
+    return replace(
+        jobs[0],
+        cluster_nodes=nodes + 1,
+        slots=1,
+        rates={**jobs[0].rates, **swarm_of_queues(rng)},
+        deeds=tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times),
+        quota=rng.randrange(max(one.spec["minNodes"] for one in jobs), nodes),
+        kueue=rng.choice(("v1beta1", "v1beta2")),
+        more=tuple(jobs[1:]),
+    )
+
+
+def is_ddprun(found: Scenario) -> bool:
+    return found.launcher == "ddprun"
+
+
+def is_further(workload: Raw) -> bool:
+    """True for a Workload that asks for more nodes for a job that runs."""
+    return "." in workload["metadata"]["name"]
+
+
 def _member(rng: random.Random, seed: int, number: int) -> Scenario:
     """Return a job of the crowd, derived from the single job of another seed."""
     found = scenario(seed + 10_000_019 * number)
@@ -102,7 +138,7 @@ class Crowd(Simulation):
         super().__init__(what, only)
         self.saves: Counter[str] = Counter()
         """How often the job of this uid has saved because it was told to stop, since its last eviction."""
-        self.preemptions = 0
+        self.preemptions = self.smaller = 0
         self._to_save: dict[str, tuple[int, int]] = {}
         """Evicted jobs that trained undisturbed and must save once. By uid: the attempt, and the job's failures until
         then."""
@@ -128,6 +164,7 @@ class Crowd(Simulation):
         outcome.counted = {
             "preemptions": self.preemptions,
             "admissions in part": self.queue.partly if self.queue is not None else 0,
+            "parts of a quota given back": self.smaller,
         }
         return outcome
 
@@ -144,13 +181,15 @@ class Crowd(Simulation):
     def _check_quota(self) -> None:
         assert self.queue is not None
         users = {uid: job for uid, job in self._users().items() if uid not in self._without_workload}
-        workloads = {owner_uid(w): w for w in self.queue.holders()}
-        nodes = sum(held(workloads[uid]) if uid in workloads else job["spec"]["nodes"] for uid, job in users.items())
-        for uid in users.keys() & workloads.keys():
+        quotas: Counter[str] = Counter()
+        for workload in self.queue.holders():
+            quotas[owner_uid(workload)] += held(workload)
+        nodes = sum(quotas[uid] or job["spec"]["nodes"] for uid, job in users.items())
+        for uid in users.keys() & quotas.keys():
             places = {p.rank for p in self.cluster.processes() if p.job_uid == uid and not p.excused}
-            if len(places) > held(workloads[uid]):
-                name, most = users[uid]["metadata"]["name"], held(workloads[uid])
-                self.judge.wrong.append(f"{name} has {len(places)} pods, and quota for {most}")
+            if len(places) > quotas[uid]:
+                name = users[uid]["metadata"]["name"]
+                self.judge.wrong.append(f"{name} has {len(places)} pods, and quota for {quotas[uid]}")
         if nodes > self.queue.quota:
             names = sorted(job["metadata"]["name"] for job in users.values())
             self.judge.wrong.append(f"{' and '.join(names)} use {nodes} nodes, and the quota is {self.queue.quota}")
@@ -166,12 +205,16 @@ class Crowd(Simulation):
             self.judge.wrong.append(f"the Workload {name} reserves quota without an admission: Kueue 0.19 refuses it")
         if before is None:
             others = [w for w in self.api.all("workloads") if owner_uid(w) == uid]
-            if len(others) > 1:
+            if len(others) > 1 and not is_further(change.object):
                 self.judge.wrong.append(f"{name} has {len(others)} Workloads: it would hold its quota twice")
             return
         gives_back = holds_quota(before) and (after is None or not holds_quota(after))
+        if (gives_back and is_further(before)) or (after is not None and held(after) < held(before)):
+            self.smaller += 1
+            self._check_quota()
+            return
         if not gives_back:
-            if after is not None and holds_quota(after) and not holds_quota(before):
+            if after is not None and holds_quota(after) and not (holds_quota(before) or is_further(after)):
                 self._without_workload.discard(uid)
                 self._tell_workload(change, "admitted")
             return
@@ -193,9 +236,8 @@ class Crowd(Simulation):
             self.judge.wrong.append(f"the quota of {name} is given back, and its pods still run: others start beside")
         is_over = status.get("state") in TERMINAL
         is_stopped = is_true(before, "Evicted") or job["spec"].get("suspend") or status.get("state") == "Suspended"
-        # A user changed the size of a job that had not begun, and the operator had not seen the admission.
-        is_resized = not status.get("attempt") and count(before) != job["spec"]["nodes"]
-        if not is_over and not is_stopped and not is_resized:
+        is_stopped |= not status.get("attempt")  # scaled before its first attempt: it asks for another number
+        if not is_over and not is_stopped:
             self.judge.wrong.append(f"{name} has lost its quota in state {status.get('state')}: it has to queue again")
         if after is not None and not is_over:
             self._check_saved(name, uid)
@@ -215,7 +257,7 @@ class Crowd(Simulation):
         self.preemptions += 1
         self.tell("kueue", f"evicts {workload['metadata']['name']}")
         job = self._jobs().get(uid)
-        if job is None:
+        if job is None or is_further(workload):
             return
         self.saves.pop(uid, None)
         whole = next((g for g in self.training.groups.values() if self._trains(g, uid)), None)

@@ -190,8 +190,10 @@ def least(workload: Raw) -> int:
 
 def held(workload: Raw) -> int:
     """Return the number of pods for which a Workload has quota."""
-    admission = (workload.get("status") or {}).get("admission")
-    return int(admission["podSetAssignments"][0]["count"]) if admission else count(workload)
+    status = workload.get("status") or {}
+    left = count(workload) - sum(freed["count"] for freed in status.get("reclaimablePods") or ())
+    admission = status.get("admission")
+    return min(left, int(admission["podSetAssignments"][0]["count"])) if admission else left
 
 
 def holds_quota(workload: Raw) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from crowd import crowd_scenario, simulate_crowd
+from crowd import crowd_scenario, growing_scenario, simulate_crowd
 from scenario import Scenario, elastic_scenario, gang_scenario, memory_scenario, scenario
 from simulation import Outcome, simulate
 
@@ -52,7 +52,8 @@ def report(outcome: Outcome) -> str:
 
 def repeat(outcome: Outcome) -> str:
     """Return the command that repeats a run."""
-    how = "an elastic job: --elastic, with a gang: --gang, with state in memory: --memory, several jobs: --crowd"
+    how = "an elastic job: --elastic, with a gang: --gang, with state in memory: --memory, several jobs: --crowd, "
+    how += "elastic jobs in a queue: --growing"
     return f"repeat: python tests/simulation/simulate.py --seed {outcome.seed} ({how})"
 
 
@@ -125,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gang", action="store_true", help="lives of jobs with a gang")
     parser.add_argument("--memory", action="store_true", help="lives of jobs whose ranks leave their state in memory")
     parser.add_argument("--crowd", action="store_true", help="lives of two or three jobs, as gangs or in a queue")
+    parser.add_argument("--growing", action="store_true", help="lives of two elastic jobs in a queue, under ddprun")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many seeds run at a time")
     given = parser.parse_args(arguments)
     kinds = {
@@ -132,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elastic_scenario: given.elastic,
         gang_scenario: given.gang,
         crowd_scenario: given.crowd,
+        growing_scenario: given.growing,
     }
     life = next((kind for kind, is_asked in kinds.items() if is_asked), scenario)
     if given.seed is not None:

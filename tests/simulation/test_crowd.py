@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from crowd import Crowd, crowd_scenario, simulate_crowd
+from crowd import Crowd, crowd_scenario, growing_scenario, simulate_crowd
 from model_api import Change, Kind
 from model_kueue import Kueue, is_true
 from scenario import Deed, Scenario
@@ -19,7 +19,7 @@ from simulate import lives, report, shrink
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.observed.groups import Placement
 from ddpjob_operator.plan import gang
-from ddpjob_operator.plan.actions import TellGroup
+from ddpjob_operator.plan.actions import DeleteGroup, TellGroup
 from ddpjob_operator.plan.view import View
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
@@ -30,12 +30,13 @@ MUTANT_SEEDS_MAX = 300
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 # Seeds that once showed a bug in the model or in the operator.
 ONCE_FAILED = (227, 874, 3269, 4711)
+GROWING_BY_DAY = (*range(8), 87, 105, 135)
 
 
-def check(seeds: Sequence[int]) -> Counter[str]:
+def check(seeds: Sequence[int], scenario: Callable[[int], Scenario] = crowd_scenario) -> Counter[str]:
     """Return how often each event happened in these runs. No run may show a violation."""
-    bad, counted = lives(seeds, crowd_scenario)
-    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), crowd_scenario))
+    bad, counted = lives(seeds, scenario)
+    assert not bad, report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), scenario))
     return counted
 
 
@@ -44,6 +45,12 @@ def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_los
     counted = check((*BY_DAY, *ONCE_FAILED))
     assert counted["preemptions"] > 0, "lives without a preemption tell little"
     assert counted["admissions in part"] > 0, "nor do those in which all elastic jobs have all nodes they asked for"
+
+
+def test_elastic_jobs_that_change_their_size_use_no_quota_twice_and_give_all_of_it_back() -> None:
+    """Nodes must join only with quota, and others may have the quota of nodes that leave only after their end."""
+    counted = check(GROWING_BY_DAY, growing_scenario)
+    assert counted["parts of a quota given back"] > 0 < counted["admissions in part"]
 
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
@@ -62,6 +69,13 @@ def test_a_job_stopped_by_its_queue_continues_when_the_queue_allows_it(version: 
 def test_crowded_jobs_end_correctly_in_thousands_of_simulations(first: int) -> None:
     counted = check(range(first, first + BLOCK))
     assert counted["preemptions"] > 0 < counted["admissions in part"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", LONG)
+def test_elastic_jobs_change_their_size_correctly_in_thousands_of_simulations(first: int) -> None:
+    """Like the test of a few seeds above."""
+    check(range(first, first + BLOCK), growing_scenario)
 
 
 def test_a_job_of_another_manager_is_left_alone_next_to_a_running_one() -> None:
@@ -153,6 +167,17 @@ def quota_returned_early() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(gang, "to_tell", early)
 
 
+def later_quota_returned_early() -> contextlib.AbstractContextManager[Any]:
+    """Bug: the quota of nodes that came later is given back while their pods are still stopping."""
+    unneeded = gang.unneeded
+
+    def early(view: View) -> tuple[DeleteGroup, ...]:
+        of_others = [g for g in view.seen.groups if g.number > 1 and g.admission.state == "evicted"]
+        return tuple({*unneeded(view), *(DeleteGroup(g.adapter, g.name, g.uid) for g in of_others)})
+
+    return mock.patch.object(gang, "unneeded", early)
+
+
 def quota_never_returned() -> contextlib.AbstractContextManager[Any]:
     """Bug: giving the quota back is left to the queue, as for Kueue's own kinds. The preempting job waits forever."""
     to_tell = gang.to_tell
@@ -195,15 +220,17 @@ SEEDS: dict[Mutant, int] = {
     end_untold: 1,
     more_pods_than_admitted: 21,
     quota_counted_by_nobody: 245,
+    later_quota_returned_early: 22,
 }
 
 
 @pytest.mark.parametrize("mutant", SEEDS, ids=lambda mutant: mutant.__name__)
 def test_two_jobs_reveal_a_deliberate_bug(mutant: Mutant) -> None:
     """Runs of two jobs must find this deliberate bug."""
+    life = growing_scenario if mutant is later_quota_returned_early else crowd_scenario
     with mutant():
         seeds = (SEEDS[mutant], *range(MUTANT_SEEDS_MAX))
-        found = next((o for seed in seeds if (o := simulate_crowd(crowd_scenario(seed))).wrong), None)
+        found = next((o for seed in seeds if (o := simulate_crowd(life(seed))).wrong), None)
     assert found is not None, f"not found in {MUTANT_SEEDS_MAX} seeds"
-    fixed = simulate_crowd(crowd_scenario(found.seed), found.taken)
+    fixed = simulate_crowd(life(found.seed), found.taken)
     assert not fixed.wrong, fixed.wrong

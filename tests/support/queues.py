@@ -54,9 +54,18 @@ class Queue:
         kinds += [f"workloadpriorityclass/{name}-{rank}" for rank in ("low", "high")]
         self.namespace.kubectl("delete", "--wait=false", "--ignore-not-found", *kinds, check=False)
 
-    def submit(self, name: str = "digits", gpus: int = 2, priority: str = "", queue: str = "main", **spec: Any) -> None:
+    def submit(
+        self,
+        name: str = "digits",
+        gpus: int = 2,
+        priority: str = "",
+        queue: str = "main",
+        launcher: str = "torchrun",
+        **spec: Any,
+    ) -> None:
         """Submit a job of two nodes with this many GPUs each."""
-        body = job(name, container={"resources": {"limits": {"nvidia.com/gpu": gpus}}}, **spec)
+        container = {"command": [launcher, "train.py"], "resources": {"limits": {"nvidia.com/gpu": gpus}}}
+        body = job(name, container=container, **spec)
         body["metadata"]["labels"] = {QUEUE_LABEL: queue} if queue else {}
         if priority:
             body["metadata"]["labels"][PRIORITY_LABEL] = f"{self.namespace.name}-{priority}"

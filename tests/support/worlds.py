@@ -15,7 +15,7 @@ from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
-from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup
+from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup, Placement
 from ddpjob_operator.observed.reports import AgentReport, Report
 from ddpjob_operator.observed.stall import StepTracker, update
 from ddpjob_operator.plan.actions import (
@@ -138,14 +138,7 @@ class World:
             assert not self.service, "the Service is there already"
             self.service = True
         elif isinstance(action, CreateGroup):
-            adapter = self.settings.adapters[action.adapter]
-            name, attempt = adapter.group_name(self.job, action.attempt), adapter.attempt_of(action.attempt)
-            assert name not in self.groups, f"{name} is there already"
-            self._made += 1
-            uid = f"group-{self._made}"
-            owner = self.job.metadata.uid
-            asks = {"nodes": self.job.spec.nodes, "asked": kueue.asks(self.job)} if adapter.admits_first else {}
-            self.groups[name] = ObservedGroup(action.adapter, name, uid, owner, attempt, **asks)  # type: ignore[arg-type]
+            self._make_group(action)
         elif isinstance(action, TellGroup):
             assert self.groups[action.name].uid == action.uid, "what is told carries the uid that was seen"
             self._hears(action)
@@ -323,10 +316,29 @@ class World:
         self.groups = {name: replaced(group, admission=admission) for name, group in self.groups.items()}
         return self
 
+    def admits_part(self, name: str, pods: int) -> World:
+        """Let the queue admit this many pods of a group."""
+        placement = Placement(count=pods)
+        self.groups[name] = replaced(self.groups[name], admission=Admission("admitted"), placement=placement)
+        return self
+
     def conflicting_pod(self, name: str, *, label: str = "", owner: str = "") -> World:
         """Add a pod of another owner."""
         self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, place=0, job=label))
         return self
+
+    def _make_group(self, action: CreateGroup) -> None:
+        adapter = self.settings.adapters[action.adapter]
+        name = adapter.group_name(self.job, action.attempt, action.number)
+        attempt = adapter.attempt_of(action.attempt)
+        assert name not in self.groups, f"{name} is there already"
+        self._made += 1
+        uid = f"group-{self._made}"
+        owner = self.job.metadata.uid
+        found = ObservedGroup(action.adapter, name, uid, owner, attempt, action.number)
+        if adapter.admits_first:
+            found = replaced(found, nodes=action.nodes or self.job.spec.pods, asked=kueue.asks(self.job))
+        self.groups[name] = found
 
     def _hears(self, action: TellGroup) -> None:
         """React to an action like a queue that reads the job."""
@@ -339,6 +351,9 @@ class World:
         elif action.what in ("succeeded", "failed"):
             assert not any(pod.live for pod in self.pods.values()), "its pods still use the quota"
             group = replaced(group, is_over=True, admission=Admission("evicted", "finished"))
+        elif action.what == "smaller":
+            assert action.pods < (group.placement.count or 0), "its quota is smaller already"
+            group = replaced(group, placement=Placement(count=action.pods))
         else:
             group = replaced(group, is_ready=action.what == "ready")
         self.groups[action.name] = group

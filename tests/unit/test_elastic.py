@@ -283,6 +283,30 @@ def test_a_job_that_grows_again_makes_new_pods_for_the_places_that_it_had_left()
     assert world.runs(2).settle().status.reason == "AllNodesRun"
 
 
+def test_another_node_leads_if_the_pod_of_node_0_finds_no_node_at_the_start() -> None:
+    """Enough nodes must not wait for node 0 for ever: its pod may be the one that fits nowhere."""
+    world = elastic(container=DDPRUN, minNodes=2).started().unschedulable(0, "no room").runs(1, 2).settle()
+    due = world.plan().requeue_at
+    assert due is not None
+    assert (world.status.state, (due - world.now).total_seconds()) == ("Pending", 30)
+    world.after(30).settle()
+    assert world.status.leader == api.JobLeader(term=2, place=1)
+    world.stops(0).settle()
+    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
+    assert world.names() == ["digits-1-0-r1", "digits-1-1", "digits-1-2"]
+    assert agent_environment.environment(world.job, 1)["DDPJOB_LEADER_APPOINTED"] == "1", "it asks before it leads"
+    assert world.runs(0).settle().status.reason == "AllNodesRun"
+
+
+@pytest.mark.parametrize("why", ["too few", "nobody asks", "torchrun"])
+def test_node_0_is_waited_for_if_no_other_node_can_lead(why: str) -> None:
+    world = elastic(container=DDPRUN if why != "torchrun" else None).started().unschedulable(0, "no room").runs(1)
+    world.agents_ask = why != "nobody asks"
+    world = world if why == "too few" else world.runs(2)
+    assert world.after(3600).settle().status.leader is None
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
+
+
 def led_by_node_2() -> World:
     world = trains_under_ddprun(nodes=3, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.leader is not None
@@ -422,8 +446,9 @@ def test_an_agent_that_ends_with_0_after_its_ranks_failed_for_torchrun_is_no_use
 
 
 def trains_with_a_spare() -> World:
-    world = digits(container=DDPRUN, nodes=3, spares=1, gang="none").running().after(60).reports_step(40).settle()
-    assert (world.status.reason, world.status.message) == ("AllNodesRun", "4 of 4 nodes are running, attempt 1")
+    world = digits(container=DDPRUN, nodes=3, spares=1).running().after(60).reports_step(40).settle()
+    assert world.status.message == "3 of 3 nodes are running and 1 spare, attempt 1"
+    assert (world.status.reason, world.status.display.nodes) == ("AllNodesRun", "3/3"), "kubectl scale shows this too"
     return world
 
 
@@ -439,7 +464,8 @@ def test_a_spare_is_one_more_pod_whose_agent_knows_how_many_wait() -> None:
 def test_a_lost_node_or_spare_is_replaced_while_the_others_go_on(lost: int) -> None:
     world = trains_with_a_spare().vanishes(lost).settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
-    assert world.status.restarts.application == 0
+    assert (world.status.nodes, world.status.restarts.application) == (api.Nodes(total=3, ready=3), 0)
+    assert world.status.message == f"3 of 3 nodes are running, attempt 1; waiting for node {lost}"
     assert world.runs(lost).settle().status.reason == "AllNodesRun"
 
 
@@ -458,15 +484,14 @@ def test_a_spare_that_took_a_lost_place_counts_and_the_new_pod_does_not(place: i
 
 
 @pytest.mark.parametrize(
-    ("command", "spec", "text"),
+    ("command", "text"),
     [
-        ("torchrun x.py", {"gang": "none"}, "spec.spares: needs ddprun"),
-        ("ddprun x.py", {}, "spec.spares: needs gang: none"),
-        ("ddprun --nnodes=2:3 x.py", {"gang": "none"}, "--nnodes=2:3 contradicts spec.spares: 1"),
+        ("torchrun x.py", "spec.spares: needs ddprun"),
+        ("ddprun --nnodes=2:3 x.py", "--nnodes=2:3 contradicts spec.spares: 1"),
     ],
 )
-def test_spares_that_could_not_help_are_refused_with_the_fix(command: str, spec: Any, text: str) -> None:
-    found = problems(command.split(), nodes=2, spares=1, **spec)
+def test_spares_that_could_not_help_are_refused_with_the_fix(command: str, text: str) -> None:
+    found = problems(command.split(), nodes=2, spares=1)
     assert any(text in problem for problem in found), found
 
 

@@ -114,6 +114,21 @@ def test_a_replaced_pod_joins_the_group_of_its_attempt() -> None:
     assert list(world.groups) == ["digits-1-00001"]
 
 
+@pytest.mark.parametrize("gang", ["native", "kueue"])
+def test_an_elastic_ddprun_job_changes_its_size_in_the_same_attempt_and_group(gang: str) -> None:
+    """Elastic jobs in a gang or queue must not restart when they are scaled: their ranks would stop for nothing."""
+    spec = {"nodes": 4, "minNodes": 2, "container": {"command": ["ddprun", "train.py"]}}
+    world = digits(gang=gang, **spec).serves(gang).settle().admits().running()
+    groups = list(world.groups)
+    world.change(nodes=2).settle().stops_all().settle()
+    assert world.names() == ["digits-1-0", "digits-1-1"]
+    world.change(nodes=3).settle()
+    assert (world.names()[-1], world.status.state) == ("digits-1-2-r1", "Running")
+    assert (world.status.attempt, list(world.groups)) == (1, groups)
+    world.unschedulable(2, "0/3 nodes are available").settle()
+    assert world.status.message.endswith("; Unschedulable: 1 of 3 pods: 0/3 nodes are available"), "it joins alone"
+
+
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
 def test_a_finished_or_suspended_job_leaves_no_group(end: str) -> None:
     """A job that has finished or is suspended must leave no group, because the group would count against a quota."""

@@ -735,9 +735,7 @@ def test_a_refused_service_does_not_delay_the_release_of_the_quota() -> None:
 
 def admitted_in_part() -> World:
     """Return a world with a job of up to four nodes that was admitted with three, which are running."""
-    world = queued(nodes=4, minNodes=2).settle().admits()
-    world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
-    return world.settle().runs(0, 1, 2).settle()
+    return queued(nodes=4, minNodes=2).settle().admits_part("digits", 3).settle().runs(0, 1, 2).settle()
 
 
 def test_an_elastic_job_runs_and_restarts_with_the_admitted_number_of_nodes() -> None:
@@ -767,6 +765,164 @@ def test_a_workload_for_other_pods_than_those_of_the_job_is_replaced_while_it_wa
     group = world.groups["digits"]
     assert DeleteGroup("kueue", "digits", group.uid) in world.plan().actions
     assert world.settle().groups["digits"].nodes == 3
+
+
+# ---------------------------------------------------------------- a size that changes while the job is running
+
+
+def grows(**spec: Any) -> World:
+    """Return a ddprun job of two to eight nodes that was admitted with four, which are running."""
+    ddprun = {"command": ["ddprun", "train.py"]}
+    world = queued(**{"nodes": 8, "minNodes": 2, "container": ddprun, **spec}).settle().admits_part("digits", 4)
+    return world.settle().runs(0, 1, 2, 3).settle()
+
+
+def quota(world: World) -> dict[str, int | None]:
+    """Return the number of pods for which each group has quota; None for groups that wait."""
+    return {n: g.placement.count if g.admission.state == "admitted" else None for n, g in world.groups.items()}
+
+
+def test_a_job_admitted_in_part_queues_for_the_rest_and_grows_while_its_nodes_train() -> None:
+    """A job admitted in part must grow when there is room, and its running nodes must not stop for it."""
+    world = grows()
+    assert quota(world) == {"digits": 4, "digits.2": None}
+    assert (world.groups["digits.2"].nodes, world.status.reason) == (4, "EnoughNodesRun")
+    world.groups["digits.2"] = replaced(world.groups["digits.2"], admission=Admission("waiting", "no room"))
+    text = "4 of 4 nodes are running, attempt 1; waiting in the queue for 4 more nodes: no room"
+    assert world.settle().status.message == text
+    world.admits_part("digits.2", 3).settle()
+    assert world.names()[4:] == ["digits-1-4", "digits-1-5", "digits-1-6"]
+    world.runs(4, 5, 6).settle()
+    assert quota(world) == {"digits": 4, "digits.2": 3, "digits.3": None}
+    world.admits_part("digits.3", 1).settle().runs(7).settle()
+    assert (world.status.message, world.status.reason) == ("8 of 8 nodes are running, attempt 1", "AllNodesRun")
+    for place in range(8):
+        world.exits(place)
+    assert (world.settle().status.state, list(world.groups)) == ("Succeeded", ["digits"])
+
+
+def test_a_smaller_job_gives_the_quota_of_its_pods_back_when_they_have_ended_and_queues_to_grow() -> None:
+    """Other jobs must get the quota of the nodes that left, but not before their pods have ended."""
+    world = grows(nodes=4).change(nodes=2).settle()
+    assert (quota(world), world.told) == ({"digits": 4}, ["ready"])
+    world.stops_all().settle()
+    assert (quota(world), world.names(), world.told[-1]) == ({"digits": 2}, ["digits-1-0", "digits-1-1"], "smaller")
+    world.change(nodes=3).settle()
+    assert quota(world) == {"digits": 2, "digits.2": None}
+    world.change(nodes=4).settle()
+    assert world.groups["digits.2"].nodes == 2, "the request follows spec.nodes while it waits"
+    world.admits_part("digits.2", 2).settle().runs(2, 3).settle()
+    assert (world.status.attempt, world.status.reason) == (1, "AllNodesRun")
+    world.change(nodes=3).settle().stops_all().settle()
+    assert quota(world) == {"digits": 2, "digits.2": 1}
+    world.change(nodes=2).settle()
+    assert "digits.2" in world.groups, "a pod of it still stops"
+    assert quota(world.stops_all().settle()) == {"digits": 2}
+
+
+def test_a_preemption_of_the_nodes_that_came_later_stops_only_these() -> None:
+    """If only the later nodes are preempted, the others must train on, and the job must queue for nodes again."""
+    world = grows(nodes=6).admits_part("digits.2", 2).settle().runs(4, 5).settle()
+    first, evicted = world.groups["digits.2"], Admission("evicted", "preempted by resnet", holds_quota=True)
+    world.groups["digits.2"] = replaced(first, admission=evicted)
+    world.settle()
+    stopping = [pod.place for pod in world.pods.values() if pod.deletion_requested_at is not None]
+    assert (world.status.state, stopping, world.groups["digits.2"].uid) == ("Running", [4, 5], first.uid)
+    assert any("the queue has admitted 4 nodes, and attempt 1 has 6" in event.message for event in world.events)
+    world.stops_all().settle()
+    assert (world.status.attempt, quota(world)) == (1, {"digits": 4, "digits.2": None})
+    assert world.groups["digits.2"].uid != first.uid
+
+
+def test_a_preemption_of_the_first_nodes_stops_all_and_the_job_queues_as_a_whole() -> None:
+    world = grows(nodes=6).admits_part("digits.2", 2).settle().runs(4, 5).settle()
+    evicted = Admission("evicted", "preempted by resnet", holds_quota=True)
+    world.groups["digits"] = replaced(world.groups["digits"], admission=evicted)
+    world.settle().stops_all().settle()
+    assert (world.status.reason, quota(world)) == ("WaitingForAdmission", {"digits": None})
+    assert world.groups["digits"].nodes == 6
+
+
+def test_a_job_whose_first_workload_is_deleted_requests_no_node_twice() -> None:
+    world = grows()
+    del world.groups["digits"]
+    world.settle()
+    assert world.groups == {}, "what waits for more nodes is withdrawn at once"
+    assert list(world.stops_all().settle().groups) == ["digits"]
+    world = grows().admits_part("digits.2", 4).settle().runs(4, 5, 6, 7).settle()
+    del world.groups["digits"]
+    assert list(world.settle().groups) == ["digits.2"], "its pods still stop"
+    world.stops_all().step()
+    assert "digits" not in world.groups
+    assert list(world.settle().groups) == ["digits"]
+
+
+def test_pods_are_told_the_admitted_number_of_nodes() -> None:
+    """Agents wait 30 s for nodes that were not admitted, and a pod at a place above spec.nodes could not be made."""
+    world = grows()
+    assert {"name": "PET_NNODES", "value": "2:4"} in build.pod(world.job, 1, 0)["spec"]["containers"][0]["env"]
+    assert build.pod(world.change(nodes=2).job, 1, 3)["metadata"]["name"] == "digits-1-3"
+
+
+def test_a_suspended_job_leaves_the_queue_with_all_its_groups() -> None:
+    world = grows().change(suspend=True).settle().stops_all().settle()
+    assert (world.groups, world.is_true("Suspended")) == ({}, True)
+
+
+@pytest.mark.parametrize("why", ["torchrun", "topology", "moves", "not elastic"])
+def test_some_jobs_do_not_queue_for_more_nodes(why: str) -> None:
+    """A job must not queue for nodes that could not join: torchrun restarts all, and another rack is too far away."""
+    world = grows(**{"container": None} if why == "torchrun" else {})
+    world = admitted() if why == "not elastic" else world
+    if why == "topology":
+        world.groups = {"digits": replaced(world.groups["digits"], placement=Placement(count=4, by_topology=True))}
+    elif why == "moves":
+        del world.groups["digits.2"]
+        world = relabelled(world, queue_name="research")
+    assert list(world.settle().groups) == ["digits"]
+
+
+def test_a_refused_request_for_more_nodes_is_shown_and_retried() -> None:
+    world = grows(nodes=4)
+    later = world.now + dt.timedelta(seconds=10)
+    world.refusals = [Refusal(WORKLOADS, "digits.2", "failed calling webhook", later)]
+    world.change(nodes=5).settle()
+    assert world.status.message.endswith("1 more node: Workload digits.2 was refused: failed calling webhook")
+    assert (list(world.groups), world.plan().requeue_at) == (["digits"], later)
+    assert "digits.2" in world.after(11).settle().groups
+
+
+def test_a_further_workload_asks_for_some_of_the_missing_nodes() -> None:
+    body = kueue.body(job(nodes=8, minNodes=4, container={"command": ["ddprun", "x.py"]}), 0, V1BETA1)
+    kueue.further(body, "digits.2", 3)
+    (podset,) = body["spec"]["podSets"]
+    assert (podset["count"], podset["minCount"], body["metadata"]["name"]) == (3, 1, "digits.2")
+    raw = {**body, "metadata": {**body["metadata"], "uid": "u"}}
+    assert observe.group(kueue.ADAPTER)(raw).number == 2
+
+
+def test_freed_quota_is_counted_as_kueue_counts_it() -> None:
+    """A Workload for 8 pods that was admitted with 4 uses 4, until fewer than 4 of the 8 are left."""
+    raw = workload(RESERVED, ADMITTED, admission={"podSetAssignments": [{"name": "node", "count": 4}]})
+    raw["spec"]["podSets"][0]["count"] = 8
+    status = kueue.tell(raw, "smaller", "m", LATER, pods=3)
+    assert status is not None
+    assert status["reclaimablePods"] == [{"name": "node", "count": 5}]
+    assert (kueue.placement(raw).count, kueue.placement({**raw, "status": status}).count) == (4, 3)
+    assert kueue.tell({**raw, "status": status}, "smaller", "m", LATER, pods=3) is None, "it knows"
+    evicted = {**status, "conditions": [RESERVED, PREEMPTED]}
+    returned = kueue.tell({**raw, "status": evicted}, "quota returned", "m", LATER)
+    assert returned is not None
+    assert "reclaimablePods" not in returned, "the job queues with all its nodes again"
+
+
+def test_spares_in_a_queue_have_quota_too() -> None:
+    (podset,) = kueue.body(job(nodes=2, spares=1, container={"command": ["ddprun", "x.py"]}), 0, V1BETA1)["spec"][
+        "podSets"
+    ]
+    assert (podset["count"], "minCount" in podset) == (3, False)
+    world = queued(spares=1, container={"command": ["ddprun", "x.py"]}).settle().admits_part("digits", 3).running()
+    assert (world.status.message, world.told) == ("2 of 2 nodes are running and 1 spare, attempt 1", ["ready"])
 
 
 def relabelled(world: World, **labels: str) -> World:

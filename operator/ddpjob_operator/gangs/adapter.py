@@ -47,12 +47,17 @@ class Adapter:
         """The kind with its API group, as kubectl names it, because other API groups have PodGroups, too."""
         return f"{self.kind}.{self.group}"
 
-    def group_name(self, job: api.DDPJob, attempt: int) -> str:
+    def group_name(self, job: api.DDPJob, attempt: int, number: int = 1) -> str:
         """Return the object's name. If each attempt has a group, the name has the attempt and the last five digits of
-        the uid. So pods of an old attempt, or of a deleted job of the same name, do not count for the new group.
+        the uid. So pods of an old attempt, or of a deleted job of the same name, do not count for the new group. A
+        further group has its number after a dot, which no name of a job contains.
         """
-        name = job.metadata.name
+        name = job.metadata.name if number == 1 else f"{job.metadata.name}.{number}"
         return f"{name}-{attempt}-{job.metadata.uid[-UID_DIGITS:]}" if self.per_attempt else name
+
+    def job_name(self, group_name: str) -> str:
+        """Return the name of the job of a group that belongs to all attempts."""
+        return group_name.partition(".")[0]
 
     def attempt_of(self, attempt: int) -> int:
         """Return the attempt that a group belongs to; 0 if it belongs to all attempts."""

@@ -2,8 +2,9 @@
 
 Kueue only needs `DDPJob.v1alpha1.training.ddpjob.io` under `integrations.externalFrameworks`. The operator does what
 Kueue does for its own kinds. An evicted Workload keeps its quota until the pods have ended and its owner removes the
-admission from the status. `reclaimablePods` is not used: it cannot shrink while quota is held, so a restart would lack
-quota. Kueue 0.14 serves v1beta1; v1beta2, from 0.15 on, names a priority class differently.
+admission from the status. An admitted Workload cannot grow: `podSets` is immutable, and `reclaimablePods`, which frees
+quota of a job that was made smaller, cannot shrink. So an elastic job queues for more nodes with a further Workload,
+NAME.2. Kueue 0.14 serves v1beta1; v1beta2, from 0.15 on, names a priority class differently.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _NAMES_MAX = 16
 
 
 def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
-    """Return the Workload of a job with one pod per node. An elastic job may be admitted with minNodes."""
+    """Return the Workload of a job. An elastic job may be admitted with minNodes, but not without its spares."""
     template = job.spec.template
-    podset: Body = {"name": PODSET, "count": job.spec.nodes, "template": {"spec": _what_pods_ask_for(template)}}
+    podset: Body = {"name": PODSET, "count": job.spec.pods, "template": {"spec": _what_pods_ask_for(template)}}
     least = job.spec.facts.min_nodes
-    if least is not None and least < job.spec.nodes:
+    if least is not None and least < job.spec.nodes and not job.spec.spares:
         podset["minCount"] = least
     if topology := _topology_request(job):
         podset["topologyRequest"] = topology
@@ -56,6 +57,13 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         spec["priorityClassRef"] = {"group": group, "kind": kind, "name": name}
     metadata = build.owned_metadata(job, ADAPTER.group_name(job, 0), naming.labels(job))
     return {"apiVersion": api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": spec}
+
+
+def further(workload: Body, name: str, nodes: int) -> None:
+    """Turn the Workload of a job into a further one, for some or all of the nodes that the job lacks."""
+    workload["metadata"]["name"] = name
+    (podset,) = workload["spec"]["podSets"]
+    podset |= {"count": nodes, "minCount": 1}
 
 
 def _queue(job: api.DDPJob) -> str:
@@ -146,7 +154,9 @@ def placement(raw: Raw) -> Placement:
         field: {name: value for update in updates for name, value in (update.get(field) or {}).items()}
         for field in ("nodeSelector", "labels", "annotations")
     }
-    count = bounds.integer(first.get("count"), 0, bounds.NODES_MAX)
+    count, asked = bounds.integer(first.get("count"), 0, bounds.NODES_MAX), _requested(raw)
+    if count is not None and asked is not None:
+        count = min(count, max(0, asked - _freed(raw)))  # as Kueue counts (totalRequestsFromAdmission)
     return Placement(
         count=count,
         flavors=tuple(dict.fromkeys(text(name) for name in (first.get("flavors") or {}).values())),
@@ -159,12 +169,25 @@ def placement(raw: Raw) -> Placement:
     )
 
 
+def _requested(raw: Raw) -> int | None:
+    podsets: Sequence[Raw] = (raw.get("spec") or {}).get("podSets") or ({},)
+    return bounds.integer(podsets[0].get("count"), 0, bounds.NODES_MAX)
+
+
+def _freed(raw: Raw) -> int:
+    """Return how many of the requested pods use no quota any more."""
+    listed = (raw.get("status") or {}).get("reclaimablePods") or ()
+    return bounds.integer(next((p.get("count") for p in listed), 0), 0, bounds.NODES_MAX) or 0
+
+
 def observed(raw: Raw) -> dict[str, Any]:
     """Return facts that only a queue's object has: number of pods, queue, and conditions that the operator wrote."""
-    podsets, queue = (raw.get("spec") or {}).get("podSets") or (), text((raw.get("spec") or {}).get("queueName"))
+    number = bounds.number(text(raw["metadata"].get("name")).partition(".")[2], bounds.NODES_MAX)
+    queue = text((raw.get("spec") or {}).get("queueName"))
     return {
+        "number": max(1, number),
         "placement": placement(raw),
-        "nodes": bounds.integer(podsets[0].get("count"), 0, bounds.NODES_MAX) if podsets else None,
+        "nodes": _requested(raw),
         "queue": queue,
         "asked": (queue, *_asked(raw)),
         "is_ready": _is_true(raw, "PodsReady"),
@@ -244,8 +267,8 @@ def queued_alone(pod_body: Raw) -> str:
     return f"Kueue queues each pod of this job by itself; label the job with {QUEUE_LABEL} to queue it as a whole"
 
 
-def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
-    """Return the Workload's new status for this report; None if nothing changes."""
+def tell(raw: Raw, what: Tell, message: str, now: dt.datetime, pods: int = 0) -> Body | None:
+    """Return the Workload's new status for this report; None if nothing changes. pods: as in TellGroup."""
     status, conditions = dict(raw.get("status") or {}), _Conditions(raw, now)
     if what == "quota returned":
         evicted = _condition(raw, "Evicted")
@@ -253,12 +276,18 @@ def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
             return None
         why, reason = text(evicted.get("message")), text(evicted.get("reason"))
         status.pop("admission", None)
+        status.pop("reclaimablePods", None)
         conditions.put("QuotaReserved", "False", "Pending", why)
         conditions.put("Admitted", "False", "NoReservation", "The workload has no reservation")
         by_kueue = next((one for one in _REQUEUED_BY_KUEUE if reason.startswith(one)), "")
         conditions.put("Requeued", "False" if by_kueue else "True", by_kueue or reason or "Evicted", why)
         if _condition(raw, "PodsReady"):
             conditions.put("PodsReady", "False", "WaitForStart", message)
+    elif what == "smaller":
+        freed = (_requested(raw) or 0) - pods
+        if freed <= _freed(raw) or not _is_true(raw, "Admitted"):
+            return None
+        status["reclaimablePods"] = [{"name": PODSET, "count": freed}]
     elif what in ("succeeded", "failed"):
         if _is_true(raw, "Finished"):
             return None

@@ -379,7 +379,7 @@ class Nodes(Struct, rename="camel", frozen=True, kw_only=True):
     """Nodes of the job."""
 
     total: NodeCount = 0
-    """Nodes that the job wants."""
+    """Nodes that the job wants, without spares."""
     ready: NodeCount = 0
     """Nodes whose trainer is running and ready."""
 

@@ -103,6 +103,11 @@ class JobFacts:
         return self.launcher is not None and self.launcher.launcher == "ddprun"
 
     @cached_property
+    def resizes_in_place(self) -> bool:
+        """True if nodes may join and leave while the others train: in an elastic ddprun job."""
+        return self.min_nodes is not None and self.restarts_in_place
+
+    @cached_property
     def min_nodes(self) -> int | None:
         """The fewest nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if the job needs all nodes."""
         if self._min_nodes is not None or self.launcher is None:

@@ -61,12 +61,6 @@ RULES = (
         "must be at most spec.nodes. Lower minNodes, or raise nodes.",
     ),
     SpecRule(
-        "spares",
-        "!has(self.spares) || self.spares == 0 || (has(self.gang) && self.gang == 'none')",
-        lambda s: bool(s.spares) and s.gang != "none",
-        "needs gang: none, because a gang would wait for the spares too.",
-    ),
-    SpecRule(
         "backoffWindowSeconds",
         f"!has(self.backoffWindowSeconds) || !has(self.backoffLimit) || self.backoffLimit <= {WINDOWED_LIMIT_MAX}",
         lambda s: s.backoff_window_seconds is not None and s.backoff_limit > WINDOWED_LIMIT_MAX,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Tell = Literal["ready", "unready", "quota returned", "succeeded", "failed"]
-"""States of the job that are reported to a queue. ready, unready: all nodes are running, or not any more. quota
-returned: the pods have ended after an eviction, so that others may have the quota. succeeded, failed: the job is over.
+Tell = Literal["ready", "unready", "smaller", "quota returned", "succeeded", "failed"]
+"""States of the job that are reported to a queue. ready, unready: all nodes are running, or not any more. smaller: pods
+of a smaller job have ended, so that others may have their quota. quota returned: all pods have ended after an eviction.
+succeeded, failed: the job is over.
 """
 
 
@@ -57,6 +58,8 @@ class ObservedGroup:
     """uid of the job that created it; "" if none."""
     attempt: int
     """Attempt of the group's pods; 0: all attempts."""
+    number: int = 1
+    """1: the group that admits the job. 2 and more: further groups in the queue, each for nodes that the job lacks."""
     admission: Admission = Admission("waiting")
     deletion_requested: bool = False
     placement: Placement = Placement()
@@ -81,3 +84,27 @@ class GangApi:
     """For example scheduling.k8s.io/v1alpha2; "" if it is not served or not allowed."""
     why_not: str = ""
     """Reason if api_version is ""."""
+
+
+def admitted(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
+    """Return a job's admitted groups by number, up to the first that is not admitted: its pods have the numbers after
+    those of the earlier groups, so later groups are of no use without it."""
+    found: list[ObservedGroup] = []
+    for group in sorted(groups, key=lambda group: group.number):
+        if group.number != len(found) + 1 or group.admission.state != "admitted" or group.deletion_requested:
+            break
+        found.append(group)
+    return found
+
+
+def of_place(groups: Iterable[ObservedGroup], place: int) -> ObservedGroup | None:
+    """Return the group whose quota the pod at a place uses: of elastic jobs, the first one that reaches this far."""
+    known = sorted(groups, key=lambda group: group.number)
+    found = admitted(known)
+    enough = (group for count, group in enumerate(found, 1) if size(found[:count]) > place)
+    return next(enough, known[0] if known else None)
+
+
+def size(groups: Iterable[ObservedGroup]) -> int:
+    """Return the number of pods that these groups admit."""
+    return sum(group.placement.count or 0 for group in groups)

@@ -34,6 +34,9 @@ class CreateGroup:
 
     adapter: str
     attempt: int
+    number: int = 1
+    nodes: int = 0
+    """Of a further group in a queue (number 2 and more): how many nodes it is for."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class TellGroup:
     uid: str
     what: Tell
     message: str
+    pods: int = 0
+    """smaller: the number of pods that still use the group's quota."""
 
 
 @dataclass(frozen=True)

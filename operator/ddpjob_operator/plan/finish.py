@@ -84,7 +84,7 @@ def _document(view: View, old: api.Status, status: api.Status, *, silent: bool) 
         observed_generation=job.metadata.generation,
         selector=naming.selector(job),
         restarts=status.restarts or api.Restarts(),
-        nodes=status.nodes or api.Nodes(total=view.spec.pods),
+        nodes=status.nodes or api.Nodes(total=view.spec.nodes),
     )
     conditions = _conditions(old, new, invalid_spec.sentence(view.problems), view.now)
     return replace(new, display=_display(new, silent=silent), conditions=conditions)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -14,6 +15,8 @@ from ddpjob_operator.gangs import choice, kueue
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, bounds, reasons, wording
 from ddpjob_operator.job.status import TERMINAL
+from ddpjob_operator.job.times import earliest
+from ddpjob_operator.observed import groups
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.groups import ObservedGroup, Tell
 from ddpjob_operator.plan import lifecycle, pending
@@ -94,12 +97,9 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     # Without the API we cannot know whether the admission was revoked.
     if group is not None and _is_admitted(group) and not _is_away(view, adapter):
         return None
-    text, again_at = _why_not_admitted(view, adapter, group)
-    actions: tuple[Action, ...] = ()
-    if group is not None and _is_outdated(view, adapter, group):
-        actions = (DeleteGroup(group.adapter, group.name, group.uid),)
-    elif group is None and not text:
-        actions = (CreateGroup(adapter.name, _upcoming(status)),)
+    text, again_at, actions = _requested(view, adapter, group, CreateGroup(adapter.name, _upcoming(status)))
+    if group is None and any(g.number > 1 for g in _of_adapter(view, adapter)):
+        actions = ()  # otherwise the job would request the same nodes twice until its further groups are deleted
     state: api.State = "Suspended" if status.attempt else "Pending"
     gang = status.gang or api.Gang(kind="none")
     since = gang.waiting_since or view.now
@@ -109,6 +109,39 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     later = [at for at in (again_at, next_at) if at is not None]
     entered = replace(entered, start_time=None, gang=replace(gang, waiting_since=since))
     return Decision(entered, actions, min(later, default=None))
+
+
+def growing(view: View, status: api.Status) -> Decision | None:
+    """Request a further group for the nodes that an elastic job lacks, while its other nodes train. Not with a
+    topology, because the queue would choose another rack. Not if the job's labels name another queue by now."""
+    adapter, first = _queue_of(view, status), group_of(view, status)
+    missing = view.asked_nodes - view.wanted_nodes
+    if adapter is None or first is None or missing <= 0 or not view.spec.facts.resizes_in_place:
+        return None
+    stays = not _is_away(view, adapter) and first.asked == kueue.asks(view.job) and not first.placement.by_topology
+    if not stays or view.problems or status.completed_nodes:
+        return None
+    number = len(groups.admitted(_of_adapter(view, adapter))) + 1
+    group = next((g for g in _of_adapter(view, adapter) if g.number == number), None)
+    wanted = CreateGroup(adapter.name, status.attempt, number, missing)
+    text, again_at, actions = _requested(view, adapter, group, wanted)
+    text = f"waiting in the queue for {wording.count(missing, 'more node')}: {text or ASKED}"
+    decision = lifecycle.running(view, status, text)
+    return replaced(decision, actions=actions, requeue_at=earliest(again_at, decision.requeue_at))
+
+
+def _requested(
+    view: View, adapter: Adapter, group: ObservedGroup | None, wanted: CreateGroup
+) -> tuple[str, dt.datetime | None, tuple[Action, ...]]:
+    """Return why a queue has not admitted a group, when to retry, and what brings the group up to date."""
+    name = adapter.group_name(view.job, wanted.attempt, wanted.number)
+    text, again_at = _why_not_admitted(view, adapter, group, name)
+    if group is None:
+        return text, again_at, () if text else (wanted,)
+    is_outdated = not group.deletion_requested and _is_outdated(
+        view, adapter, group, wanted.nodes or view.wanted_nodes + view.spec.spares
+    )
+    return text, again_at, (DeleteGroup(group.adapter, group.name, group.uid),) if is_outdated else ()
 
 
 def adapter_of(view: View, status: api.Status) -> Adapter | None:
@@ -132,9 +165,13 @@ def group_of(view: View, status: api.Status) -> ObservedGroup | None:
     adapter = adapter_of(view, status)
     if adapter is None:
         return None
-    attempt = adapter.attempt_of(_upcoming(status))
-    own = (g for g in _own(view) if (g.adapter, g.attempt) == (adapter.name, attempt) and not g.deletion_requested)
+    wanted = (adapter.name, adapter.attempt_of(_upcoming(status)), 1)
+    own = (g for g in _own(view) if (g.adapter, g.attempt, g.number) == wanted and not g.deletion_requested)
     return next(own, None)
+
+
+def _of_adapter(view: View, adapter: Adapter) -> list[ObservedGroup]:
+    return [group for group in _own(view) if group.adapter == adapter.name]
 
 
 def is_forgotten(view: View, status: api.Status) -> bool:
@@ -165,9 +202,9 @@ def unavailable(view: View, status: api.Status) -> str:
 
 def upkeep(view: View) -> tuple[tuple[Action, ...], dt.datetime | None]:
     """Return the groups to delete, the reports to the queue, and when to repeat a refused report."""
-    adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
-    refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
-    return (*unneeded(view), *to_tell(view)), None if refused is None else refused.retry_at
+    adapter = adapter_of(view, view.recorded)
+    own = [] if adapter is None else [_refused(view, adapter, group.name) for group in _of_adapter(view, adapter)]
+    return (*unneeded(view), *to_tell(view)), earliest(*(refused.retry_at for refused in own if refused is not None))
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
@@ -179,38 +216,66 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     is_held |= bool(view.problems) and not _is_begun(recorded)
     over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
-    active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
+    active = [p for p in view.active_of_all_attempts if p.uid not in view.lost]
     found = []
     for group in sorted(_own(view), key=lambda g: (g.adapter, g.attempt, g.name)):
         adapter = view.settings.adapters.get(group.adapter)
         is_present = group.adapter == gang.kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
-        # Later attempts began after the job had left the queue, so their pods do not use the group's quota.
-        its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
-        in_use = bool(its) if group.attempt == 0 else group.attempt in active
+        if group.attempt:
+            in_use = any(p.attempt == group.attempt for p in active)
+        elif is_present:
+            is_new = group.number > 1 and group.admission.state == "waiting"
+            in_use = not is_new and any(p.place >= _first_place(view, group) for p in active)
+        else:  # Later attempts began after the job had left the queue, so their pods do not use its quota.
+            in_use = any(p.attempt < gang.attempt for p in active)
         # A finished job's group stays, because the queue keeps its result. The group does not hold quota any more.
-        stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
-        is_over = (over and not stays) or not (is_present or is_next)
+        is_first = adapter is not None and adapter.admits_first and group.number == 1
+        stays = is_first and recorded.state in TERMINAL and is_present
+        is_over = (over and not stays) or not (is_present or is_next) or _is_surplus(view, group)
         may_go = adapter is not None and not _is_away(view, adapter) and not group.deletion_requested
         if is_over and not in_use and may_go:
             found.append(DeleteGroup(group.adapter, group.name, group.uid))
     return tuple(found)
 
 
+def _first_place(view: View, group: ObservedGroup) -> int:
+    """Return the first place whose pod uses the quota of this group of a queue."""
+    earlier = groups.admitted(g for g in _own(view) if g.adapter == group.adapter)
+    return groups.size(g for g in earlier if g.number < group.number)
+
+
+def _is_surplus(view: View, group: ObservedGroup) -> bool:
+    """True for a further group that the job no longer needs, or that its queue has evicted: the job then has fewer
+    nodes, and queues for more."""
+    if group.number == 1:
+        return False
+    first, state, recorded = _first_place(view, group), group.admission.state, view.recorded
+    admitted = groups.admitted(g for g in _own(view) if g.adapter == group.adapter)
+    is_wanted = first < view.asked_nodes and group.number <= len(admitted) + 1 and state != "evicted"
+    may_have_pods = state != "waiting" and _is_begun(recorded) and (recorded.attempt_nodes or 0) > first
+    return not is_wanted and not may_have_pods
+
+
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """Return the next report to the queue. It frees quota only after the status records the end of the last pod."""
+    """Return the next reports to the queue. They free quota only after the status records the end of its last pod."""
     recorded, adapter = view.recorded, _queue_of(view, view.recorded)
-    group = group_of(view, recorded)
-    if adapter is None or group is None or _is_away(view, adapter):
+    if adapter is None or _is_away(view, adapter):
         return ()
-    news, is_to_go = _news(view, group), any(gone.uid == group.uid for gone in unneeded(view))
-    if news is None or is_to_go or _refused(view, adapter, group.name):
-        return ()
-    return (TellGroup(group.adapter, group.name, group.uid, news, recorded.message),)
+    gone = {group.uid for group in unneeded(view)}
+    told = []
+    for group in _of_adapter(view, adapter):
+        news = _news(view, group)
+        if news and not (group.deletion_requested or group.uid in gone or _refused(view, adapter, group.name)):
+            pods = _pods_in_use(view, group) if news == "smaller" else 0
+            told.append(TellGroup(group.adapter, group.name, group.uid, news, recorded.message, pods))
+    return tuple(told)
 
 
 def _news(view: View, group: ObservedGroup) -> Tell | None:
     recorded = view.recorded
+    if group.number > 1 and group.admission.state != "admitted":
+        return None  # it is deleted, and gives its quota back by that
     if recorded.state in TERMINAL:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
@@ -218,9 +283,22 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         # No pod uses the quota: before the suspension was recorded, pods of unanswered create requests were looked up.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
-    if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
+    if group.admission.state != "admitted":
         return None
-    return "ready" if recorded.state == "Running" else "unready"
+    if (recorded.state == "Running") != group.is_ready:
+        return "ready" if recorded.state == "Running" else "unready"
+    is_smaller = _pods_in_use(view, group) < (group.placement.count or 0) and not group.placement.by_topology
+    return "smaller" if is_smaller and recorded.state == "Running" else None
+
+
+def _pods_in_use(view: View, group: ObservedGroup) -> int:
+    """Return how many pods use the quota of a group, or will. Under torchrun all: the job could not grow again."""
+    count = group.placement.count or 0
+    if not view.spec.facts.resizes_in_place:
+        return count
+    nodes = max(view.asked_nodes, view.recorded.attempt_nodes or 0) + view.spec.spares
+    places = max((nodes, *(p.place + 1 for p in view.active_of_all_attempts)))
+    return max(0, min(count, places - _first_place(view, group)))
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
@@ -228,7 +306,7 @@ def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
-    together = f"{unplaced} of {view.spec.nodes} pods wait to be placed together: {why}"
+    together = f"{unplaced} of {view.spec.pods} pods wait to be placed together: {why}"
     return f"{together}{_held_by(view.seen.neighbours)}{pending.waited_for_nodes(view, status)[0]}"
 
 
@@ -241,11 +319,12 @@ def _held_by(neighbours: Mapping[str, int]) -> str:
     return f"; nodes are held by {named}{more}"
 
 
-def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None) -> tuple[str, dt.datetime | None]:
-    """Return why the queue has not admitted the job, and when to retry; "" if its group must still be created."""
+def _why_not_admitted(
+    view: View, adapter: Adapter, group: ObservedGroup | None, name: str
+) -> tuple[str, dt.datetime | None]:
+    """Return why the queue has not admitted a group, and when to retry; "" if the group must still be created."""
     if why := choice.unavailable(adapter.name, view.seen.gang_apis):
         return why, None
-    name = adapter.group_name(view.job, _upcoming(view.recorded))
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
@@ -272,9 +351,9 @@ def _is_away(view: View, adapter: Adapter) -> bool:
     return bool(choice.unavailable(adapter.name, view.seen.gang_apis))
 
 
-def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
+def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup, nodes: int) -> bool:
     """True if a group without quota no longer matches the job, or was already reported as finished."""
-    differs = group.nodes is not None and group.nodes != view.wanted_nodes
+    differs = group.nodes is not None and group.nodes != nodes
     # A replacement would restart a group that the queue or a user has stopped.
     if adapter.admits_first and group.asked and not group.admission.stopped:
         differs |= group.asked != kueue.asks(view.job)

@@ -26,7 +26,7 @@ def late(view: View, status: api.Status) -> Set[int]:
     """Return the numbers of pods that never joined a group: under ddprun all that node 0's agent does not name at the
     end, under torchrun those that failed late. status: already with this reconcile's nodes."""
     completed, started = status.completed, status.started
-    if view.is_elastic and view.spec.facts.restarts_in_place:
+    if view.spec.facts.resizes_in_place:
         members = _members_at_the_end(view)
         return (started | completed) - members if members else set()
     # A node that failed before enough others completed may have trained with them.

@@ -193,4 +193,7 @@ def _how_many_run(view: View, status: api.Status) -> str:
     done = f" and {count} completed" if count else ""
     restarts = status.restarted_in_place
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""
-    return f"{wording.running(nodes - count, view.spec.pods)}{done}, attempt {status.attempt}{times}"
+    waiting = max(0, nodes - count - view.spec.nodes)
+    spares = f" and {wording.count(waiting, 'spare')}" if waiting else ""
+    running = wording.running(nodes - count - waiting, view.spec.nodes)
+    return f"{running}{spares}{done}, attempt {status.attempt}{times}"

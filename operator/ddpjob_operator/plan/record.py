@@ -85,7 +85,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         completed_nodes=ranges.text(status.completed | completed),
         unconfigured_since=unconfigured_since,
         attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
-        nodes=api.Nodes(total=view.spec.pods, ready=ready),
+        nodes=api.Nodes(total=view.spec.nodes, ready=min(view.spec.nodes, ready)),  # a spare is no node that trains
         master_addr=address if status.attempt else "",
     )
     # A node that never joined a group does not belong to the training, even after its pod is gone.

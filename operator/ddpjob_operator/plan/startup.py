@@ -47,15 +47,19 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 
 
 def rescaled(view: View, status: api.Status) -> Decision | None:
-    """Restart an elastic job whose spec.nodes changed, with full grace: a running launcher accepts no more nodes than
-    its maximum, and torchrun may hang without peers. Once some nodes have completed, training is about to end. A leader
-    that was scaled away ends first: the next pod at its place would lead in its term."""
+    """Change the size of an elastic job if spec.nodes changed, or the number that its queue has admitted. torchrun
+    accepts no more nodes than its maximum and may hang without peers, so its job restarts, with full grace. Once some
+    nodes have completed, training is about to end. A leader that was scaled away ends first: the next pod at its place
+    would lead in its term."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     if status.completed_nodes or leadership.leader(view.job, status).place not in view.spec.members:
         return None
-    was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
-    if view.spec.facts.restarts_in_place and not gang.group_of(view, status):
+    now = f"spec.nodes is {view.wanted_nodes}"
+    if view.wanted_nodes < view.asked_nodes:
+        now = f"the queue has admitted {wording.count(view.wanted_nodes, 'node')}"
+    was = f"{now}, and attempt {status.attempt} has {view.spec.nodes}"
+    if view.spec.facts.resizes_in_place:
         return Decision(_resized(view, status, was))
     # Keep the end of a back-off: it was started by a failure, not by the change of spec.nodes.
     wait = backing_off(view, status)
@@ -172,6 +176,27 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
     return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing, view.now if more else None)
 
 
+def leader_unplaced(view: View, status: api.Status) -> Decision | None:
+    """Let another node lead if enough nodes run, but the leader's pod finds no node. The pod is made again: a pod that
+    was made before the appointment would lead a second group until it has asked who leads."""
+    if not is_past(_led_without_it_at(view), view.now):
+        return None
+    place, number = view.leader, naming.replacement(status, view.leader) + 1
+    later = replace(status, replacements={**status.replacements, str(place): number})
+    later = leadership.after_loss(view, later, {place})
+    leads = leadership.leader(view.job, later).place
+    text = f"{view.pods[place].name} finds no node: node {leads} leads, and another pod of node {place} joins later"
+    return Decision(enter(later, status.state or "Pending", reasons.REPLACING, text, view.now))
+
+
+def _led_without_it_at(view: View) -> dt.datetime | None:
+    """Return when another node leads; None if the leader's pod has a node, or the other nodes are too few."""
+    pod, least = view.pods.get(view.leader), view.spec.facts.min_nodes
+    if least is None or not view.appoints or pod is None or not pod.unschedulable or not pod.live:
+        return None
+    return after(pod.unschedulable_since, LAST_CALL_SECONDS) if len(view.staying) >= least else None
+
+
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
     """Create an unschedulable pod again if its node is no longer avoided, or if the pod fits nowhere else."""
     waiting = _unschedulable(view)
@@ -230,7 +255,8 @@ def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
     unschedulable = any(p.unschedulable for p in not_running)
     again_at = pending.next_creating_text_at(view, status, not_running)
-    again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
+    later = (avoided, _led_without_it_at(view), pending.waited_for_nodes(view, status)[1])
+    again_at = earliest(*later) if unschedulable else again_at
     return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
 
 
@@ -305,7 +331,7 @@ def _avoids(view: View, status: api.Status) -> str:
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
     total = view.spec.pods
     unschedulable = [p for p in pods if p.unschedulable]
-    if unschedulable and gang.adapter_of(view, status) is not None:
+    if unschedulable and gang.adapter_of(view, status) is not None and not view.trains_with_fewer(status):
         unplaced, why = sum(not p.node for p in pods), pending.why_unschedulable(unschedulable)
         text = gang.why_waiting(view, status, unplaced, why)
         return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
@@ -322,7 +348,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
     text = f"waiting for {pending.name_nodes([p.place for p in pods])}"
     if not view.trains_with_fewer(status):
-        text = f"{wording.running(total - len(pods), total)}; {text}"
+        text = f"{wording.running(min(view.spec.nodes, total - len(pods)), view.spec.nodes)}; {text}"
     creating, is_long = pending.creating(view, status, pods)
     if creating and is_long:
         return "Pending", reasons.CANNOT_START, f"{text}; {creating}"

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ddpjob_operator.job import api, exit_codes, times
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
-from ddpjob_operator.observed import stall
+from ddpjob_operator.observed import groups, stall
 from ddpjob_operator.observed.cluster import ConflictingObject, Node, Observed, Pod
 from ddpjob_operator.plan import invalid_spec
 from ddpjob_operator.plan.actions import DeletePod, Settings
@@ -43,7 +43,10 @@ class View:
 
     job: api.DDPJob
     """The job; its status is `recorded`. For an elastic job spec.nodes is the value at the start of the attempt."""
+    asked_nodes: int
+    """spec.nodes as the user has set it."""
     wanted_nodes: int
+    """asked_nodes, or the number that the job's queue has admitted, if that is smaller."""
     leader: int
     """Place of the pod whose agent leads in this attempt."""
     stored: api.Status
@@ -131,8 +134,7 @@ class View:
     def appoints(self) -> bool:
         """True if the agent of any node may lead: in an elastic ddprun job whose agents ask who leads, or have asked
         another operator."""
-        asked = self.seen.agents_ask or self.recorded.leader is not None
-        return self.is_elastic and self.spec.facts.restarts_in_place and asked
+        return self.spec.facts.resizes_in_place and (self.seen.agents_ask or self.recorded.leader is not None)
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""
@@ -146,8 +148,7 @@ class View:
     def goes_on(self, status: api.Status) -> bool:
         """True if an elastic job under ddprun is training, and continues without the pods that are lost or stopping.
         Under torchrun a loss restarts the group: a new pod in a running rendezvous hung or failed in half of trials."""
-        can_go_on = self.is_elastic and self.spec.facts.restarts_in_place
-        return can_go_on and status.state == "Running" and self.is_enough(self.staying)
+        return self.spec.facts.resizes_in_place and status.state == "Running" and self.is_enough(self.staying)
 
     def participants(self, status: api.Status) -> Set[int]:
         """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""
@@ -195,32 +196,31 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         avoid_seconds=settings.avoid_node_seconds,
     )
     read = invalid_spec.as_it_was(replace(job, status=recorded), problems)
-    return _sorted(read.status, read, _wanted_nodes(read, seen), job.status, seen, now, problems, settings)
+    return _sorted(read.status, read, read.spec.nodes, job.status, seen, now, problems, settings)
 
 
-def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
-    """Return spec.nodes; for an elastic job admitted in part by its queue, the admitted number."""
-    if job.spec.facts.min_nodes is None:
-        return job.spec.nodes
-    own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
-    return min((job.spec.nodes, *(g.placement.count for g in own if g.placement.count)))
+def _wanted_nodes(job: api.DDPJob, asked_nodes: int, seen: Observed) -> int:
+    own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.placement.count)
+    admitted = groups.size(groups.admitted(own)) - job.spec.spares
+    return min(asked_nodes, admitted) if admitted > 0 and job.spec.facts.min_nodes is not None else asked_nodes
 
 
 def in_attempt(view: View, status: api.Status) -> View:
     """Return the view for the attempt that begins with `status`: all existing pods then belong to older attempts."""
-    return _sorted(status, view.job, view.wanted_nodes, view.stored, view.seen, view.now, view.problems, view.settings)
+    return _sorted(status, view.job, view.asked_nodes, view.stored, view.seen, view.now, view.problems, view.settings)
 
 
 def _sorted(
     status: api.Status,
     job: api.DDPJob,
-    wanted_nodes: int,
+    asked_nodes: int,
     stored: api.Status,
     seen: Observed,
     now: dt.datetime,
     problems: tuple[Problem, ...],
     settings: Settings,
 ) -> View:
+    wanted_nodes = _wanted_nodes(job, asked_nodes, seen)
     # An elastic job has the number of nodes that its pods were made for; before the first pod, the number allowed now.
     job = replace(job, spec=job.spec.with_nodes(status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
@@ -230,14 +230,14 @@ def _sorted(
     places = set(job.spec.members)
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
-    facts = job.spec.facts
-    is_resized = facts.min_nodes is not None and facts.restarts_in_place
+    is_resized = job.spec.facts.resizes_in_place
     removed = tuple(p for p in others if is_resized and p.live and p.uid not in lost and p.attempt == status.attempt)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
     garbage = (p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status)))
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))
     return View(
         job=job,
+        asked_nodes=asked_nodes,
         wanted_nodes=wanted_nodes,
         leader=status.leader.place if status.leader is not None else job.spec.members.leader,
         stored=stored,

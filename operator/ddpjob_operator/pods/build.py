@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import TRAINER, quantity, restarts_of_the_kubelet, trainer_container
 from ddpjob_operator.pods import agent_environment, naming, report_token
@@ -80,6 +82,8 @@ def pod(
     of the pod at this place. keep_from_autoscalers: ask autoscalers to keep its node, unless the template's annotations
     differ. mount_api_token: False mounts no API token unless the template requests it.
     """
+    # spec.nodes of an elastic job may differ from the number of its attempt, which its queue may also have limited.
+    job = replace(job, spec=job.spec.with_nodes(job.status.attempt_nodes or job.spec.nodes))
     rendezvous = rendezvous or naming.endpoint(job, attempt)
     template = as_given(job.spec.template)
     spec: Body = template["spec"]

@@ -126,7 +126,7 @@ def parse_resize(text: str) -> Resize:
 def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
     ranks, facts = job.spec.world_size, job.spec.facts
     for fault in faults:
-        if isinstance(fault, Resize) and (facts.min_nodes is None or not facts.restarts_in_place):
+        if isinstance(fault, Resize) and not facts.resizes_in_place:
             raise InputError(f"{fault.option}: needs a job with --nodes MIN:MAX under ddprun")
         if isinstance(fault, Resize) and not (facts.min_nodes or 1) <= fault.nodes <= job.spec.nodes:
             raise InputError(f"{fault.option}: the job trains with {facts.min_nodes} to {job.spec.nodes} nodes")

@@ -21,7 +21,7 @@ from ddpjob_operator.kube.watch.queue_places import QueuePlaces
 from ddpjob_operator.kube.watch.reflector import Reflector
 from ddpjob_operator.kube.watch.store import Key, Store
 from ddpjob_operator.metrics.meter import Meter
-from ddpjob_operator.observed.groups import GangApi, ObservedGroup
+from ddpjob_operator.observed.groups import GangApi, ObservedGroup, of_place
 from ddpjob_operator.pods import naming
 
 # Seconds before an API that is not served, or whose watch fails, is tried again.
@@ -65,7 +65,7 @@ class GangWatch:
         self._is_known = False
         self._errors = 0
         self.places: QueuePlaces | None = (
-            QueuePlaces(client, self._waiting, lambda key: changed(key, 0.0), runtime)
+            QueuePlaces(client, self._waiting, lambda key: changed((key[0], adapter.job_name(key[1])), 0.0), runtime)
             if asks_places and adapter.admits_first
             else None
         )
@@ -79,26 +79,27 @@ class GangWatch:
         synced = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", namespace))
         return self._is_known and all(synced)
 
-    def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """Return the object that serves all attempts of the job, such as a Workload; None if there is none."""
+    def of(self, job: api.DDPJob, place: int) -> ObservedGroup | None:
+        """Return the object whose quota the pod at a place uses; None if the job has none."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
-        return next((group for group in found if group.owner_uid == job.metadata.uid), None)
+        return of_place((group for group in found if group.owner_uid == job.metadata.uid), place)
 
     def groups(self, key: Key) -> list[ObservedGroup]:
         """Return a job's objects, with its position in the queue if known."""
-        found = self.store.of(key)
-        place = self.places.of(key) if self.places is not None else None
-        if place is None:
+        found, places = self.store.of(key), self.places
+        if places is None:
             return found
         return [
-            replace(group, admission=replace(group.admission, place=place)) if _waits(group) else group
+            replace(group, admission=replace(group.admission, place=places.of((key[0], group.name))))
+            if _waits(group)
+            else group
             for group in found
         ]
 
     def _waiting(self) -> Iterator[tuple[Key, str]]:
-        """Yield the waiting jobs and their queues."""
+        """Yield the waiting objects (namespace and name) and their queues."""
         for key in self.store.jobs():
-            yield from ((key, group.queue) for group in self.store.each(key) if _waits(group))
+            yield from (((key[0], group.name), group.queue) for group in self.store.each(key) if _waits(group))
 
     def path(self, namespace: str) -> str:
         """Return the path of the collection. Raise ApiError if no version is served."""

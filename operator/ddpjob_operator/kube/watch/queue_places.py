@@ -29,7 +29,8 @@ class QueuePlaces:
         changed: Callable[[Key], None],
         runtime: Runtime,
     ) -> None:
-        """waiting: yields jobs that wait, with their queues. changed: called with each job whose position changed."""
+        """waiting: yields Workloads (namespace, name) that wait, with their queues. changed: called with each of them
+        whose position changed."""
         self._client, self._waiting, self._changed, self._runtime = client, waiting, changed, runtime
         self._places: dict[Key, int] = {}
         self._asked_at: dict[Key, float] = {}
@@ -40,7 +41,7 @@ class QueuePlaces:
         self._log_once = LogOnce(runtime.log.info)
 
     def of(self, key: Key) -> int | None:
-        """Return the position of a job, from 1; None if unknown."""
+        """Return the position of a Workload, by namespace and name, from 1; None if unknown."""
         return self._places.get(key)
 
     async def run(self) -> None:

@@ -264,7 +264,8 @@ class Executor:
         try:
             raw = await self.client.get(path)
             is_same = raw["metadata"]["uid"] == action.uid
-            status = kueue.tell(raw, action.what, action.message, self.runtime.now()) if is_same else None
+            now = self.runtime.now()
+            status = kueue.tell(raw, action.what, action.message, now, action.pods) if is_same else None
             if status is not None:
                 raw = await self.client.replace(f"{path}/status", {**raw, "status": status}, STATUS)
             gang.store.put(raw)
@@ -315,7 +316,7 @@ class Executor:
         first += [partial(self._create_group, job, a, state) for a in actions if isinstance(a, CreateGroup)]
         to_make = [a for a in actions if isinstance(a, CreatePod)]
         pods = [partial(self._create_pod, job, a, state) for a in to_make]
-        if pods and not await self._read_flavors(job, to_make[0], state):
+        if pods and not await self._read_flavors(job, to_make, state):
             return True
         known, state.next_batch = state.next_batch, 0
         left = pods if known else pods[1:]
@@ -377,13 +378,15 @@ class Executor:
         body = self.build_pod(job, action.attempt, action.place, **more)
         if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
             gang.adapter.pod(body, job, action.attempt)
-            if gang.adapter.admits_first and (group := gang.of(job)) is not None:
-                kueue.place(body, group, state.flavors)
+            if gang.adapter.admits_first and (group := gang.of(job, action.place)) is not None:
+                kueue.place(body, group, state.flavors.get(group.name, ()))
         return await self._create("Pod", body, job, state)
 
     async def _create_group(self, job: api.DDPJob, action: CreateGroup, state: JobState) -> bool:
         gang = self.caches.gangs[action.adapter]
         body = gang.adapter.body(job, action.attempt, gang.api.api_version)
+        if action.number > 1:
+            kueue.further(body, gang.adapter.group_name(job, action.attempt, action.number), action.nodes)
         if gang.adapter.admits_first:
             paths = kueue.reads_for_group(job, gang.api.api_version)
             found = await self._read(paths, (gang.adapter.resource, body["metadata"]["name"]), state)
@@ -392,17 +395,22 @@ class Executor:
             kueue.complete(body, found)
         return await self._create(gang.adapter.resource, body, job, state)
 
-    async def _read_flavors(self, job: api.DDPJob, first: CreatePod, state: JobState) -> bool:
+    async def _read_flavors(self, job: api.DDPJob, pods: Sequence[CreatePod], state: JobState) -> bool:
         """Read the queue's resource flavors, which name the nodes for the pods. Return False if one cannot be read."""
         gang = self.caches.gangs.get(job.status.gang.kind) if job.status.gang is not None else None
-        group = gang.of(job) if gang is not None else None
-        if gang is None or not gang.adapter.admits_first or group is None:
+        state.flavors = {}
+        if gang is None or not gang.adapter.admits_first:
             return True
-        paths = kueue.reads_for_pods(group.placement, gang.api.api_version)
-        pod = naming.pod_name(job, first.attempt, first.place, first.replacement)
-        found = await self._read(paths, ("Pod", pod), state)
-        state.flavors = found or []
-        return found is not None
+        for pod in pods:
+            group = gang.of(job, pod.place)
+            if group is None or group.name in state.flavors:
+                continue
+            paths = kueue.reads_for_pods(group.placement, gang.api.api_version)
+            name = naming.pod_name(job, pod.attempt, pod.place, pod.replacement)
+            if (found := await self._read(paths, ("Pod", name), state)) is None:
+                return False
+            state.flavors[group.name] = found
+        return True
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
         """Return the objects at `paths`. None if one cannot be read: `of`, which needs it, is recorded as refused."""

@@ -82,8 +82,8 @@ class JobState:
     """By uid: pods that still exist after a deletion without grace are not deleted again until this time."""
     confirmed_gone: set[str] = field(default_factory=set)
     clock: Clock = field(default_factory=Clock)
-    flavors: list[dict[str, Any]] = field(default_factory=list)
-    """The queue's resource flavors for the pods that are created now."""
+    flavors: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The queue's resource flavors for the pods that are created now, by the group whose quota they use."""
     restart: Restart | None = None
     listed_for: tuple[int, int] = (1, 0)
     """Newest (attempt, replacement) for which the pods were listed before its first pod was created."""
