@@ -254,8 +254,9 @@ class JobStates:
         if (job := self.job(key)) is not None:
             return job.spec
         raw, known = self._jobs.get(key), self._parsed.get(key)
-        of_before = raw is None or known is None or known.job.metadata.uid != raw["metadata"]["uid"]
-        return None if of_before else known.job.spec
+        if raw is None or known is None or known.job.metadata.uid != raw["metadata"]["uid"]:
+            return None
+        return known.job.spec
 
     def job(self, key: Key) -> api.DDPJob | None:
         """Return the stored job; None if it is gone, was too large to keep, or is unreadable (a reconcile tells)."""
