@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import CheckedJob, Found, rule
-from ddpjob_check.script import Script
+from ddpjob_check.script import FORM_NO_GROUP, Script
 
 _ALONE = ("none", "None", "")
 
@@ -48,7 +47,7 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
     option = None if forming else options.declared.get("launcher")
     # OpenMMLab's scripts have an option --launcher, and form the group in another file.
     is_theirs = option is not None and any(text_in(n) == "pytorch" for n in ast.walk(option.node))
-    if option is not None and is_theirs and options.given(option) in _ALONE:
+    if option is not None and is_theirs and option.given(job.words) in _ALONE:
         yield at(
             option.node,
             "--launcher is none: no group is formed, and each rank trains alone; give the script --launcher pytorch",
@@ -63,19 +62,14 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
 def group_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only in a job with several ranks, if no import of the script could form a group either. Each rank trains its own
     model, and the job succeeds."""
-    imported = set(script.imported.values())
-    brought = {name.split(".")[0] for name in imported}
-    relative = any(isinstance(node, ast.ImportFrom) and node.level for node in script.nodes)
+    imported = script.imported.values()
     asks = script.mentions("distributed") or any("distributed" in name or "parallel" in name for name in imported)
     backwards = script.methods_called("backward") if script.methods_called("step") else []
-    if _has_several(job) and brought <= _FORM_NO_GROUP and backwards and not (relative or asks):
+    if _has_several(job) and script.imports_only(FORM_NO_GROUP - _MAY_FORM_ONE) and backwards and not asks:
         yield at(backwards[0], "nothing in this script forms a process group, so each rank trains alone")
 
 
-_FORM_NO_GROUP = (sys.stdlib_module_names - {"importlib", "multiprocessing", "runpy", "subprocess"}) | set(
-    "datasets matplotlib numpy pandas PIL scipy sklearn tensorboard timm torch torchaudio torchmetrics torchtext "
-    "torchvision tqdm wandb yaml".split()
-)
+_MAY_FORM_ONE = {"ddpjob", "importlib", "multiprocessing", "runpy", "subprocess"}
 
 
 def _has_several(job: CheckedJob) -> bool:

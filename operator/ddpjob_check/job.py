@@ -16,6 +16,7 @@ from ddpjob_core import memory
 from ddpjob_operator.job import api, command, launcher, podspec, shells, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import (
+    claims_devices,
     gpus,
     limits,
     mappings,
@@ -281,9 +282,7 @@ def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
 
 def _gpus(template: Mapping[str, Any]) -> int | None:
     """Return the number of GPUs of a pod; None if resource claims may add some."""
-    resources = (trainer_container(template) or {}).get("resources")
-    claimed = isinstance(resources, Mapping) and resources.get("claims")
-    return None if claimed else gpus(template)
+    return None if claims_devices(template) else gpus(template)
 
 
 def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:

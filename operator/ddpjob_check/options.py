@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -206,14 +206,11 @@ class ScriptOptions:
             if name_of(call.func) in _ABSL and self._is_of_absl(call.func, name_of(call.func)):
                 calls.setdefault(text_in(call.args[0]) if call.args else "", []).append(call)
         once = {name: found[0] for name, found in calls.items() if name and len(found) == 1}
-        read = ((name, self._read(call)) for name, call in once.items() if self._is_plain(call))
-        return {name: option for name, option in read if option is not None}
+        plain = {n: c for n, c in once.items() if all(map(is_main_guard, self._script.enclosing_tests(c)))}
+        return {name: option for name, call in plain.items() if (option := self._read(call)) is not None}
 
     def _is_of_absl(self, node: ast.AST, name: str) -> bool:
         return self._script.full_name(node) in (f"absl.flags.{name}", f"flags.{name}")
-
-    def _is_plain(self, call: ast.Call) -> bool:
-        return all(is_main_guard(test) for test in self._script.enclosing_tests(call))
 
     def _read(self, call: ast.Call) -> Option | None:
         kind = _ABSL.get(name_of(call.func))
@@ -251,11 +248,9 @@ class ScriptOptions:
             return None
         option = self.declared[node.attr]
         of_absl = name_of(getattr(option.node, "func", ast.Pass())) in _ABSL
-        is_read = self._is_flags(node.value) if of_absl else self._is_parsed(node.value)
+        gives = partial(self._is_of_absl, name="FLAGS") if of_absl else self._gives_options
+        is_read = all(isinstance(o, ast.expr) and gives(o) for o in self._script.origins(node.value))
         return option if is_read else None
-
-    def _is_flags(self, base: ast.expr) -> bool:
-        return all(isinstance(o, ast.expr) and self._is_of_absl(o, "FLAGS") for o in self._script.origins(base))
 
     def declaration(self, node: ast.expr) -> Option | None:
         """Return the option that a name or attribute gets its value from, also through other names; else None."""
@@ -280,13 +275,6 @@ class ScriptOptions:
             return option.given(self._words)
         is_other = isinstance(origin, ast.Attribute | ast.Name) and origin is not node
         return self.value(origin, depth + 1) if is_other and isinstance(origin, ast.expr) else UNKNOWN
-
-    def given(self, option: Option) -> Any:
-        """Return the value of an option in this job, or its default."""
-        return option.given(self._words)
-
-    def _is_parsed(self, base: ast.expr) -> bool:
-        return all(isinstance(o, ast.expr) and self._gives_options(o) for o in self._script.origins(base))
 
     def _gives_options(self, value: ast.expr, depth: int = 0) -> bool:
         """True for parser.parse_args(), parser.parse_known_args()[0], and functions of the file that return either."""

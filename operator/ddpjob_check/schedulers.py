@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import CheckedJob, Found, command_line, rule
 from ddpjob_check.script import Script
-from ddpjob_check.starting import is_conditional
+from ddpjob_check.starting import runs_always
 
 # By variable of Slurm or MPI: the corresponding variables of a DDPJob, in a rank and in a pod with one process.
 COUNTERPARTS = {
@@ -32,7 +32,7 @@ def variable_of_other_launcher(script: Script, job: CheckedJob) -> Iterator[Foun
     reads = [node for node in script.nodes if isinstance(node, ast.expr) and script.variable_read(node) in missing]
     for node in sorted(reads, key=lambda node: (node.lineno, node.col_offset)):
         is_item = isinstance(node, ast.Subscript)
-        if (is_item or _is_number(script, node)) and script.on_every_rank(node) and not is_conditional(script, node):
+        if (is_item or _is_number(script, node)) and runs_always(script, node):
             name = script.variable_read(node)
             yield at(
                 node,

@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 import enum
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Set
 from functools import cached_property
 from typing import TypeGuard
 
@@ -35,6 +36,11 @@ _FRAMEWORKS = {
     "lightning", "lightning_fabric", "megatron", "mmengine", "nemo", "pytorch_lightning", "ray",
     "sentence_transformers", "torchtitan", "transformers", "trl", "ultralytics",
 }  # fmt: skip
+# Packages that certainly form no process group, unless their functions for it are called. Others may form one.
+FORM_NO_GROUP = sys.stdlib_module_names | set(
+    "PIL cv2 datasets ddpjob einops matplotlib mlflow numpy pandas requests safetensors scipy sklearn tensorboard "
+    "tensorboardX tiktoken timm torch torchaudio torchmetrics torchtext torchvision tqdm wandb yaml".split()
+)
 _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES"}
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 # A value that is reached through more names is unknown, because names may refer to each other in a cycle.
@@ -91,6 +97,16 @@ class Script(Values):
     def uses_torch(self) -> bool:
         """True if anything of torch is imported."""
         return any(name.split(".")[0] == "torch" for name in self.imported.values())
+
+    @cached_property
+    def has_star_import(self) -> bool:
+        return any(isinstance(n, ast.ImportFrom) and any(a.name == "*" for a in n.names) for n in self.nodes)
+
+    def imports_only(self, packages: Set[str]) -> bool:
+        """True if the script imports these packages alone, and no file of its project."""
+        is_relative = any(isinstance(n, ast.ImportFrom) and n.level for n in self.nodes)
+        tops = {name.split(".")[0] for name in self.imported.values()}
+        return not is_relative and not self.has_star_import and tops <= packages
 
     @cached_property
     def starts(self) -> list[ast.Call]:

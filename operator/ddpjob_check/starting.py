@@ -184,6 +184,11 @@ def spawn_without_gpu(script: Script, job: CheckedJob) -> Iterator[Found]:
             )
 
 
+def runs_always(script: Script, node: ast.AST) -> bool:
+    """True if each rank certainly runs this node."""
+    return script.on_every_rank(node) and not is_conditional(script, node)
+
+
 def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
     """True if a condition may skip a node or a call that leads to it, or if its exception may be handled."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 
 from ddpjob_check.checkpoints import is_module
 from ddpjob_check.gradients import exchanges
-from ddpjob_check.nodes import Function, is_main_guard, is_method, name_of, unmoved
+from ddpjob_check.nodes import is_method, name_of, unmoved
 from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import CheckedJob, Found, rule
-from ddpjob_check.script import DDP, Script
+from ddpjob_check.script import DDP, FORM_NO_GROUP, Script
+from ddpjob_check.starting import runs_always
 
 # A script that uses one of these names may need no DDP: they average gradients, or split the model over ranks.
 _WRAPPERS = {
@@ -66,7 +66,7 @@ def _trained(script: Script, call: ast.Call) -> ast.expr | None:
 def _may_average(script: Script) -> bool:
     """True if this file uses or imports any name that may average gradients."""
     renamed = {name for name, full in script.imported.items() if full.rpartition(".")[2] in _WRAPPERS}
-    if script.mentions(*_WRAPPERS, *renamed) or _has_star_import(script):
+    if script.mentions(*_WRAPPERS, *renamed) or script.has_star_import:
         return True
     return any(exchanges(script, call) for call in script.calls)
 
@@ -92,10 +92,6 @@ def _keeps(script: Script, call: ast.Call) -> bool:
     shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
     of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))
     return shown or of_class or name.startswith(_KEEPS) or name in _BUILTINS
-
-
-def _has_star_import(script: Script) -> bool:
-    return any(isinstance(n, ast.ImportFrom) and any(a.name == "*" for a in n.names) for n in script.nodes)
 
 
 # ---------------------------------------------------------------- the step
@@ -162,12 +158,6 @@ def _leads_to_backward(script: Script, call: ast.Call) -> bool:
 
 # ---------------------------------------------------------------- the group
 
-# Packages that certainly form no process group. Other packages may form one.
-_NO_GROUP = {
-    "PIL", "cv2", "datasets", "ddpjob", "einops", "matplotlib", "mlflow", "numpy", "pandas", "requests", "safetensors",
-    "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchtext",
-    "torchvision", "tqdm", "wandb", "yaml",
-}  # fmt: skip
 _FORMS_A_GROUP = (
     "init_process_group", "init_device_mesh", "init_rpc", "DeviceMesh", "fully_shard", "is_initialized", "is_available",
     "is_torchelastic_launched", "exec", "runpy", "import_module", "__import__",
@@ -179,34 +169,14 @@ _NEEDS_A_GROUP = {DDP, *COLLECTIVES, "torch.distributed.get_rank", "torch.distri
 def init_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """DDP, the collectives and get_rank() need a process group: without init_process_group() they raise “Default
     process group has not been initialized”."""
-    if script.inits or script.uses_a_framework or script.mentions(*_FORMS_A_GROUP) or not _shows_all(script):
+    # Another file of the project may form the group.
+    if script.inits or script.mentions(*_FORMS_A_GROUP) or not script.imports_only(FORM_NO_GROUP):
         return
     for call in script.calls:
-        if script.called(call) in _NEEDS_A_GROUP and _runs_always(script, call):
+        if script.called(call) in _NEEDS_A_GROUP and runs_always(script, call):
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…): this script never forms a process group; call "
                 "torch.distributed.init_process_group(), or ddpjob.init(), first",
             )
             return
-
-
-def _shows_all(script: Script) -> bool:
-    """True if no other file of the project is imported that may form the group."""
-    known = _NO_GROUP | sys.stdlib_module_names
-    relative = any(isinstance(n, ast.ImportFrom) and n.level for n in script.nodes)
-    tops = {full.split(".")[0] for full in script.imported.values()}
-    return not relative and not _has_star_import(script) and tops <= known
-
-
-def _runs_always(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """True if starting the file certainly runs this line: the only condition is `if __name__ == "__main__"`."""
-    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
-        return False
-    if any(isinstance(parent, ast.Try | ast.ClassDef) for _, parent in script.above(node)):
-        return False
-    function = script.function(node)
-    if function is None:
-        return True
-    callers = () if function in seen else script.callers(function)
-    return any(_runs_always(script, c.call, seen | {function}) for c in callers)

@@ -10,7 +10,7 @@ import pytest
 
 from ddpjob_operator.kube import kopf_workarounds
 from ddpjob_operator.plan import plan
-from ddpjob_operator.plan.decide import RULES
+from ddpjob_operator.plan.plan import RULES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/dev/architecture.md").read_text()

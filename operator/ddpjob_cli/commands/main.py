@@ -35,12 +35,8 @@ def cli() -> None:
 _rare = functools.partial(click.option, cls=sections.RareOption)
 
 
-class _Run(script_words.ScriptCommand, sections.Brief):
-    """`ddpjob run`."""
-
-
 @cli.command(
-    cls=_Run,
+    cls=sections.Brief,
     context_settings=script_words.SETTINGS,
     short_help="Run a script or a DDPJob on this machine.",
     epilog="Example: ddpjob run --nproc-per-node 2 train.py --epochs 5",

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ddpjob_cli.commands import script_words
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS = (
@@ -39,8 +41,8 @@ def launcher(about: str, *, rare: bool = True) -> Callable[[F], F]:
     return click.option("--launcher", cls=kind, metavar="NAME", type=names, help=about)
 
 
-class Brief(click.Command):
-    """A command with many options, whose help fits on a screen of 24 lines."""
+class Brief(script_words.ScriptCommand):
+    """A command for scripts with many options, whose help fits on a screen of 24 lines."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options, and name the rare ones in one paragraph."""
@@ -67,8 +69,6 @@ class Sections(click.Group):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from ddpjob_cli.commands import script_words
-
             of_run = [name for param in self.commands["run"].get_params(ctx) for name in param.opts]
             if script_words.spelling(error.option_name) not in of_run:
                 raise
@@ -79,8 +79,6 @@ class Sections(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Explain a file or a launcher that was given in place of a command."""
-        from ddpjob_cli.commands import script_words
-
         is_command = args[0].startswith("-") or self.get_command(ctx, args[0]) is not None
         if not is_command and not ctx.resilient_parsing and (text := script_words.without_command(args)):
             raise click.UsageError(text, ctx)

@@ -26,13 +26,12 @@ STEP_WORK = 200
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
 _FILE_TESTS = frozenset("ls stat file readlink realpath".split())
 _FILTERS = frozenset("grep egrep fgrep zgrep".split())
-_NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pwd touch mkdir shift export unset".split())
+_NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pushd popd pwd touch mkdir shift export unset".split())
 _AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _BECOMES_NEXT = frozenset("exec command builtin nohup time env".split())
 # Matches a word that is itself a shell script: ssh host "cd /app && torchrun train.py".
 _SCRIPT = re.compile(r"\s(?:torchrun|ddprun|python)|(?:torchrun|ddprun|python)[\d.]*\s")
-_DIRECTORY_STACK = ""  # the variable that counts the entries of pushd
 
 _States = list[ShellState]
 _Builtin = Callable[[list[str], shell.Simple, ShellState, bool], _States]
@@ -200,8 +199,7 @@ class _ScriptWalk:
         }  # fmt: skip
         self._builtins: dict[str, _Builtin] = {
             "exit": self._exit, "return": self._exit, "set": _set, "trap": _trap, "wait": _wait, "fg": _wait,
-            "eval": self._eval, "kill": _kill, "setsid": self._setsid, "pushd": _directory_stack,
-            "popd": _directory_stack,
+            "eval": self._eval, "kill": _kill, "setsid": self._setsid,
             **dict.fromkeys(("break", "continue"), lambda words, _n, state, _t: state.ended(leaving=words[0])),
             **dict.fromkeys(("script", "su", "runuser", "flock"), self._command_option),
             **dict.fromkeys(withheld.CARRIERS, self._carrier), "unset": _unset,
@@ -594,13 +592,6 @@ def _kill(words: list[str], _node: shell.Simple, state: ShellState, _tested: boo
         return state.ended(FAILED)
     kills_shell = bool({"$$", "0", "-$$"} & {*words[1:]})
     return [*(state.ended(FAILED, leaving="exit") if kills_shell else []), *state.ended()]
-
-
-def _directory_stack(words: list[str], _node: shell.Simple, state: ShellState, _tested: bool) -> _States:
-    stack = state.variables.get(_DIRECTORY_STACK, "")
-    status = FAILED if words[0] == "popd" and not stack else "0"
-    stack = f"{stack}/" if words[0] == "pushd" else stack[1:]
-    return state.ended(status, variables={**state.variables, _DIRECTORY_STACK: stack})
 
 
 def _with_zero(ends: _States, how: str, at: str) -> _States:

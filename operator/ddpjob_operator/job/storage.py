@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ddpjob_operator.job import api, bounds, reasons
+from ddpjob_operator.job.podspec import mapping
 from ddpjob_operator.job.status import TERMINAL
 
 Key = tuple[str, str]
@@ -70,7 +71,7 @@ def is_cut(raw: Raw) -> bool:
 
 def has_begun(raw: Raw) -> bool:
     """True if an attempt is running, or will start without a user's action."""
-    status = _mapping(raw.get("status"))
+    status = mapping(raw, "status")
     attempt = status.get("attempt")
     return not _is_left_alone(raw) and status.get("state") in BEGUN and isinstance(attempt, int) and attempt > 0
 
@@ -84,7 +85,7 @@ def would_begin(job: api.DDPJob) -> bool:
 
 def cut(raw: Raw, whole: int) -> dict[str, Any]:
     """Return a job with only the few fields that a cut job keeps. whole: size of the complete job."""
-    metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
+    metadata, spec, status = (mapping(raw, part) for part in ("metadata", "spec", "status"))
     return {
         "metadata": _kept(metadata, KEPT_OF_METADATA),
         "spec": _kept(spec, KEPT_OF_SPEC),
@@ -100,7 +101,7 @@ def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime
     forever = bounds.TIME_LAST
     if _is_left_alone(raw):
         return forever
-    metadata, spec, status = (_mapping(raw.get(part)) for part in ("metadata", "spec", "status"))
+    metadata, spec, status = (mapping(raw, part) for part in ("metadata", "spec", "status"))
     if has_objects or status.get("observedGeneration") != metadata.get("generation"):
         return None
     if status.get("state") == "Suspended" and status.get("reason") == reasons.SUSPENDED.name:
@@ -122,9 +123,9 @@ def rests(raw: Raw) -> bool:
 
 def waits_for_room(raw: Raw) -> bool:
     """True if the job's status says that it waits for room in memory, and its spec has not changed since."""
-    metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
+    metadata, status = mapping(raw, "metadata"), mapping(raw, "status")
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
-    is_suspended = _mapping(raw.get("spec")).get("suspend") is True
+    is_suspended = mapping(raw, "spec").get("suspend") is True
     return is_told and not is_suspended and status.get("observedGeneration") == metadata.get("generation")
 
 
@@ -250,8 +251,8 @@ def _mib(size: int) -> str:
 
 def _is_left_alone(raw: Raw) -> bool:
     """True if the job is being deleted, or another controller manages it."""
-    by_another = _mapping(raw.get("spec")).get("managedBy")
-    return bool(by_another) or bool(_mapping(raw.get("metadata")).get("deletionTimestamp"))
+    by_another = mapping(raw, "spec").get("managedBy")
+    return bool(by_another) or bool(mapping(raw, "metadata").get("deletionTimestamp"))
 
 
 def _kept(given: Raw, names: tuple[str, ...]) -> dict[str, Any]:
@@ -263,7 +264,3 @@ def _is_short(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= _VALUE_MAX
     return isinstance(value, int | float | None) or len(msgspec.json.encode(value)) <= _VALUE_MAX
-
-
-def _mapping(value: object) -> Raw:
-    return value if isinstance(value, Mapping) else {}

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from ddpjob_operator.job import api, storage, validation
+from ddpjob_operator.job import api, storage
 from ddpjob_operator.kube.api import access, reading, served_crd
 from ddpjob_operator.kube.api.client import Client, collection
 from ddpjob_operator.kube.api.in_flight import InFlight
@@ -268,12 +268,7 @@ class Operator:
     def leader_of(self, sender: Sender) -> dict[str, Any] | None:
         """Return the stored leader of the sender's job; None if its pod is not running."""
         key = (sender.namespace, sender.job)
-        raw = self.caches.jobs.get(key)
-        if raw is None or storage.is_cut(raw):
-            return None
-        try:
-            job, _ = self.states.parse(key, raw)
-        except validation.UnreadableJobError:
+        if (job := self.states.job(key)) is None:
             return None
         self.states.of(key, job.metadata.uid).agents_ask = True
         entry = self.caches.pods.entry(key[0], leadership.pod_name(job))
@@ -401,13 +396,10 @@ class Operator:
 
     def _waits_for_gang(self, key: Key) -> bool:
         """True if the job needs a gang API whose first list is missing. Jobs without a gang API do not wait."""
-        gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
-        if raw is None or storage.is_cut(raw) or all(gang.is_ready(key[0]) for gang in gangs.values()):
+        gangs = self.caches.gangs
+        if all(gang.is_ready(key[0]) for gang in gangs.values()) or (job := self.states.job(key)) is None:
             return False
-        try:
-            return waits_for(self.states.parse(key, raw)[0], gangs)
-        except validation.UnreadableJobError:
-            return False  # the reconcile reports the error
+        return waits_for(job, gangs)
 
     def _others_changed(self, namespaces: Set[str]) -> None:
         # Forget reports of another release's jobs: they would look like a stall if this release handles the job again.

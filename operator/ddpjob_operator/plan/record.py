@@ -9,12 +9,15 @@ from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX, NamedFinding, trained_alone
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, ranges, reasons
+from ddpjob_operator.job import api, bounds, ranges, reasons
+from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.observed import stall
-from ddpjob_operator.plan import agent_restarts, late_nodes, leadership, state_in_memory, transitions
+from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.plan import agent_restarts, late_nodes, leadership, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
+_MIB = 1 << 20
 # Reasons that occur only after all pods of the attempt were created.
 _ALL_PODS_WERE_MADE = (
     reasons.UNSCHEDULABLE.name,
@@ -31,7 +34,7 @@ def record(view: View, status: api.Status) -> api.Status:
     """Return the status with started and completed nodes, progress, and the restarts that agents counted."""
     report = view.seen.reports.get(0)
     status = leadership.with_present(view, _with_findings(_with_nodes(view, status), view))
-    not_kept = state_in_memory.why_not(view, status)
+    not_kept = _not_kept(view, status)
     idle_since = stall.idle_since(view.trackers, view.spec.stall, view.now)
     status = transitions.with_idle(transitions.with_progress(status, report, not_kept), idle_since)
     # An attempt that begins in this reconcile has no agent yet.
@@ -104,3 +107,42 @@ def _with_the_group(view: View, status: api.Status, started: set[int], completed
         return started  # a pod may be missing because the operator stopped before creating it
     # All pods have existed, so a missing pod has run. A new pod with the same number would wait in vain for the others.
     return started | (set(view.spec.members) - set(view.pods))
+
+
+def _not_kept(view: View, status: api.Status) -> str:
+    """Return why state is not kept in memory, in which pods, and which limit to raise; "" if no rank reports that."""
+    lacking = _lacking(view, status)
+    if not lacking:
+        return ""
+    first = lacking[0]
+    why = f"{_where(view, status, lacking)}{first.not_kept}"
+    needed = max((one.limit_needed for one in lacking if one.limit_needed is not None), default=None)
+    if first.limit_needed is None or needed is None:
+        return why[: bounds.ADVICE_MAX]
+    facts = view.spec.facts
+    path = facts.trainer_path if facts.trainer else ("trainer",)
+    field = dotted((*path, "resources", "limits", "memory"))
+    return f"{why}; set {field} to {-(-needed // _MIB)}Mi or more"[: bounds.ADVICE_MAX]
+
+
+def _lacking(view: View, status: api.Status) -> list[Report]:
+    """Return the reports with `not_kept`, by rank. Reports of generations before rank 0's do not count."""
+    zero = view.seen.reports.get(0)
+    if zero is None:
+        return []
+    return [
+        report
+        for _, report in sorted(view.seen.reports.items())
+        if report.not_kept
+        and report.attempt in (0, status.attempt)
+        and report.generation == zero.generation
+        and view.spec.members.place(report.node_rank) is not None
+    ]
+
+
+def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
+    places = sorted({place for one in lacking if (place := view.spec.members.place(one.node_rank)) is not None})
+    if len(view.spec.members) == 1:
+        return ""
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"in pod {naming.present_pod_name(view.job, status, places[0])}{more}: "

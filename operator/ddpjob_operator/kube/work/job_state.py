@@ -251,14 +251,20 @@ class JobStates:
         None if it was never readable, was too large to keep (job/storage.py), or there is no job. A spec that has
         become unreadable stays as last parsed.
         """
-        raw = self._jobs.get(key)
-        if raw is None:
+        if (job := self.job(key)) is not None:
+            return job.spec
+        raw, known = self._jobs.get(key), self._parsed.get(key)
+        if raw is None or known is None or known.job.metadata.uid != raw["metadata"]["uid"]:
             return None
-        if not storage.is_cut(raw):
-            with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports the error
-                return self.parse(key, raw)[0].spec
-        known = self._parsed.get(key)
-        return None if known is None or known.job.metadata.uid != raw["metadata"]["uid"] else known.job.spec
+        return known.job.spec
+
+    def job(self, key: Key) -> api.DDPJob | None:
+        """Return the stored job; None if it is gone, was too large to keep, or is unreadable (a reconcile tells)."""
+        raw = self._jobs.get(key)
+        if raw is not None and not storage.is_cut(raw):
+            with contextlib.suppress(validation.UnreadableJobError):
+                return self.parse(key, raw)[0]
+        return None
 
     def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
         """Parse a stored job once, and its spec once per generation. Raise UnreadableJobError."""

@@ -175,12 +175,7 @@ class Reconciler:
 
     def _is_large(self, key: Key) -> bool:
         """True if a plan of the job takes too long for the event loop."""
-        raw = self.caches.jobs.get(key)
-        if raw is None or storage.is_cut(raw):
-            return False
-        try:
-            job, _ = self.states.parse(key, raw)
-        except validation.UnreadableJobError:
+        if (job := self.states.job(key)) is None:
             return False
         state = self.states.of(key, job.metadata.uid)
         return is_large(job, len(self.caches.pods.of(key)) + len(state.deleted_pods), len(state.reports))
