@@ -14,6 +14,7 @@ from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import Script
+from ddpjob_check.wrapping import NO_GROUP, imports_only
 
 _ALONE = ("none", "None", "")
 
@@ -63,19 +64,15 @@ def group_needs_option(script: Script, job: CheckedJob) -> Iterator[Found]:
 def group_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """Only in a job with several ranks, if no import of the script could form a group either. Each rank trains its own
     model, and the job succeeds."""
-    imported = set(script.imported.values())
-    brought = {name.split(".")[0] for name in imported}
-    relative = any(isinstance(node, ast.ImportFrom) and node.level for node in script.nodes)
+    imported = script.imported.values()
     asks = script.mentions("distributed") or any("distributed" in name or "parallel" in name for name in imported)
     backwards = script.methods_called("backward") if script.methods_called("step") else []
-    if _has_several(job) and brought <= _FORM_NO_GROUP and backwards and not (relative or asks):
+    if _has_several(job) and backwards and not asks and imports_only(script, _FORM_NO_GROUP):
         yield at(backwards[0], "nothing in this script forms a process group, so each rank trains alone")
 
 
-_FORM_NO_GROUP = (sys.stdlib_module_names - {"importlib", "multiprocessing", "runpy", "subprocess"}) | set(
-    "datasets matplotlib numpy pandas PIL scipy sklearn tensorboard timm torch torchaudio torchmetrics torchtext "
-    "torchvision tqdm wandb yaml".split()
-)
+_MAY_FORM_ONE = set("ddpjob importlib multiprocessing runpy subprocess".split())
+_FORM_NO_GROUP = (NO_GROUP | sys.stdlib_module_names) - _MAY_FORM_ONE
 
 
 def _has_several(job: CheckedJob) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ddpjob_check.groups import backends
 from ddpjob_check.nodes import bindings_in, is_main_guard, is_true, name_of, text_in
-from ddpjob_check.options import UNKNOWN
+from ddpjob_check.options import UNKNOWN, literal
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import CheckedJob, Found, Severity, command_line, rule
@@ -161,7 +160,7 @@ def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
     option = _option_that_alone_says_it(script)
     if option is None or (_NEW in _names(option) and _launch_passes_it(job)):
         return
-    default = _default(script, option)
+    default = literal(script.argument(option, "default"))
     severity: Severity = "error"
     hides_others = any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
     if default_means_alone(script):
@@ -187,7 +186,7 @@ def local_rank_not_passed(script: Script, job: CheckedJob) -> Iterator[Found]:
 def default_means_alone(script: Script) -> ast.Call | None:
     """Return the option for the local rank if the script, without it, certainly forms no group but still trains."""
     option = _option_that_alone_says_it(script)
-    default = None if option is None else _default(script, option)
+    default = None if option is None else literal(script.argument(option, "default"))
     if default not in (None, -1):
         return None
     alone = Paths(script, lambda node: default if _is_local_rank(script, node) else UNKNOWN)
@@ -214,14 +213,6 @@ def _option_that_alone_says_it(script: Script) -> ast.Call | None:
     ):
         return None
     return None if is_true(script.argument(options[0], "required")) or _is_set(script) else options[0]
-
-
-def _default(script: Script, option: ast.Call) -> Any:
-    """Return the default as written; NotImplemented if it is not a literal."""
-    try:
-        return ast.literal_eval(script.argument(option, "default") or ast.Constant(None))
-    except ValueError:
-        return NotImplemented
 
 
 def _is_local_rank(script: Script, node: ast.expr) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ddpjob_check.checkpoints import is_module
 from ddpjob_check.gradients import exchanges
@@ -163,10 +163,10 @@ def _leads_to_backward(script: Script, call: ast.Call) -> bool:
 # ---------------------------------------------------------------- the group
 
 # Packages that certainly form no process group. Other packages may form one.
-_NO_GROUP = {
+NO_GROUP = {
     "PIL", "cv2", "datasets", "ddpjob", "einops", "matplotlib", "mlflow", "numpy", "pandas", "requests", "safetensors",
-    "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchtext",
-    "torchvision", "tqdm", "wandb", "yaml",
+    "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchmetrics",
+    "torchtext", "torchvision", "tqdm", "wandb", "yaml",
 }  # fmt: skip
 _FORMS_A_GROUP = (
     "init_process_group", "init_device_mesh", "init_rpc", "DeviceMesh", "fully_shard", "is_initialized", "is_available",
@@ -179,7 +179,9 @@ _NEEDS_A_GROUP = {DDP, *COLLECTIVES, "torch.distributed.get_rank", "torch.distri
 def init_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
     """DDP, the collectives and get_rank() need a process group: without init_process_group() they raise “Default
     process group has not been initialized”."""
-    if script.inits or script.uses_a_framework or script.mentions(*_FORMS_A_GROUP) or not _shows_all(script):
+    if script.inits or script.uses_a_framework or script.mentions(*_FORMS_A_GROUP):
+        return
+    if _has_star_import(script) or not imports_only(script, NO_GROUP | sys.stdlib_module_names):
         return
     for call in script.calls:
         if script.called(call) in _NEEDS_A_GROUP and _runs_always(script, call):
@@ -191,12 +193,10 @@ def init_missing(script: Script, job: CheckedJob) -> Iterator[Found]:
             return
 
 
-def _shows_all(script: Script) -> bool:
-    """True if no other file of the project is imported that may form the group."""
-    known = _NO_GROUP | sys.stdlib_module_names
+def imports_only(script: Script, packages: Collection[str]) -> bool:
+    """True if the script imports only from these packages, and no other file of the project."""
     relative = any(isinstance(n, ast.ImportFrom) and n.level for n in script.nodes)
-    tops = {full.split(".")[0] for full in script.imported.values()}
-    return not relative and not _has_star_import(script) and tops <= known
+    return not relative and {full.split(".")[0] for full in script.imported.values()} <= set(packages)
 
 
 def _runs_always(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
