@@ -97,7 +97,7 @@ class StacksQuestion:
         pid = beat.pid if os.path.exists(f"/proc/{beat.pid}") and beat.pid else self._agent.node.pid(local_rank)
         if answer is not None:
             return RankStack(rank, pid, beat.step, answer)
-        state = state_of(pid)
+        state = "".join(processes.stat(pid)[:1])
         if state in ("T", "t"):
             return RankStack(rank, pid, beat.step, state=STATES[state])
         if not beat.pid:
@@ -126,15 +126,6 @@ class StacksQuestion:
 
 def _py_spy(program: str, pids: list[int]) -> bytes:
     return json.dumps({pid: py_spy.stack(program, pid) for pid in pids}).encode()
-
-
-def state_of(pid: int) -> str:
-    """Return the letter of a process's state in /proc; "" if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return ""
 
 
 def write_stacks(pid: int) -> bool:
