@@ -23,8 +23,8 @@ from ddprun.wire import Link, Refused, job_key
 
 if TYPE_CHECKING:
     from ddprun.agent import Agent
+    from ddprun.core.deadlock import Position
     from ddprun.core.stall_monitor import StallReport
-    from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
 WAITS_BYTES_MAX = 1 << 15  # half of a line's limit; a longer answer omits what ranks wait in, so no deadlock is found
