@@ -296,12 +296,9 @@ def _level_after(script: Script, text: str, before: list[ast.Assign], here: list
 
 def _level_given(script: Script, function: Function, name: str, depth: int) -> str:
     """Return "wrapped" or "plain" for a parameter, if all callers pass the same kind of model; else ""."""
-    names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
     levels = set()
     for caller in script.callers(function):
-        position = names.index(name) if name in names else None
-        is_bound = isinstance(caller.call.func, ast.Attribute) and names[:1] == ["self"]
-        given = script.argument(caller.call, name, None if position is None else position - is_bound)
+        given = script.passed(caller.call, function, name)
         levels.add("" if caller.starts_process else _level(script, given, caller.call, depth + 1))
     return levels.pop() if len(levels) == 1 else ""
 

@@ -154,19 +154,10 @@ def _forward(script: Script, call: ast.Call) -> str | None:
         return script.text_of(call.func)
     for function in script.functions_called(call):
         for inner in script.calls_in(function):
-            given = _given(script, call, function, inner.func)
+            given = script.passed(call, function, name_of(inner.func)) if isinstance(inner.func, ast.Name) else None
             if _broadcasts(script, inner.func if given is None else given):
                 return script.text_of(inner.func if given is None else given)
     return None
-
-
-def _given(script: Script, call: ast.Call, function: Function, name: ast.expr) -> ast.expr | None:
-    """Return the argument that this call passes for a parameter; None if `name` is not one of the function's."""
-    names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
-    if not isinstance(name, ast.Name) or name.id not in names:
-        return None
-    is_method = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
-    return script.argument(call, name.id, names.index(name.id) - is_method)
 
 
 def _broadcasts(script: Script, model: ast.expr) -> bool:

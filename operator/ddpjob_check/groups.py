@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
+from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, text_in, words_of
 from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import goes_on, is_otherwise
@@ -236,7 +236,7 @@ def _prefix(node: ast.AST) -> str:
         return _prefix(node.left)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         return _prefix(node.func.value)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return text_in(node)
 
 
 # ---------------------------------------------------------------- backends
@@ -437,4 +437,4 @@ def _text(node: ast.AST) -> str:
     """Return the text of a string or f-string, with {} for computed parts; "" for any other node."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) or "{}" for part in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return text_in(node)

@@ -42,110 +42,51 @@ class YamlRule:
     why: str
 
 
-YAML_RULES = (
-    YamlRule(
-        "image-missing",
-        "warning",
-        "A container without an image. A local run uses none, but a cluster refuses the job. Add `image`.",
-    ),
-    YamlRule(
-        "unknown-field",
-        "warning",
-        "A field of the pod template that the API does not have and that resembles none of its fields. An API server "
-        "refuses it, unless it is newer than the list of fields in this version. Correct or remove it. A field that "
-        "resembles a known one is a typo: an error.",
-    ),
-    YamlRule(
-        "memory-limit-too-small",
-        "warning",
-        "With `--parameters`: the memory limit of the pod is too small for the state that ddprun keeps in memory, so a "
-        "killed rank costs the steps since the last save ([memory.md](memory.md#what-it-costs)). Raise the limit.",
-    ),
-    YamlRule(
-        "script-missing",
-        "error",
-        "The command ends after its launcher, so nothing starts: `[torchrun]`, `[sh, -c, torchrun, train.py]`. Add the "
-        "script, or leave the shell out.",
-    ),
-    YamlRule(
-        "words-in-one",
-        "error",
-        "`command: [torchrun train.py]` or `[torchrun, train.py --lr 0.1]`: no shell splits the words, so this is one "
-        "program, or one file, with a space in its name. Write one word per entry: `[torchrun, train.py]`.",
-    ),
-    YamlRule(
-        "variable-keeps-nodes-apart",
-        "error",
-        "With several nodes: the program reads a variable for which `env` gives all nodes the same value, but it must "
-        "differ (`RANK`, `NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or a number that is not the job's "
-        "(`WORLD_SIZE`, `PET_NNODES`). So no common group forms. Remove it, or use a value that differs on each node, "
-        "such as `$(NODE_RANK)`. A local run accepts `localhost`.",
-    ),
-    YamlRule(
-        "variable-of-ranks",
-        "error",
-        "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes per node these "
-        "are variables of the ranks, which torchrun sets when it starts them. Use `$NNODES` and `$NODE_RANK`.",
-    ),
-    YamlRule(
-        "variable-of-ranks-unset",
-        "warning",
-        "A shell reads `$RANK` with several processes per node, but only the ranks have it, so `tee log_$RANK` writes "
-        "one file for all nodes. Use `$NODE_RANK`, or read it in each rank: `torchrun --no-python sh -c '…'`. In an "
-        "option of the launcher the rule is `variable-of-ranks`.",
-    ),
-    YamlRule(
-        "variable-of-other-launcher-unset",
-        "warning",
-        "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty, because neither starts the "
-        "job. Use the job's variables. In an option of a launcher that needs a value, or as a rank of the script, the "
-        "rule is `variable-of-other-launcher`.",
-    ),
-    YamlRule(
-        "not-expanded",
-        "warning",
-        "`$DATA`, `$(date)`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets this "
-        "text. Write `$(DATA)`, which Kubernetes replaces by a value of `env`, or start a shell: `[sh, -c, …]`.",
-    ),
-    YamlRule(
-        "argument-taken-by-launcher",
-        "warning",
-        "`torchrun train.py --log 5`: argparse before Python 3.12.8 takes `--log` for an abbreviation of torchrun's "
-        "`--log-dir` and `--logs-specs`, and fails with “ambiguous option”. Write `--` before the script's arguments: "
-        "`torchrun train.py -- --log 5`.",
-    ),
-    YamlRule(
-        "rendezvous-overridden",
-        "warning",
-        "`env` sets another variable of the rendezvous, which replaces the job's. The job has an Event for it. Remove "
-        "the variable unless this is intended.",
-    ),
-    YamlRule(
-        "exit-code-lost",
-        "warning",
-        "A shell script ends with 0 although its launcher, or a file such as train.sh, failed, so the job counts as "
-        "done: `torchrun train.py | tee log`, `|| true`, `; echo done`, `&`, `trap 'exit 0' EXIT`. The message has the "
-        "fix ([failures.md](failures.md#when-the-exit-code-is-lost)).",
-    ),
-    YamlRule(
-        "pipefail-in-sh",
-        "warning",
-        "`sh -c 'set -o pipefail; …'`: if sh is dash (Debian, Ubuntu), it does not know this option and exits at once. "
-        "Use bash.",
-    ),
-    YamlRule(
-        "shell-keeps-signals",
-        "warning",
-        "A shell that waits for its launcher does not forward SIGTERM, so a drain or a stop saves nothing: "
-        "`torchrun train.py; echo done`, and `sh -c 'torchrun train.py'` if sh is dash (Debian, Ubuntu). End the "
-        "script with `exec torchrun train.py`. A trap works as well if it then waits until the launcher has ended.",
-    ),
-    YamlRule(
-        "launcher-option",
-        "warning",
-        "The launcher, or one of its options, has a side effect in a DDPJob, or a program in front of it withholds the "
-        "job's variables (`sudo`, `env -i`, `su -`, `ssh`). The message and an Event of the job name it.",
-    ),
+_YAML_RULES = """
+warning image-missing: A container without an image. A local run uses none, but a cluster refuses the job. Add `image`.
+warning unknown-field: A field of the pod template that the API does not have and that resembles none of its fields. An
+  API server refuses it, unless it is newer than the list of fields in this version. Correct or remove it. A field that
+  resembles a known one is a typo: an error.
+warning memory-limit-too-small: With `--parameters`: the memory limit of the pod is too small for the state that ddprun
+  keeps in memory, so a killed rank costs the steps since the last save ([memory.md](memory.md#what-it-costs)). Raise
+  the limit.
+error script-missing: The command ends after its launcher, so nothing starts: `[torchrun]`, `[sh, -c, torchrun,
+  train.py]`. Add the script, or leave the shell out.
+error words-in-one: `command: [torchrun train.py]` or `[torchrun, train.py --lr 0.1]`: no shell splits the words, so
+  this is one program, or one file, with a space in its name. Write one word per entry: `[torchrun, train.py]`.
+error variable-keeps-nodes-apart: With several nodes: the program reads a variable for which `env` gives all nodes the
+  same value, but it must differ (`RANK`, `NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or a number that is
+  not the job's (`WORLD_SIZE`, `PET_NNODES`). So no common group forms. Remove it, or use a value that differs on each
+  node, such as `$(NODE_RANK)`. A local run accepts `localhost`.
+error variable-of-ranks: `torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes
+  per node these are variables of the ranks, which torchrun sets when it starts them. Use `$NNODES` and `$NODE_RANK`.
+warning variable-of-ranks-unset: A shell reads `$RANK` with several processes per node, but only the ranks have it, so
+  `tee log_$RANK` writes one file for all nodes. Use `$NODE_RANK`, or read it in each rank: `torchrun --no-python sh -c
+  '…'`. In an option of the launcher the rule is `variable-of-ranks`.
+warning variable-of-other-launcher-unset: A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is
+  empty, because neither starts the job. Use the job's variables. In an option of a launcher that needs a value, or as a
+  rank of the script, the rule is `variable-of-other-launcher`.
+warning not-expanded: `$DATA`, `$(date)`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program
+  gets this text. Write `$(DATA)`, which Kubernetes replaces by a value of `env`, or start a shell: `[sh, -c, …]`.
+warning argument-taken-by-launcher: `torchrun train.py --log 5`: argparse before Python 3.12.8 takes `--log` for an
+  abbreviation of torchrun's `--log-dir` and `--logs-specs`, and fails with “ambiguous option”. Write `--` before the
+  script's arguments: `torchrun train.py -- --log 5`.
+warning rendezvous-overridden: `env` sets another variable of the rendezvous, which replaces the job's. The job has an
+  Event for it. Remove the variable unless this is intended.
+warning exit-code-lost: A shell script ends with 0 although its launcher, or a file such as train.sh, failed, so the job
+  counts as done: `torchrun train.py | tee log`, `|| true`, `; echo done`, `&`, `trap 'exit 0' EXIT`. The message has
+  the fix ([failures.md](failures.md#when-the-exit-code-is-lost)).
+warning pipefail-in-sh: `sh -c 'set -o pipefail; …'`: if sh is dash (Debian, Ubuntu), it does not know this option and
+  exits at once. Use bash.
+warning shell-keeps-signals: A shell that waits for its launcher does not forward SIGTERM, so a drain or a stop saves
+  nothing: `torchrun train.py; echo done`, and `sh -c 'torchrun train.py'` if sh is dash (Debian, Ubuntu). End the
+  script with `exec torchrun train.py`. A trap works as well if it then waits until the launcher has ended.
+warning launcher-option: The launcher, or one of its options, has a side effect in a DDPJob, or a program in front of it
+  withholds the job's variables (`sudo`, `env -i`, `su -`, `ssh`). The message and an Event of the job name it.
+"""
+YAML_RULES = tuple(
+    YamlRule(name, severity, " ".join(why.split()))
+    for severity, name, why in re.findall(r"^(\w+) ([\w-]+): (.*(?:\n  .*)*)", _YAML_RULES, re.MULTILINE)
 )
 _EVERYWHERE = {
     "argument-taken-by-launcher", "not-expanded", "variable-of-ranks-unset", "variable-of-other-launcher-unset",

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of
+from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of, text_in
 from ddpjob_check.reached import is_otherwise
 from ddpjob_check.rule import CheckedJob, Found, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
@@ -109,7 +109,7 @@ def _index(device: ast.expr) -> ast.expr:
 
 
 def _is_cuda(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:")
+    return text_in(node).startswith("cuda:")
 
 
 @rule("warning", wrong="model.cuda()", right='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\nmodel.cuda()')

@@ -236,6 +236,12 @@ class Values:
             return None
         return call.args[position] if position < len(call.args) else None
 
+    def passed(self, call: ast.Call, function: Function, name: str) -> ast.expr | None:
+        """Return the argument that a call passes for a parameter of a function of this file; None if it passes none."""
+        names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
+        is_bound = isinstance(call.func, ast.Attribute) and names[:1] in (["self"], ["cls"])
+        return self.argument(call, name, names.index(name) - is_bound if name in names else None)
+
     def _item(self, mapping: ast.expr, name: str) -> ast.expr | None:
         """Return the item with this name in `**mapping`, if the dict is a literal that is never changed."""
         if not self._is_complete or dotted(mapping) in self.containers_changed:

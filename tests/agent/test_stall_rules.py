@@ -8,10 +8,9 @@ from leads import failure, start, taken
 from ddpjob_core.budget import Budget
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
-from ddprun.core.deadlock import Call, GroupCalls, Waits
+from ddprun.core.deadlock import Call, GroupCalls, Position, Waits
 from ddprun.core.leader_state import ANSWER_SECONDS, Ask, EndOrder, LeaderState, Over, StartOrder, Stop
 from ddprun.core.stall_monitor import BY_STEPS, NOTHING, StallReport
-from ddprun.core.stall_rules import Position
 
 T0 = 7.25
 STANDS, GETS_ON = StallReport(BY_STEPS, True, 300.0, "train"), StallReport(BY_STEPS, False, 2.0, "train")

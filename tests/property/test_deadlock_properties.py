@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddprun.core.deadlock import Call, GroupCalls, Standing, Waits, conflict, find, waits_of, written
+from ddprun.core.deadlock import Call, GroupCalls, Position, Waits, conflict, sentence, waits_of, written
 
 RECENT = 6
 EXAMPLES = 100
@@ -109,24 +109,25 @@ class World:
             call.done = True
         return True
 
-    def standings(self) -> list[Standing]:
-        return [self._standing(number, rank) for number, rank in enumerate(self.ranks)]
+    def positions(self) -> dict[int, Position]:
+        return {number: self._position(number, rank) for number, rank in enumerate(self.ranks)}
 
-    def _standing(self, number: int, rank: Rank) -> Standing:
+    def _position(self, number: int, rank: Rank) -> Position:
         if rank.has_ended:
-            return Standing(number, None, ended_after=len(rank.begun.get("0", [])))
+            return Position(number, ended_after=len(rank.begun.get("0", [])))
         if rank.how not in ("sync", "backward") or rank.can_run:
-            return Standing(number, None)
+            return Position(number)
         groups = []
         for name, members in self.groups.items():
             if number in members:
                 calls = rank.begun.get(name, [])
                 if any(not call.done for call in calls[:-RECENT]):
-                    return Standing(number, None)
+                    return Position(number)
                 groups.append(
                     GroupCalls(name, () if name == "0" else members, len(calls), tuple(map(told, calls[-RECENT:])))
                 )
-        return Standing(number, Waits(rank.how, len(self.ranks), tuple(groups)), f"train.py:{rank.at} in step")
+        waits = Waits(rank.how, len(self.ranks), tuple(groups))
+        return Position(number, waits=waits, where=f"train.py:{rank.at} in step")
 
 
 def told(begun: Begun) -> Call:
@@ -194,7 +195,7 @@ def test_a_program_that_can_complete_is_never_called_deadlocked(world: World, se
         return
     chance = random.Random(seed)
     while True:
-        assert find(world.standings()) == ""
+        assert conflict(world.positions()) is None
         if not world.step(chance):
             return
 
@@ -205,7 +206,7 @@ def test_ranks_that_are_called_deadlocked_never_make_progress(world: World, seed
     """Even if the program cannot complete, each reported collective must already be blocked, and stay blocked."""
     chance = random.Random(seed)
     while world.step(chance):
-        found = conflict(world.standings())
+        found = conflict(world.positions())
         if found is not None:
             (stuck,) = [c for c in world.ranks[found.rank].begun[found.group.name] if c.number == found.call.number]
             while world.step(chance):
@@ -229,7 +230,9 @@ def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(
     ended = [rank.has_ended for rank in world.ranks]
     if all(ended) or (any(ended) and of_subgroups):
         return
-    text = find(world.standings())
+    found = conflict(world.positions())
+    assert found is not None
+    text = sentence(found, world.positions())
     assert text.startswith("is deadlocked: rank ")
     assert "train.py:" in text
 
@@ -238,5 +241,5 @@ def test_a_program_that_cannot_complete_is_called_deadlocked_once_nothing_moves(
 def test_the_collective_that_a_rank_waits_in_survives_the_transfer_between_agents(world: World, seed: int) -> None:
     chance = random.Random(seed)
     while world.step(chance):
-        for standing in world.standings():
-            assert waits_of(written(standing.waits)) == standing.waits
+        for position in world.positions().values():
+            assert waits_of(written(position.waits)) == position.waits

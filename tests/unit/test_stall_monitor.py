@@ -11,6 +11,7 @@ from ddpjob.reporting.watchdog import calls, last_collective, table, waited_in, 
 from ddpjob_core import heartbeat, stall_limits
 from ddpjob_core.failures import Failure
 from ddprun.core import stall_monitor, stall_rules
+from ddprun.core.deadlock import Position
 from ddprun.core.stall_monitor import (
     BY_COLLECTIVES,
     BY_START,
@@ -20,7 +21,7 @@ from ddprun.core.stall_monitor import (
     HeartbeatTracker,
     StallReport,
 )
-from ddprun.core.stall_rules import Position, Standstill, failure, kept_waiting
+from ddprun.core.stall_rules import Standstill, failure, kept_waiting
 from ddprun.heartbeats import Heartbeats
 from ddprun.watch_ranks import position
 

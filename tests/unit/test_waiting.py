@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ddpjob.reporting import waiting
 from ddprun.core import deadlock
-from ddprun.core.deadlock import Call, GroupCalls, Standing, Waits
-from ddprun.core.stall_rules import Position, failure
+from ddprun.core.deadlock import Call, GroupCalls, Position, Waits
+from ddprun.core.stall_rules import failure
 from ddprun.watch_ranks import waiting as position_of_answer
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
@@ -132,16 +132,22 @@ def test_a_malformed_answer_gives_nothing(written: Any) -> None:
 # ---- sentences ---------------------------------------------------------------------------------------------------
 
 
-def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync") -> Standing:
+def stands(rank: int, *calls: Call, begun: int | None = None, how: str = "sync") -> Position:
     newest = calls[-1].number if begun is None else begun
-    return Standing(rank, Waits(how, 2, (GroupCalls("0", (), newest, calls),)), f"train.py:{10 + rank} in step")
+    waits = Waits(how, 2, (GroupCalls("0", (), newest, calls),))
+    return Position(rank, waits=waits, where=f"train.py:{10 + rank} in step")
+
+
+def deadlocked(*positions: Position) -> str:
+    ranks = {position.rank: position for position in positions}
+    return "" if (found := deadlock.conflict(ranks)) is None else deadlock.sentence(found, ranks)
 
 
 def test_the_operation_of_a_rank_in_the_collective_that_another_waits_in_is_named() -> None:
     """If rank 0 was in a broadcast with the number of rank 1's all_reduce, both operations must be named."""
     gone_on = stands(0, Call(5, "broadcast", "[4] float32", 16, True), Call(6, "barrier", size=0))
     left = stands(1, Call(5, "all_reduce", "[4] float32", 16))
-    assert deadlock.find([gone_on, left]) == (
+    assert deadlocked(gone_on, left) == (
         "is deadlocked: rank 1 waits in all_reduce [4] float32 (collective 5, train.py:11 in step), rank 0 was in "
         "broadcast [4] float32 (collective 5): these never meet"
     )
@@ -149,17 +155,17 @@ def test_the_operation_of_a_rank_in_the_collective_that_another_waits_in_is_name
 
 def test_a_rank_that_ended_without_the_collective_is_named() -> None:
     waits = stands(0, Call(5, "barrier", size=0))
-    assert deadlock.find([waits, Standing(1, None, ended_after=4)]) == (
+    assert deadlocked(waits, Position(1, ended_after=4)) == (
         "is deadlocked: rank 0 waits in barrier (collective 5, train.py:10 in step), and rank 1 has ended without it"
     )
-    assert deadlock.find([waits, Standing(1, None, ended_after=5)]) == "", "it may have been there"
-    assert deadlock.find([waits, Standing(1, None)]) == "", "it may still come"
+    assert deadlocked(waits, Position(1, ended_after=5)) == "", "it may have been there"
+    assert deadlocked(waits, Position(1)) == "", "it may still come"
 
 
 def test_a_rank_that_waits_for_more_bytes_than_are_sent_hangs() -> None:
     large, small = Call(5, "all_gather", "[9] int64", 72), Call(5, "all_gather", "[4] int64", 32)
-    assert "[9] int64 (collective 5" in deadlock.find([stands(0, small), stands(1, large)])
-    assert deadlock.find([stands(0, small), stands(1, small)]) == ""
+    assert "[9] int64 (collective 5" in deadlocked(stands(0, small), stands(1, large))
+    assert deadlocked(stands(0, small), stands(1, small)) == ""
 
 
 def test_a_stall_compares_operations_and_shapes_at_the_same_number() -> None:

@@ -31,37 +31,11 @@ if TYPE_CHECKING:
     from ddpjob_cli.sdk import ClusterError, InputError, Job, JobFailedError, RankError, UnsentError, run, submit
 
 __all__ = [
-    "Batch",
-    "ClusterError",
-    "ConfigurationError",
-    "DDPJobError",
-    "DataPartitioner",
-    "GlobalBatchSampler",
-    "InputError",
-    "Job",
-    "JobFailedError",
-    "Partition",
-    "RankError",
-    "RendezvousError",
-    "ReplicasDifferError",
-    "Snapshot",
-    "SnapshotError",
-    "StateError",
-    "Stopped",
-    "Superseded",
-    "UnsentError",
-    "UnsupportedError",
-    "World",
-    "accumulate",
-    "check_replicas",
-    "ignore_sigterm",
-    "init",
-    "pause",
-    "progress",
-    "run",
-    "should_stop",
-    "submit",
-]
+    "Batch", "ClusterError", "ConfigurationError", "DDPJobError", "DataPartitioner", "GlobalBatchSampler",
+    "InputError", "Job", "JobFailedError", "Partition", "RankError", "RendezvousError", "ReplicasDifferError",
+    "Snapshot", "SnapshotError", "StateError", "Stopped", "Superseded", "UnsentError", "UnsupportedError", "World",
+    "accumulate", "check_replicas", "ignore_sigterm", "init", "pause", "progress", "run", "should_stop", "submit",
+]  # fmt: skip
 
 _HOME = {
     **dict.fromkeys(["Batch", "DataPartitioner", "GlobalBatchSampler", "Partition", "accumulate"], "data"),

@@ -32,8 +32,8 @@ from ddprun.options import Options
 from ddprun.preload import ForkServer
 
 if TYPE_CHECKING:
+    from ddprun.core.deadlock import Position
     from ddprun.core.stall_monitor import StallReport
-    from ddprun.core.stall_rules import Position
     from ddprun.heartbeats import Heartbeats
 
 # Signals that end a process without a handler.

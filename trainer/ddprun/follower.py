@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from ddpjob_core.budget import Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
-from ddprun import processes
 from ddprun.asking import FOLLOWER_SECONDS, LEADERLESS_SECONDS
+from ddprun.calls import ChildCall
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
 from ddprun.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of, line_of
@@ -24,14 +23,14 @@ from ddprun.wire import Link, Refused, job_key
 
 if TYPE_CHECKING:
     from ddprun.agent import Agent
+    from ddprun.core.deadlock import Position
     from ddprun.core.stall_monitor import StallReport
-    from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
 WAITS_BYTES_MAX = 1 << 15  # half of a line's limit; a longer answer omits what ranks wait in, so no deadlock is found
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS, LOOKUP_SECONDS = 10.0, 60.0
 LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, so shorter waits are normal
 
 
@@ -46,7 +45,7 @@ class Follower:
         self._link: Link | None = None
         self._welcome = False
         self._connecting: socket.socket | None = None  # a connection in progress
-        self._lookup = -1  # pipe of the child that resolves the leader's name
+        self._lookup = ChildCall(agent, self._resolved)  # resolves the leader's name
         self._addresses: list[tuple[int, Any]] = []
         self._generation = generation
         self._checking = False  # True if the last generation is a pre-flight
@@ -73,7 +72,9 @@ class Follower:
         give_up = self._disconnected_since + self._options.join_seconds
         if not (self._agent.settled and self._agent.leader.term):
             return give_up
-        return min(give_up, self._connect_until if self._connecting or self._lookup >= 0 else self._retry_at)
+        if self._lookup.is_running:
+            return min(give_up, self._lookup.until)
+        return min(give_up, self._connect_until if self._connecting else self._retry_at)
 
     def begin(self, now: float) -> None:
         self._disconnected_since = now
@@ -238,10 +239,11 @@ class Follower:
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True
             say(f"waiting for {self._leader()}")
-        if self._connecting is not None or self._lookup >= 0:
+        self._lookup.tick(now)
+        if self._connecting is not None:
             if now >= self._connect_until:
                 self._cancel(now)
-        elif self._agent.settled and self._agent.leader.term and now >= self._retry_at:
+        elif self._agent.settled and self._agent.leader.term and now >= self._retry_at and not self._lookup.is_running:
             self._look_up(now)
         return None
 
@@ -270,21 +272,11 @@ class Follower:
             return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
 
         try:
-            _, self._lookup = processes.call_in_child(addresses)
+            self._lookup.begin(addresses, now, LOOKUP_SECONDS)
         except OSError:  # no process can be created now
-            return self._retry(now)
-        self._connect_until = now + 6 * CONNECT_SECONDS
-        return self._agent.watch(self._lookup, self._resolved)
+            self._retry(now)
 
-    def _resolved(self) -> None:
-        try:
-            said = os.read(self._lookup, 1 << 16)
-        except BlockingIOError:
-            return None
-        self._agent.unwatch(self._lookup)
-        os.close(self._lookup)
-        self._lookup = -1
-        now = time.monotonic()
+    def _resolved(self, said: bytes, now: float) -> None:
         try:
             self._addresses = [(family, tuple(address)) for family, address in json.loads(said)]
         except ValueError:  # the name does not resolve yet
@@ -331,10 +323,7 @@ class Follower:
         return self._agent.watch(connection.fileno(), self._receive)
 
     def _cancel(self, now: float) -> None:
-        if self._lookup >= 0:
-            self._agent.unwatch(self._lookup)
-            os.close(self._lookup)
-            self._lookup = -1
+        self._lookup.abandon()
         if self._connecting is not None:
             self._agent.unwatch(self._connecting.fileno())
             self._connecting.close()

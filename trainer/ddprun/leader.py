@@ -15,9 +15,9 @@ from ddpjob_core.findings import NamedFinding
 from ddprun import ports
 from ddprun.asking import LEADER_SECONDS
 from ddprun.core import deadlock
+from ddprun.core.deadlock import Position
 from ddprun.core.leader_state import STANDS, Ask, Ended, EndOrder, LeaderState, Over, Stand, StartOrder, Stop
 from ddprun.core.stall_monitor import StallReport
-from ddprun.core.stall_rules import Position
 from ddprun.environment import Life
 from ddprun.node import say
 from ddprun.posting import Posting

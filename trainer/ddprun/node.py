@@ -34,7 +34,7 @@ from ddprun.memory import created
 from ddprun.oom_kills import OomKills
 from ddprun.options import Options
 from ddprun.preload import ForkServer
-from ddprun.signalled import LOOK_SECONDS, Signalled, would_end
+from ddprun.signalled import LOOK_SECONDS, Signalled
 
 if TYPE_CHECKING:
     from ddprun.core.rank_ends import NodeEnd
@@ -128,7 +128,7 @@ class LocalRanks:
     @property
     def cannot_save(self) -> bool:
         """True if SIGTERM would end a rank with a state in memory: its script calls `keep`, but not `should_stop`."""
-        return self.memory is not None and any(would_end(pid, signal.SIGTERM) for pid in self.memory.keepers)
+        return self.memory is not None and any(processes.would_end(pid, signal.SIGTERM) for pid in self.memory.keepers)
 
     @property
     def clock(self) -> int:

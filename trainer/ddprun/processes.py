@@ -212,20 +212,32 @@ def descendants(root: int, parent_of: Mapping[int, int] | None = None) -> set[in
 def parents() -> dict[int, int]:
     """Return the parent of every visible process, zombies included."""
     parent_of = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # the process may have ended
-            after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # a process name may contain spaces
-            parent_of[int(name)] = int(after_name.split()[1])
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if fields := stat(pid):
+            parent_of[pid] = int(fields[1])
     return parent_of
 
 
 def catches(pid: int, number: int) -> bool:
     """True if this process has a handler for the signal; otherwise the signal may end it."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = _read(f"/proc/{pid}/status").decode(errors="replace").splitlines()
-        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
-        return bool(caught >> (number - 1) & 1)
-    return False
+    return bool(_masks(pid).get("SigCgt", 0) >> (number - 1) & 1)
+
+
+def would_end(pid: int, number: int) -> bool:
+    """True if the signal would end this process at once, such as the parent of torch.multiprocessing.spawn: the kernel
+    then sends SIGINT to the training processes, which save nothing.
+    """
+    masks = _masks(pid)
+    return bool(masks) and not (masks["SigCgt"] | masks["SigIgn"]) >> (number - 1) & 1
+
+
+def _masks(pid: int) -> dict[str, int]:
+    """Return the signals that a process catches and ignores, as bits by name; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        lines = _read(f"/proc/{pid}/status", 1 << 16).decode(errors="replace").splitlines()
+        fields = (line.split() for line in lines if line.startswith(("SigCgt:", "SigIgn:")))
+        return {name.rstrip(":"): int(bits, 16) for name, bits in fields}
+    return {}
 
 
 def is_python(pid: int) -> bool:
@@ -244,16 +256,22 @@ def words(pid: int) -> list[str]:
 
 def is_running(pid: int) -> bool:
     """True if this process has not ended; zombies have."""
+    fields = stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def stat(pid: int) -> list[str]:
+    """Return the fields of a process in /proc/PID/stat, its state first; empty if it has ended."""
     with contextlib.suppress(OSError):
-        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()  # the name before may contain spaces
+    return []
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, size: int = 4096) -> bytes:
     """Read a short file of /proc. A restart reads many, and `open` makes eight system calls for each."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(descriptor, 4096)
+        return os.read(descriptor, size)
     finally:
         os.close(descriptor)
 

@@ -48,7 +48,7 @@ class Signalled:
         for rank in ranks:
             below = trainers(rank, announced, parent_of)
             self._trainers |= below
-            if below and rank not in announced and processes.is_python(rank) and would_end(rank, number):
+            if below and rank not in announced and processes.is_python(rank) and processes.would_end(rank, number):
                 self._held[rank] = number
             else:
                 processes.send([rank], number)
@@ -106,17 +106,6 @@ def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]
         return found
     pythons = set(_first_pythons(rank, below, parent_of))
     return found | (pythons and _between(rank, pythons, parent_of)) if pythons else below
-
-
-def would_end(rank: int, number: int) -> bool:
-    """True if the signal would end this process at once, such as the parent of torch.multiprocessing.spawn: the kernel
-    then sends SIGINT to the training processes, which save nothing.
-    """
-    with contextlib.suppress(KeyError, ValueError):
-        lines = _text(f"/proc/{rank}/status").splitlines()
-        masks = dict(line.split(":\t", 1) for line in lines if line.startswith("Sig"))
-        return not (int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)) >> (number - 1) & 1
-    return False
 
 
 def _first_pythons(rank: int, below: set[int], parent_of: Mapping[int, int]) -> Iterator[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ddpjob.reporting import frames
 from ddpjob_core.heartbeat import STACK, STACKS_SIGNAL
 from ddprun import processes, py_spy
+from ddprun.calls import ChildCall
 from ddprun.core import crash, folded_stacks
 from ddprun.core.folded_stacks import RankStack
 from ddprun.heartbeats import Heartbeats
@@ -38,10 +39,8 @@ class StacksQuestion:
         self._agent = agent
         self._beats: Heartbeats | None = None
         self._number = 0  # number of the request for stacks in the heartbeat memory; 0: not sent yet
-        self._pipe = -1  # output of the process that runs py-spy
-        self._child = 0
+        self._call = ChildCall(agent, self._print)  # runs py-spy
         self._found: list[RankStack] = []
-        self._output = b""
         self._is_open = False
         self.deadline: float | None = None
 
@@ -57,7 +56,7 @@ class StacksQuestion:
     def end(self) -> None:
         """Drop the request, because the ranks are ending."""
         if self._is_open:
-            self._close_pipe()
+            self._call.abandon()
             self._is_open, self._beats, self.deadline = False, None, None
             say(f"{folded_stacks.NONE}the ranks are ending")
 
@@ -65,8 +64,8 @@ class StacksQuestion:
         """Send a due request, or print the answers. is_free: True if the ranks have no other request to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
-        if self._pipe >= 0:
-            self._print()
+        if self._call.is_running:
+            self._call.tick(now)
         elif self._number and self._number == self._beats.asked:
             self._collect(now)
         elif is_free:
@@ -98,7 +97,7 @@ class StacksQuestion:
         pid = beat.pid if os.path.exists(f"/proc/{beat.pid}") and beat.pid else self._agent.node.pid(local_rank)
         if answer is not None:
             return RankStack(rank, pid, beat.step, answer)
-        state = state_of(pid)
+        state = "".join(processes.stat(pid)[:1])
         if state in ("T", "t"):
             return RankStack(rank, pid, beat.step, state=STATES[state])
         if not beat.pid:
@@ -110,50 +109,23 @@ class StacksQuestion:
 
     def _start_py_spy(self, program: str, pids: list[int], now: float) -> None:
         try:
-            self._child, self._pipe = processes.call_in_child(lambda: _py_spy(program, pids))
+            self._call.begin(lambda: _py_spy(program, pids), now, py_spy.SECONDS * len(pids) + 1)
         except OSError:
             return self._print()
-        self._output = b""
-        self._agent.node.helpers.add(self._child)
-        self._agent.watch(self._pipe, self._read)
-        self.deadline = now + py_spy.SECONDS * len(pids) + 1
+        self.deadline = self._call.until
         return None
 
-    def _read(self) -> None:
-        read = os.read(self._pipe, 1 << 16)
-        self._output += read
-        if not read:
-            self._print()
-
-    def _close_pipe(self) -> None:
-        if self._pipe >= 0:
-            self._agent.unwatch(self._pipe)
-            os.close(self._pipe)
-            processes.kill([self._child])
-            self._agent.node.helpers.discard(self._child)
-            self._pipe = -1
-
-    def _print(self) -> None:
-        self._close_pipe()
+    def _print(self, output: bytes = b"", _now: float = 0.0) -> None:
         stacks = {}
         with contextlib.suppress(ValueError):  # no answer in time
-            stacks = json.loads(self._output)
+            stacks = json.loads(output)
         found = [one._replace(stack=stacks.get(str(one.pid), ())) for one in self._found]
-        self._found, self._output, self._is_open, self._beats, self.deadline = [], b"", False, None, None
+        self._found, self._is_open, self._beats, self.deadline = [], False, None, None
         say(f"{folded_stacks.text(found)}\n{folded_stacks.PROGRAM}{folded_stacks.END}")
 
 
 def _py_spy(program: str, pids: list[int]) -> bytes:
     return json.dumps({pid: py_spy.stack(program, pid) for pid in pids}).encode()
-
-
-def state_of(pid: int) -> str:
-    """Return the letter of a process's state in /proc; "" if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return ""
 
 
 def write_stacks(pid: int) -> bool:

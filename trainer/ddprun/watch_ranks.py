@@ -15,8 +15,8 @@ from ddpjob import threads
 from ddpjob_core.heartbeat import LOUD, QUIET
 from ddprun import processes
 from ddprun.core import deadlock, idle, stall_monitor
+from ddprun.core.deadlock import Position
 from ddprun.core.stall_monitor import Heartbeat, HeartbeatTracker, StallReport
-from ddprun.core.stall_rules import Position
 from ddprun.heartbeats import Heartbeats
 from ddprun.node import say
 from ddprun.stacks import StacksQuestion, write_stacks
@@ -249,16 +249,9 @@ def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
 
 def cpu_seconds(pid: int, parent_of: Mapping[int, int] | None = None) -> float:
     """Return the CPU seconds of a process and its descendants, ended ones included. parent_of: of all processes."""
-    return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid, parent_of)})
-
-
-def _own_cpu_seconds(pid: int) -> float:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            ticks = stat.read().rpartition(b")")[2].split()[11:15]  # utime, stime, cutime, cstime
-    except OSError:
-        return 0.0
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    pids = {pid, *processes.descendants(pid, parent_of)}
+    ticks = (int(field) for one in pids for field in processes.stat(one)[11:15])  # utime, stime, cutime, cstime
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:

@@ -1,8 +1,8 @@
 """Prove a deadlock: ranks wait in collectives that can never complete. Pure functions; `LeaderState` calls them.
 
-In: one `Standing` per rank, taken while no rank has run for STILL_SECONDS. It lists the collectives the rank has begun
-(`reporting/waiting.py`). Out: a sentence for the user, or "" if the deadlock is not certain. Nothing is kept between
-calls.
+In: one `Position` per rank, taken while no rank has run for STILL_SECONDS. It lists the collectives the rank has begun
+(`reporting/waiting.py`). Out: a conflict and a sentence for the user; None if the deadlock is not certain. Nothing is
+kept between calls.
 
 A collective can never complete if a rank of its group
 
@@ -13,14 +13,14 @@ A collective can never complete if a rank of its group
 `_World.stuck` starts with every waiting rank and removes ranks until nothing changes (a greatest fixed point). A rank
 stays only if none of its open collectives can complete, because a completed one may let it begin others.
 
-The cost of certainty: one rank with unknown state makes the answer "". Operations not listed in _NEED_ALL or _NEED_ANY
-never count as stuck. An exited rank is only compared in the default group.
+The cost of certainty: with one rank in an unknown state there is no answer. Operations not listed in _NEED_ALL or
+_NEED_ANY never count as stuck. An exited rank is only compared in the default group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 SYNC = "sync"
@@ -78,16 +78,32 @@ class Waits(NamedTuple):
         return found if found is not None and found.ranks == like.ranks else None
 
 
-class Standing(NamedTuple):
-    """The state of one rank when all were found blocked."""
+class Position(NamedTuple):
+    """How far a rank is, and where it waits."""
 
     rank: int
-    waits: Waits | None
-    """None if the rank has exited, or if its state is unknown."""
+    step: int = 0
+    sequence: int = 0
+    """Number of the rank's last collective in the default group; 0 if unknown."""
+    op: str = ""
+    done: bool = True
+    """False while the rank is in that collective."""
     where: str = ""
-    """train.py:41 in load_batch"""
+    """The innermost line of the script: train.py:41 in load_batch."""
+    answers: bool = True
+    """False if no thread of the rank could answer. Its step is known anyway."""
+    idle: bool = False
+    """True if the rank needs no other rank any more, and has used no CPU during the stall."""
+    apart: bool = False
+    """True if the rank waits in another group, or is exiting and does not answer: its last collective in the default
+    group does not show what it waits for.
+    """
+    shape: str = ""
+    """Shape of the rank's contribution to its last collective: [4, 3] float32."""
+    waits: Waits | None = None
+    """The collectives that the rank waits in; None if it has ended, or if they are not certain."""
     ended_after: int = -1
-    """Operations begun in the default group by a process that exited with 0; -1 if it has not exited, or if unknown."""
+    """Operations begun in the default group by a process that ended with 0; -1 if it has not ended, or if unknown."""
 
 
 class CollectiveConflict(NamedTuple):
@@ -101,16 +117,10 @@ class CollectiveConflict(NamedTuple):
     """"other": a different collective at this number; "behind": blocked elsewhere before this one; "ended": exited."""
 
 
-def find(standings: Sequence[Standing]) -> str:
-    """Return how the group is deadlocked, with two ranks, their operations and lines; "" if that is not certain."""
-    return "" if (found := conflict(standings)) is None else sentence(found, {s.rank: s for s in standings})
-
-
-def conflict(standings: Sequence[Standing]) -> CollectiveConflict | None:
-    """Return the conflict that explains a deadlock best, if there is one."""
-    ranks = {standing.rank: standing for standing in standings}
-    live = {rank: s.waits for rank, s in ranks.items() if s.waits is not None}
-    if not live or any(s.waits is None and s.ended_after < 0 for s in standings):
+def conflict(ranks: Mapping[int, Position]) -> CollectiveConflict | None:
+    """Return the conflict that explains a deadlock best; None if there is none, or if it is not certain."""
+    live = {rank: p.waits for rank, p in ranks.items() if p.waits is not None}
+    if not live or any(p.waits is None and p.ended_after < 0 for p in ranks.values()):
         return None
     if set(ranks) != set(range(len(ranks))) or any(waits.size != len(ranks) for waits in live.values()):
         return None
@@ -121,7 +131,7 @@ def conflict(standings: Sequence[Standing]) -> CollectiveConflict | None:
 
 
 class _World:
-    def __init__(self, ranks: dict[int, Standing], live: dict[int, Waits]) -> None:
+    def __init__(self, ranks: Mapping[int, Position], live: dict[int, Waits]) -> None:
         self._ranks, self._live = ranks, live
 
     def stuck(self) -> set[int]:
@@ -198,7 +208,7 @@ def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> boo
     return members == 2 or (call.root, there.root) == (rank, other)
 
 
-def sentence(found: CollectiveConflict, ranks: dict[int, Standing]) -> str:
+def sentence(found: CollectiveConflict, ranks: Mapping[int, Position]) -> str:
     """Return for example `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:9), …`."""
     one = f"rank {found.rank} waits in {_named(found.group, found.call, ranks[found.rank].where)}"
     other = ranks[found.other]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ddpjob_core.members import Members
+
 PROGRAM = "ddprun: "
 BEGIN, END, NONE = "stacks of ", "end of the stacks", "no stacks: "
 PIDS_MAX = 8
@@ -73,14 +75,8 @@ def _collective(answer: Mapping[str, Any]) -> str:
 
 def _named(ranks: Iterable[int]) -> str:
     """Return for example `rank 3` or `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    several = sum(high - low + 1 for low, high in spans) != 1
-    return f"rank{'s' * several} " + ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    listed = Members(sorted(ranks))
+    return f"rank{'s' * (len(listed) != 1)} {listed.text.replace(',', ', ')}"
 
 
 def printed(log: str) -> list[str]:
@@ -109,5 +105,4 @@ def of_rank(text: str, rank: int) -> str:
 
 def _ranks(part: str) -> set[int]:
     match = re.match(r"  ranks? ([\d, -]+)", part)
-    spans = match[1].strip().split(", ") if match else []
-    return {rank for span in spans for rank in range(int(span.partition("-")[0]), int(span.rpartition("-")[2]) + 1)}
+    return set(Members.read(match[1].replace(" ", ""))) if match else set()

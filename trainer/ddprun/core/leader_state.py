@@ -37,8 +37,9 @@ from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.members import Members
+from ddprun.core.deadlock import Position
 from ddprun.core.newcomers import Newcomers
-from ddprun.core.stall_rules import DeadlockSearch, Position, Standstill, TimeoutQuestion, only_waited
+from ddprun.core.stall_rules import DeadlockSearch, Standstill, TimeoutQuestion, only_waited
 
 if TYPE_CHECKING:
     from ddpjob_core import rules

@@ -9,41 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from ddpjob_core.failures import EXCEPTION_MAX, RESUMABLE_EXIT_CODE, Failure
 from ddprun.core import deadlock
+from ddprun.core.deadlock import Position
 from ddprun.core.stall_monitor import BY_COLLECTIVES, StallReport
 
 DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "evaluate": "evaluated"}
-
-
-class Position(NamedTuple):
-    """How far a rank is, and where it waits."""
-
-    rank: int
-    step: int = 0
-    sequence: int = 0
-    """Number of the rank's last collective in the default group; 0 if unknown."""
-    op: str = ""
-    done: bool = True
-    """False while the rank is in that collective."""
-    where: str = ""
-    """The innermost line of the script: train.py:41 in load_batch."""
-    answers: bool = True
-    """False if no thread of the rank could answer. Its step is known anyway."""
-    idle: bool = False
-    """True if the rank needs no other rank any more, and has used no CPU during the stall."""
-    apart: bool = False
-    """True if the rank waits in another group, or is exiting and does not answer: its last collective in the default
-    group does not show what it waits for.
-    """
-    shape: str = ""
-    """Shape of the rank's contribution to its last collective: [4, 3] float32."""
-    waits: deadlock.Waits | None = None
-    """The collectives that the rank waits in; None if unknown or not certain."""
-    ended_after: int = -1
-    """Operations begun in the default group by a process that ended with 0; -1: see deadlock.Standing."""
 
 
 class Question:
@@ -113,11 +85,10 @@ class DeadlockSearch(Question):
         if not set(nodes) <= set(answers) or not all(self._still.get(node) for node in nodes):
             return None
         positions = {p.rank: p for node in sorted(nodes) for p in answers[node]}
-        standings = [deadlock.Standing(p.rank, p.waits, p.where, p.ended_after) for p in positions.values()]
-        found = deadlock.conflict(standings)
+        found = deadlock.conflict(positions)
         if found is None:
             return None
-        text = deadlock.sentence(found, {standing.rank: standing for standing in standings})
+        text = deadlock.sentence(found, positions)
         step, code = positions[found.other].step, RESUMABLE_EXIT_CODE
         return Failure(found.other, exit_code=code, exception=text[:EXCEPTION_MAX], step=step, stalled=True)
 
