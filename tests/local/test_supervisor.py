@@ -20,7 +20,6 @@ from ddpjob_cli.local.processes.node import End, NodeProcess
 from ddprun.processes import become_subreaper
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
-OPERATOR = str(Path(node_module.__file__).parents[2])
 TAG = "DDPJOB_TEST_TREE"
 BOUND_SECONDS = 15.0  # on an idle machine each test takes less than a second
 

@@ -291,12 +291,15 @@ def test_a_script_that_never_waits_still_saves_its_last_state(tmp_path, end_rank
     assert ddpjob.Snapshot(tmp_path).load() == 7
 
 
-DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job": "j", "attempt": 1e999}', b"{"]
+DAMAGED = [
+    *(b"", b"[]", b"5", b"null", b"{}", b"{", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}'),
+    *(b'{"job": "j", "attempt": 1e999}', b'{"job": "j", "attempt": "x"}', b'{"job": 3, "attempt": 1}'),
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
-def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
+def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_training_goes_on(attempt, tmp_path, damaged, content):
     """A damaged claim file must be ignored, because a traceback on rank 0 would leave the other ranks waiting."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
@@ -304,10 +307,13 @@ def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt,
     (folder / damaged).write_bytes(content)
     for path in folder.iterdir():
         os.utime(path, (1, 1))  # old enough that the process counts as dead
-    assert attempt(1).load() == 0
+    training = attempt(1)
+    assert training.load() == 0
+    saved(training, 3)
+    assert attempt(2).load() == 3
 
 
-@pytest.mark.parametrize("keep", [2.5, "3", None])
+@pytest.mark.parametrize("keep", [2.5, "3", None, 0])
 def test_an_invalid_number_of_states_to_keep_is_refused_before_training(tmp_path, keep):
     """keep=2.5 must be refused when the Snapshot is created, and not at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
@@ -354,11 +360,6 @@ def test_a_loader_without_workers_reads_nothing_ahead_and_is_not_named(tmp_path,
     assert capfd.readouterr().err == ""
 
 
-def test_wrong_arguments_are_named(tmp_path):
-    with pytest.raises(ddpjob.ConfigurationError, match="keep: 0"):
-        ddpjob.Snapshot(tmp_path, keep=0)
-
-
 # ---- attempts ----------------------------------------------------------------------------------------------
 
 
@@ -372,12 +373,6 @@ def test_a_process_of_an_old_attempt_can_neither_publish_nor_prune(attempt, tmp_
         zombie.save(500)
     assert names(tmp_path / "s") == before
     assert attempt(3).load() == 11
-
-
-def test_an_old_attempt_that_starts_late_is_refused(attempt):
-    attempt(2)
-    with pytest.raises(ddpjob.Superseded):
-        attempt(1)
 
 
 def test_an_old_attempt_that_is_superseded_while_writing_publishes_nothing(attempt, tmp_path, monkeypatch):
@@ -417,64 +412,6 @@ def test_a_state_published_by_an_old_attempt_at_the_last_moment_is_never_the_new
         zombie.save(501)
     assert sorted(steps(tmp_path / "s")) == [11, 500]
     assert attempt(3).load() == 11
-
-
-@pytest.fixture
-def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """Return a function that starts a process of attempt 1. The process saves steps 1 and 2, and is frozen in a write
-    or between saves. After `thaw` it tries three more saves, and exits with the number of refused saves."""
-    (tmp_path / "s").mkdir()
-    pids = []
-
-    def freeze(where: str) -> int:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_zombie_main(tmp_path / "s", where))
-        pids.append(pid)
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-        return pid
-
-    yield freeze
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _zombie_main(folder: Path, where: str) -> int:
-    refused = 0
-    os.environ |= {"DDPJOB_UID": "uid-1", "DDPJOB_ATTEMPT": "1"}
-    snapshot = ddpjob.Snapshot(folder, keep=1)
-    snapshot.load()
-    for step in (1, 2):
-        saved(snapshot, step, weights=torch.full((1000,), float(step)))
-    if where == "writing":
-        _freeze_in_next_sync()
-    else:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    for step in (100, 101, 102):
-        with contextlib.suppress(ddpjob.Superseded):
-            saved(snapshot, step, weights=torch.zeros(1000))
-            refused -= 1
-        refused += 1
-    return refused
-
-
-def _freeze_in_next_sync() -> None:
-    sync = os.fsync
-
-    def freeze(descriptor: int) -> None:
-        os.fsync = sync
-        # The signal goes to this thread; if another thread took it, this one would run on for a moment.
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        sync(descriptor)
-
-    os.fsync = freeze
-
-
-def thaw(pid: int) -> int:
-    os.kill(pid, signal.SIGCONT)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
@@ -749,10 +686,7 @@ def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt
         with pytest.raises(ddpjob.SnapshotError, match="in use by job uid-new"):
             ddpjob.Snapshot(tmp_path / "s").save(900)
 
-    process = multiprocessing.get_context("fork").Process(target=survivor)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    in_a_process_of_its_own(survivor)
     saved(newer, 2)
     assert steps(tmp_path / "s") == [1, 2]
 
@@ -769,14 +703,6 @@ def test_a_job_has_a_heartbeat_exactly_as_long_as_it_holds_the_folder(attempt, t
     assert beat.read_text() == "", "left in order"
     saved(attempt(2), 1)
     assert not beat.exists(), "the next writer tidies up"
-
-
-@pytest.mark.parametrize("claim", ["", "[]", "{}", '{"job": 3, "attempt": 1}', '{"job": "a", "attempt": "x"}', "null"])
-def test_an_unreadable_claim_does_not_end_the_training(attempt, tmp_path, claim):
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "writer-000001.json").write_text(claim)
-    saved(attempt(1), 3)
-    assert attempt(2).load() == 3
 
 
 # ---- several ranks -----------------------------------------------------------------------------------------
@@ -920,18 +846,6 @@ def test_a_save_of_rank_0_alone_waits_for_nobody_and_reports_what_is_missing(run
     assert (
         capfd.readouterr().err.count("rank 1 did not save step 1: from the snapshot a restart does not continue") == 1
     )
-
-
-def test_rank_0_may_save_alone(run_ranks, tmp_path):
-    def body(rank: int) -> int:
-        with world_of(rank, 2, f"file://{tmp_path}/a") as world:
-            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
-            if world.is_main:
-                snapshot.save(1, weights=torch.ones(2))
-        return 0
-
-    run_ranks(body, 2)
-    assert ddpjob.Snapshot(tmp_path / "s").load() == 1
 
 
 def test_nodes_without_a_shared_folder_get_the_state_of_rank_0(run_ranks, tmp_path):

@@ -308,8 +308,6 @@ def _repeats_unseen(recipe: Recipe) -> bool:
 BY_WORKERS = ("workers", "persistent_workers")
 OUR_LOADERS = ("loader", *BY_WORKERS)
 OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
-SKIPPED = ("distributed", "plain_loader", "weighted", "iterable")
-"""Kinds of data for which the script itself skips the batches before the place of a resume."""
 
 
 def works_at_epoch_end(recipe: Recipe) -> bool:

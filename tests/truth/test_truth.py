@@ -11,7 +11,6 @@ from search import searched, shrunk
 from ddprun.core.leader_state import REPEATS
 
 TOP = Kill("top", 22, 1, "KILL")
-AFTER_SAVE = Kill("top", 20, 1, "KILL")
 # Typical scripts of users, each for one rule of the library about restarts.
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 from worlds import UID, job
 
 from ddpjob_operator.pods import build, report_token
@@ -27,9 +26,8 @@ def with_pod(**fields: Any) -> Any:
     return what
 
 
-def test_the_objects_of_a_two_node_job_are_complete(golden: Callable[[str, str], None]) -> None:
-    objects = [build.service(job()), pod(rank=0), pod(rank=1)]
-    golden("digits-2-nodes.yaml", yaml.safe_dump_all(objects, sort_keys=False))
+def test_the_objects_of_a_two_node_job_are_complete(golden: Callable[[str, list[Any]], None]) -> None:
+    golden("digits-2-nodes.yaml", [build.service(job()), pod(rank=0), pod(rank=1)])
 
 
 ELASTIC = {"minNodes": 1, "container": {"command": ["torchrun", "train.py"]}}

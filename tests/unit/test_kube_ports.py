@@ -23,7 +23,6 @@ from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.metrics.meter import Meter, Moment
 
 REPORT = b'{"step": 1}'
-CHUNK = b"b\r\n%s\r\n0\r\n\r\n" % REPORT
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 

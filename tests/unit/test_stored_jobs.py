@@ -125,10 +125,6 @@ class Cluster:
         pass
 
 
-def _job_of(raw: Any) -> Key:
-    return raw["metadata"]["namespace"], raw["metadata"]["labels"]["training.ddpjob.io/job"]
-
-
 def kept(cluster: Cluster, key: Key) -> int:
     """Return the bytes that the operator keeps of a job."""
     return len(orjson.dumps(cluster.jobs.get(key)))
