@@ -36,12 +36,6 @@ def is_up(launcher: Launcher, rank: int, life: int = 0) -> bool:
     return (launcher.folder / f"up-{rank}-{life}").exists()
 
 
-def forget_killed(launcher: Launcher) -> None:
-    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
-    for folder in (launcher.folder / "tmp").iterdir():
-        subprocess.run(["rm", "-r", folder], check=True)
-
-
 class Pair:
     """The agents of two nodes, for which an operator creates new pods."""
 
@@ -90,7 +84,7 @@ def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher:
     assert [d.returncode for d in done] == [0, 0]
     assert LOST_AFTER in done[0].stderr
     assert pair.message(0) is None, "it has charged nothing"
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 IGNORES_SIGTERM = f"""
@@ -110,7 +104,7 @@ def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: 
     done = finish(pair.agents[0])
     assert "charged to application" not in done.stderr
     assert "agent" not in (pair.message(0) or {}), "it has charged nothing"
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_a_group_that_is_stopped_later_does_not_report_a_failure_it_recovered_from(launcher: Launcher) -> None:
@@ -192,7 +186,6 @@ def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: La
 
 
 def test_the_minute_after_sigkill_does_not_count_while_agent_and_rank_are_suspended(tmp_path: Path) -> None:
-    """The minute after SIGKILL must not count while agent and rank are suspended, as on a laptop."""
     options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # words after the script are its own arguments
     agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
@@ -371,7 +364,6 @@ def test_without_a_free_port_node_0_gives_up_without_a_charge(launcher: Launcher
 
 
 def test_an_emptied_folder_is_created_again(launcher: Launcher) -> None:
-    """A log folder that a cleaner of /tmp has removed must be created again."""
     script = launcher.script(
         """
         import os, shutil
@@ -446,7 +438,6 @@ def test_a_job_without_standard_streams_exits_with_its_own_code(launcher: Launch
 
 
 def test_invalid_numbers_in_the_message_of_a_rank_do_not_end_the_leader(launcher: Launcher) -> None:
-    """Invalid numbers in a termination message, which ranks write themselves, must not end the leader."""
     script = """
     import json, os
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -294,7 +294,6 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """A long mistake must be the same on node 0 and on a node whose report cuts it at 500 characters."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -418,7 +417,6 @@ def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
 
 
 def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
-    """Ranks that save together after a SIGTERM must get the time for it."""
     found = running(2)
     found.failed(1, [failure(rank=1, code=75)], T0)
     assert taken(found)[0].patient

@@ -94,7 +94,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
-    """A rank that is killed anywhere in a step must cost no step, and the result must have the same bits."""
     kill = {
         "0": [["forward", 9, 1]],  # the script has not saved before this step
         "1": [["all-reduce", 12, 0]],

@@ -110,7 +110,6 @@ def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_ag
 def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(
     launcher: Launcher,
 ) -> None:
-    """A model that load() did not get must be kept from its first save on, and the log must say so."""
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr

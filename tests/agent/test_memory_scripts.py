@@ -56,7 +56,6 @@ def result(done: Any) -> dict[str, Any]:
 def test_a_killed_example_repeats_no_step_and_ends_with_bitwise_equal_results(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A killed example must repeat no step and end with the same bits."""
     words = ("--epochs", "1", "--global-batch", "64", "--snapshot", "snapshots", "--snapshot-every", "1000")
     env = {"EXAMPLE": str(EXAMPLES / "digits.py")}
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), EXAMPLE, {}, *words, **env)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shell import eventually
 
 from ddpjob import threads
 from ddpjob_core import memory
@@ -62,10 +62,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 def settled(pid: int, *, is_held_up: bool) -> int:
     """Wait until `threads.is_held_up` returns this value: True if the process waits for CPU time. Return its pid."""
-    until = time.monotonic() + 60
-    while threads.is_held_up(pid) is not is_held_up:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    eventually(lambda: threads.is_held_up(pid) is is_held_up, 60)
     return pid
 
 
@@ -105,7 +102,6 @@ def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callab
 
 
 def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
-    """If memory already has the step of a rank that is stopped by SIGSTOP, the agent must not wait for this rank."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)

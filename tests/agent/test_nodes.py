@@ -94,7 +94,6 @@ def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
 def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another_node(
     launcher: Launcher, start: str
 ) -> None:
-    """A module that is missing on one node must be left to the operator, which uses another node."""
     launcher.script("import time\ntime.sleep(100)")
     (launcher.folder / "empty").mkdir()
     words = list(group(launcher, 2, start, "-m", "train"))
@@ -270,7 +269,7 @@ def test_if_an_agent_is_lost_the_others_stop_and_continue_with_its_replacement(l
     assert list(starts(launcher)) == ["1"], "its number is new, also where the leader is"
     if lost != 0:  # a new leader does not know the old port
         assert {port for _, port, _ in life}.isdisjoint({port for _, port, _ in before})
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_ranks_of_all_nodes_may_save_when_one_node_is_stopped(launcher: Launcher) -> None:
@@ -352,9 +351,3 @@ def can_connect(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def forget_killed(launcher: Launcher) -> None:
-    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
-    for folder in (launcher.folder / "tmp").iterdir():
-        subprocess.run(["rm", "-r", folder], check=True)

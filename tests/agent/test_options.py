@@ -259,7 +259,6 @@ def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
 
 
 def test_the_help_has_each_option_once_under_a_heading_and_ends_with_an_example(capsys: Any) -> None:
-    """The help must have each option once under a heading, and end with an example."""
     with pytest.raises(SystemExit) as ended:
         options("--help")
     assert ended.value.code == 0

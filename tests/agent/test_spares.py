@@ -208,7 +208,6 @@ def test_spares_are_forked_one_after_the_other_and_no_more_than_needed(played: P
 
 
 def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -> None:
-    """A killed spare must not be replaced in the same generation, or forks would never end."""
     played.agent.fork_spares(2)
     for _ in range(2):
         assert played.asked() == [SPARE]

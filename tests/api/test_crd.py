@@ -417,7 +417,6 @@ def test_no_controller_can_take_over_an_existing_job(cluster: Cluster, before: s
 
 @pytest.mark.alone
 def test_a_job_with_a_field_of_an_older_crd_can_be_suspended(cluster: Cluster) -> None:
-    """A job with a field of an older CRD must still accept a suspension by its owner."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

@@ -162,7 +162,6 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
-    """After a wrong answer to a list or watch the operator must list again within seconds."""
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):
@@ -213,7 +212,6 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
 def test_a_pod_that_completed_before_its_peers_were_created_is_not_run_again(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """A pod that completed before its peers were created, while the operator was killed, must not run again."""
     first = operators(namespace.name).watches()
     names: list[str] = []
 

@@ -30,7 +30,6 @@ def test_a_job_runs_to_its_end_and_kubectl_shows_its_progress(namespace: Namespa
 def test_a_job_owns_its_pods_and_gets_no_finalizer_and_no_annotation(namespace: Namespace, operator: Operator) -> None:
     namespace.start()
     found = namespace.job()
-    assert found is not None
     assert "finalizers" not in found["metadata"]
     assert "annotations" not in found["metadata"]
     namespace.kubectl("delete", "ddp", "digits")

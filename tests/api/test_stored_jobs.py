@@ -47,7 +47,6 @@ def reasons(namespace: Namespace) -> list[str]:
 def test_forty_large_jobs_exhaust_neither_the_operator_nor_the_room_of_others(
     namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """Large jobs of one user must exhaust neither the operator nor the memory for other users' jobs."""
     operator = operators(namespace.name, other.name, DDPJOB_MEMORY_MIB=str(MEMORY_MIB)).watches(2)
     for number in range(JOBS):
         namespace.api.call("POST", namespace.jobs_path, large(number))

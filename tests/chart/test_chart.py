@@ -587,7 +587,6 @@ def test_names_that_yaml_would_read_as_numbers_stay_names(watched: str) -> None:
     ],
 )
 def test_all_objects_have_one_name_that_can_be_set(release: str, settings: tuple[str, ...], name: str) -> None:
-    """All objects must have one name that can be set. A dot of the release name is invalid for the Service."""
     documents = rendered(*sets(*settings), release=release)
     names = {document["metadata"]["name"] for document in documents} - {"ddpjob-edit", "ddpjob-view", f"all.{MARK}"}
     assert names == {name} | {f"{name}-{suffix}" for suffix in ("marks", "lease", "status", "test")}

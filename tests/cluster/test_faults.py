@@ -336,7 +336,6 @@ def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """A node that failed a job twice must be avoided for an hour, even if the job prefers this node."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]

@@ -228,7 +228,6 @@ def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space) -> None:
 
 
 def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
-    """An elastic job must succeed while a pod waits to join, which may take minutes."""
     loses_a_pod(jobs, "short", 500)
     says(jobs, "short-1-1-r1", "this one joins them in")
     status = ends_with(jobs, "short", "short-1-0")

@@ -180,7 +180,6 @@ def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space:
 
 @pytest.mark.alone
 def test_a_job_in_an_unwatched_namespace_stays_untouched(space: Space, operator: str) -> None:
-    """A job in an unwatched namespace must stay untouched. The release is limited to one namespace for this test."""
     chart = str(ROOT / "charts/ddpjob-operator")
     upgrade = ["helm", "upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
     other = Space("ddpjob-other")

@@ -41,7 +41,6 @@ def output(process: subprocess.Popen[str]) -> str:
 def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(
     package: str, script: str, tmp_path: Path
 ) -> None:
-    """If a rank gets SIGTERM, all must save and stop after one step, and the next start must resume there."""
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)

@@ -108,7 +108,6 @@ KEEPS = """
 
 
 def test_a_restart_from_memory_repeats_no_step_and_the_final_message_shows_where_it_resumed(cli: Cli) -> None:
-    """A restart from memory must repeat no step, and the last line must show from where it resumed."""
     file = cli.file(KEEPS, container={"command": [DDPRUN["command"][0], "train.py"]}, nodes=1, nprocPerNode=2)
     with cli.start("run", file, "--status", "status.json", "--fail", "rank=1,step=30,signal=KILL") as process:
         _, told = process.communicate(timeout=150)  # importing torch can take a minute on a busy machine

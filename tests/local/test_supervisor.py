@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shell import eventually
 
 from ddpjob_cli.local.processes import node as node_module
 from ddpjob_cli.local.processes.node import End, NodeProcess
@@ -56,14 +57,6 @@ def alive(tag: str) -> set[int]:
             if tag.encode() in path.read_bytes():
                 found.add(int(path.parent.name))
     return found
-
-
-def until(condition: Callable[[], bool], loss: str) -> None:
-    """Poll for an event that sends no notification. `loss`: what a user would lose without the event."""
-    deadline = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, loss
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -144,7 +137,7 @@ def test_a_trainer_dies_with_its_supervisor_immediately(started: Start, tag: str
     watch = started(["sleep", "1000"], env={TAG: tag})
     watch.until(lambda: watch.node.trainer_pid is not None)
     os.kill(watch.node.pid, signal.SIGKILL)
-    until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
+    eventually(lambda: not alive(tag), BOUND_SECONDS)  # a runner that dies now would leave the trainer behind
 
 
 def test_closing_a_node_kills_its_remaining_processes(tag: str) -> None:
@@ -264,7 +257,6 @@ def test_a_command_that_cannot_start_is_reported_with_the_exit_code_of_a_shell_a
 ) -> None:
     watch = started(argv, cwd=str(programs))
     watch.until(lambda: not watch.selector.get_map())
-    assert watch.node.end is not None
     assert (watch.node.end.reason, watch.node.end.code, watch.node.end.message) == ("StartError", code, sentence)
     assert watch.node.trainer_pid is None
 
@@ -283,7 +275,6 @@ def test_an_error_in_the_supervisor_ends_the_node_and_its_traceback_is_in_the_lo
     watch.until_printed(b"launcher")
     watch.node.stop(600)
     watch.until(lambda: not watch.selector.get_map())
-    assert watch.node.end is not None
     assert watch.node.end.message.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
     assert b"'NoneType' object is not callable" in watch.printed
     assert not alive(tag)
@@ -353,7 +344,7 @@ def test_stdout_and_stderr_keep_their_order(started: Start) -> None:
 def test_the_supervisor_sleeps_while_the_trainer_is_working(started: Start) -> None:
     watch = started(["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
     watch.until_printed(b"up")
-    until(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), "the supervisor never rests")
+    eventually(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), BOUND_SECONDS)
     before = switches(watch.node.pid)
     watch.until_printed(b"worked")
     assert switches(watch.node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"

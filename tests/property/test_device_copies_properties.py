@@ -334,7 +334,6 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
-    """An incomplete copy from a device must never be valid, and a kill must leave the copy before it."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen

@@ -242,7 +242,6 @@ def test_a_date_is_checked_wherever_it_is_in_a_status(date: str) -> None:
 
 @pytest.mark.parametrize("sign", ["x", r"\"", "[", r"\\"])
 def test_cutting_deep_nesting_costs_no_more_than_a_copy(sign: str) -> None:
-    """Cutting deep nesting must cost no more memory than a copy of the list."""
     long = ",".join(f'"{sign * 200_000}"' for _ in range(4))
     content = ('{"items": [' + '{"a":' * 2000 + "1" + "}" * 2000 + f", [{long}]]}}").encode()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -26,7 +26,6 @@ def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_gener
     assert found.ranks, "somebody has it"
     for rank, held in enumerate(nodes):
         if rank in found.ranks:
-            assert held is not None
             assert (held.version, held.size, held.total) == (found.held.version, found.held.size, found.held.total)
         elif held is not None:
             is_less = held.assumed and held.version >= found.held.version

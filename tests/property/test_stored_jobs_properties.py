@@ -58,7 +58,6 @@ class Jobs:
 
 @given(st.lists(steps, max_size=80))
 def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(walk: list[tuple[str, int, int]]) -> None:
-    """Memory must not be given twice, and a waiting job must be woken as soon as there is enough memory for it."""
     jobs = Jobs()
     for what, number, needs in walk:
         getattr(jobs, what)((f"team-{number % 3}", f"job-{number}"), needs)

@@ -63,6 +63,11 @@ class Launcher(Cli):
         logs = [{"DDPJOB_TERMINATION_LOG": str(self.folder / f"termination-{k}.json")} for k in range(count)]
         return [start(*group, "--node-rank", k, *words, **({"NODE": str(k)} | logs[k] | env)) for k in range(count)]
 
+    def forget_killed(self) -> None:
+        """Remove the folders that killed agents have left, because the fixture checks that none is left."""
+        for folder in (self.folder / "tmp").iterdir():
+            subprocess.run(["rm", "-r", folder], check=True)
+
 
 def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subprocess.CompletedProcess[str]:
     """Wait for the end of an agent; return its output. A traceback of ddprun itself fails the test."""

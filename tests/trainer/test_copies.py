@@ -122,7 +122,6 @@ def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_th
 
 
 def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
-    """Copies at saves must be used, however many steps the ranks are ahead of them."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
@@ -191,7 +190,6 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(
     nodes: Node, who_saves: str, until: int
 ) -> None:
-    """Once save() has found other weights than should_stop(), copies must be made only at save()."""
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40

@@ -20,7 +20,6 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
     block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
 ) -> None:
-    """Each script on a page must run as printed, and a second time with the files of the first run."""
     (tmp_path / "train.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])

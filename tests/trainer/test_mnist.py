@@ -20,7 +20,6 @@ from ddpjob_operator.job import validation
 
 EXAMPLE = Path(__file__).parents[2] / "trainer/examples/mnist.py"
 spec = importlib.util.spec_from_file_location("mnist", EXAMPLE)
-assert spec is not None
 assert spec.loader is not None
 mnist = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mnist)

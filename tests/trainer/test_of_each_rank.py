@@ -87,8 +87,6 @@ def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, 
 
 
 def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_path: Path) -> None:
-    """Values that are equal on all ranks are saved once, so the snapshot can be loaded with another number of ranks."""
-
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         optimizer = torch.optim.Adam(torch.nn.Linear(1, 1).parameters())
         saved(snapshot, 1, reader=Reader(7), optimizer=optimizer, loss=float("nan"))

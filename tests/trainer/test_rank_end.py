@@ -45,8 +45,6 @@ def trained(passes: int) -> DistributedDataParallel:
 def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_released(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """After the first backward pass one hook remains on a DDP module, and none after the module is released."""
-
     def script() -> list[list[int]]:
         counts = [[len(p._backward_hooks or ()) for p in trained(passes).parameters()] for passes in (0, 1, 30)]
         module = trained(3).module

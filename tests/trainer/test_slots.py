@@ -115,7 +115,6 @@ def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank
 
 
 def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
-    """Schedulers and plain values that grow at each step must be written completely."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
@@ -160,7 +159,6 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
 
 
 def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
-    """An average of weights that starts after the first step must not make EARLY lose the random states."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
     for _ in range(2):

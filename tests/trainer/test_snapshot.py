@@ -205,7 +205,6 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_pat
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """Two Snapshots of one process must be able to write the same file at once."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
@@ -621,7 +620,6 @@ def ended(pid: int, how: int) -> None:
 def test_the_folder_of_another_running_job_is_refused_and_that_job_continues(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """The folder of another running job must be refused, and that job must go on."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -696,8 +694,7 @@ def test_a_job_has_a_heartbeat_exactly_as_long_as_it_holds_the_folder(attempt, t
     holder = attempt(1)
     beat = tmp_path / "s" / "writer-000001.alive"
     begin = beat.stat().st_mtime_ns
-    while beat.stat().st_mtime_ns == begin:
-        time.sleep(0.01)
+    eventually(lambda: beat.stat().st_mtime_ns != begin)
     assert "process" in beat.read_text()
     del holder
     assert beat.read_text() == "", "left in order"
@@ -760,7 +757,6 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """A rank that misses one save must have its random states in all later files."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -909,8 +905,6 @@ def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
 
 
 def test_a_rank_that_has_left_its_group_loads_by_itself_and_only_rank_0_saves(run_ranks, tmp_path):
-    """A rank that has left its group, as to export its model, must load by itself, and only rank 0 must save."""
-
     def body(rank: int) -> Any:
         os.environ["WORLD_SIZE"] = "2"
         with ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):

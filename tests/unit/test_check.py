@@ -303,7 +303,6 @@ def test_a_rendezvous_file_is_wrong_if_the_nodes_do_not_share_its_folder(mounts:
     ],
 )
 def test_a_rendezvous_file_in_an_unknown_folder_may_be_on_the_shared_volume(method: str, wrong: bool) -> None:
-    """A rendezvous file in an unknown folder must be no error, because the folder may be on the shared volume."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -1467,7 +1466,6 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
 
 @pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
 def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
-    """A script next to a job must be checked only if the job's command starts this script."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     path = job_file("", "torchrun", command, nodes=2, container=gpu)
     (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
@@ -1722,7 +1720,6 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
 def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     job_file, of_job: dict[str, Any], nodes: int, wrong: str
 ) -> None:
-    """A memory limit that is too small must be reported before the start, not when the job has got its GPUs."""
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said
@@ -1730,7 +1727,6 @@ def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     assert "memory-limit-too-small" not in ran(path).stdout, "nothing is known of the model"
     if wrong:
         enough = re.search(r"set it to (\d+Mi) or more", said)
-        assert enough is not None
         larger = {"limits": {**of_job["limits"], "memory": enough[1]}}
         path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": larger})
         assert "memory-limit-too-small" not in ran(path, "--parameters", "0.3B").stdout, "what it says is enough"
@@ -1755,7 +1751,6 @@ def test_a_missing_script_is_reported_with_the_line_of_the_command(job_file) -> 
 
 
 def test_two_jobs_with_one_name_in_a_file_get_no_advice_to_choose_by_name(job_file) -> None:
-    """If two jobs in a file have one name, the message must not advise to choose a job by its name."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)

@@ -846,7 +846,6 @@ def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) 
 
 
 def test_a_node_whose_log_cannot_be_read_does_not_hide_the_others(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """If the log of node 0 cannot be read, the logs of the other nodes must be shown."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
     runs(cluster, *[["epoch 1"]] * 2)

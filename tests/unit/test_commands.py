@@ -156,7 +156,6 @@ def test_the_checked_in_schema_equals_the_printed_one() -> None:
 
 
 def test_the_operators_help_and_version_start_nothing(capsys: Any) -> None:
-    """`ddpjob-operator --help` must not start an operator."""
     for option, begin in {"--help": "usage: ddpjob-operator", "--version": "ddpjob-operator "}.items():
         with pytest.raises(SystemExit) as ended:
             program.start([option])

@@ -106,7 +106,6 @@ def test_a_pod_that_cannot_be_reached_is_tried_again_and_no_rank_starts_before(p
 
 
 def test_pods_of_a_later_attempt_get_the_code_of_the_last_save(pods: Pods) -> None:
-    """Pods of a later attempt must get the code of the last save, not the code that was submitted."""
     before = read_code(pods.source)
     (pods.source / "train.py").write_text("2")
     pods.dev.save()
@@ -225,7 +224,6 @@ def test_only_an_agent_that_handles_the_signal_gets_it() -> None:
     ]
     try:
         for process in started:
-            assert process.stdout is not None
             process.stdout.readline()
         found = set(in_pod.agents(RERUN_SIGNAL))
         assert [process.pid in found for process in started] == [True, False, False]

@@ -147,7 +147,6 @@ def test_auto_resolves_to_what_really_runs_on_a_node(spec: dict, expected: int) 
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
 def test_a_job_with_gpus_uses_nccl_whatever_the_resource_is_called(name: str) -> None:
-    """A job with GPUs must use nccl, also if a shared GPU has a resource name of its own."""
     spec = job(container={"resources": {"limits": {name: 1}}}).spec
     assert (spec.facts.backend, spec.facts.nproc_per_node, build.wants_one_pod_per_node(spec)) == (
         "nccl", 1, True

@@ -188,7 +188,6 @@ def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> Non
 
 
 def test_a_job_without_restarts_left_fails_if_it_is_suspended_after_a_failure() -> None:
-    """If no restarts are left, a job that was suspended after a failure must fail, as a batch/v1 Job does."""
     world = digits(backoffLimit=0).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
@@ -458,7 +457,6 @@ def test_an_error_of_the_script_is_charged_even_if_a_node_did_not_report() -> No
 
 
 def test_a_rank_that_exits_with_0_while_its_peer_waits_for_it_is_charged_as_the_cause() -> None:
-    """A rank that exits with 0 while its peer waits must be charged as the cause, and named in the message."""
     world = digits(backoffLimit=0).running().reports_step(20, rank=0).settle()
     world.reports_step(20, rank=1, node_rank=1).exits(0).settle()
     world.after(2).exits(1, code=1, message=PEER_GONE).settle()
@@ -547,7 +545,6 @@ def test_the_cause_is_kept_after_its_pod_is_gone() -> None:
 
 
 def test_the_message_of_a_pod_that_is_being_stopped_is_the_cause_even_after_its_object_is_gone() -> None:
-    """The message of a pod that is being stopped must be the cause, even after its object is gone."""
     world = digits(nodes=3).running().exits(0, code=1, message=PEER_GONE).settle()
     assert cause(world).reason == "PeerLost"
     world.exits(1, code=1, message="ValueError: no such shard").settle()
@@ -660,7 +657,6 @@ def test_a_pod_of_a_deleted_job_of_the_same_name_on_a_lost_node_does_not_block_t
     world.settle()
     assert world.status.reason == "WaitingForDeletedJob"
     again = world.plan().requeue_at
-    assert again is not None
     assert again <= world.now + dt.timedelta(seconds=30)
     assert deleted(world.after(30).plan()) == [("digits-1-1", 0)]
 
@@ -688,7 +684,6 @@ def test_pods_that_fit_on_no_other_node_are_recreated_when_the_node_is_no_longer
         world.after(2).settle()
     waits = world.unschedulable(1, "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity").plan()
     (until,) = {a.until for a in world.status.avoided_nodes}
-    assert waits.requeue_at is not None
     assert waits.requeue_at <= until, "nothing else would wake us"
     attempt = world.status.attempt
     world.now = until
@@ -850,7 +845,6 @@ LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
 
 @LAUNCHERS
 def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_completed(command: str) -> None:
-    """A rank whose pod was never created must get its pod, even if the others have completed meanwhile."""
     world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).vanishes(2).exits(0)
@@ -863,7 +857,6 @@ def test_a_rank_whose_pod_was_never_created_gets_it_even_if_others_have_complete
 
 @LAUNCHERS
 def test_a_rank_that_starts_after_a_peer_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
-    """A rank that starts after a peer ended waits in vain. This must not count as an early end of the peer."""
     world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()

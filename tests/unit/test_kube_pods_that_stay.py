@@ -91,7 +91,6 @@ class Cluster:
     @property
     def status(self) -> Raw:
         raw = self.caches.jobs.get(KEY)
-        assert raw is not None
         return dict(raw["status"])
 
     def send(self, *_: Any) -> None:

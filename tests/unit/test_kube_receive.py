@@ -159,7 +159,6 @@ def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_rep
 def test_a_connection_beyond_the_limit_is_closed_with_its_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    """A connection beyond the limit must be closed with its answer, not at any time while another client connects."""
     monkeypatch.setattr(*bound, 2)  # so one connection is kept open: three quarters of the limit
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from cancelling import running
 from slow_server import play
-from virtual_time import VirtualLoop
 
 from ddpjob_operator.kube.api.api_error import bad_answer
 from ddpjob_operator.kube.api.client import ApiError, Page
@@ -251,7 +250,6 @@ class Neglected:
 
         async def story() -> None:
             loop = asyncio.get_running_loop()
-            assert isinstance(loop, VirtualLoop)
             about = {"runtime": Runtime(clock=loop.time), "meter": self.meter}
             reflector = Reflector(self.server, "services", "team", "", self.copy, **about)  # type: ignore[arg-type]
             running = asyncio.create_task(reflector.run())

@@ -204,7 +204,6 @@ def test_a_plugin_gets_the_cluster_information_if_it_requests_it(
 def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
     server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files in `KUBECONFIG=a:b` must form one kubeconfig, in which the first value wins."""
     first = write(tmp_path / "a", cluster, {"token": "a"}, "one")
     other = write(tmp_path / "b", cluster, {"token": "b"}, "two")
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")

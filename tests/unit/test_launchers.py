@@ -36,7 +36,6 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
 
 
 def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
-    """ddprun must start a script by default, without a line about it."""
     assert run(cli, INIT) == run(cli, INIT, "--nodes", "1:2") == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
     assert run(cli, INIT, "-m", "train") == (["ddprun", "-m", "train"], "")

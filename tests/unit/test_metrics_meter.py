@@ -113,7 +113,6 @@ def test_the_dashboard_of_kubebuilder_has_data_in_each_panel() -> None:
 
 
 def test_the_time_in_the_current_state_is_counted_while_it_lasts() -> None:
-    """The time in the current state must be counted while it lasts, and not only at its end."""
     running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
     found = scraped(Meter(), moment(running, seconds=100))
     assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'] == 100
@@ -143,7 +142,6 @@ def trained(seconds: float, created: float = 5, *, name: str = "digits", over: b
 
 
 def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
-    """A job that begins and ends between two scrapes must be counted."""
     meter = Meter()
     meter.leads(NOW)
     meter.spends(trained(5), at(5))
@@ -220,7 +218,6 @@ def test_a_restarted_operator_does_not_recount_what_was_already_counted(first: M
 
 
 def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -> None:
-    """A job's time must be counted by one release only."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == 30
@@ -231,7 +228,6 @@ def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -
 
 
 def test_all_time_of_a_new_job_is_counted() -> None:
-    """All time of a job must be counted, from its first minute on, and also for a short job."""
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))

@@ -366,7 +366,6 @@ def test_the_start_deadline_releases_all_pods_and_a_later_attempt_tries_again() 
     assert (world.status.reason, world.status.message) == ("StartBackOff", message), "no pod is there to wait for"
     assert world.names() == [], "two half-placed jobs must not block each other"
     again = world.plan().requeue_at
-    assert again is not None
     assert 48 <= (again - world.now).total_seconds() <= 60
     world.now = again
     world.settle()
@@ -576,7 +575,6 @@ def test_a_new_operator_counts_silence_only_from_its_own_start() -> None:
 
 
 def test_after_a_restart_the_metrics_of_the_previous_attempt_are_not_shown() -> None:
-    """After a restart, metrics of the previous attempt must not be shown, as if the new ranks were training."""
     world = digits().running().reports_step(541, total_steps=2000, eta_seconds=365).settle()
     world.exits(1, code=1).settle()
     assert shown(world) == ("541/2000", "27%", ""), "how far it had come, and no promise"

@@ -234,7 +234,6 @@ def test_a_restart_in_place_is_counted_reported_and_named_while_the_job_keeps_ru
 
 
 def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
-    """A restart in place that is reported after a resume must be charged to the attempt before it."""
     world = trained().change(suspend=True).settle().stops_all().settle()
     world.agent = charged(1)
     world.change(suspend=False).settle()

@@ -180,7 +180,6 @@ def test_a_series_stays_small_and_keeps_the_spikes() -> None:
 
 
 def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: Path) -> None:
-    """The report of a week with many metrics must be below a megabyte."""
     history = History()
     for i in range(5_000):
         values = {f"metric {n}": repr(0.1234567890123 * i * n) for n in range(16)}

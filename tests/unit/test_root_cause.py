@@ -398,7 +398,6 @@ def test_a_torchrun_that_only_waited_for_other_nodes_had_a_rank_that_ended_early
     ],
 )
 def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str) -> None:
-    """A pod that the operator stopped must not count as a rank that ended early."""
     complaint, leader = pod(2, said=PEER), told(pod(0, 137, said="Received 15 death signal"), 11)
     stopped = told(pod(1, code, said=said), 11)
     failure, found = settled(leader, stopped, complaint, first=first_sign(complaint), **UNEVEN)

@@ -317,7 +317,6 @@ def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None:
-    """A job that has pods must be read for its reconcile even if it is not kept, so that its pods are stopped."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []

@@ -23,7 +23,7 @@ import click
 import pytest
 import yaml
 from fake_cluster import FakeCluster, pod
-from shell import Ddpjob, Done
+from shell import Ddpjob, Done, eventually
 
 from ddpjob_cli.client import pack
 from ddpjob_cli.commands.main import cli
@@ -192,7 +192,6 @@ def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -
 
 
 def test_a_folder_of_2_gb_is_refused_at_once_with_its_largest_files(folder: Path) -> None:
-    """A folder of 2 GB must be refused at once, with its largest files named, and without reading them."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
         file.truncate(2 << 30)
@@ -319,7 +318,6 @@ def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpj
 
 
 def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder: Path, ddpjob: Ddpjob) -> None:
-    """A script that saves to a folder lost with the pod must get a warning, or its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
     lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which are lost when the pod ends: mount a volume"
     assert lost in ddpjob("submit", "train.py", "--dry-run").err
@@ -471,7 +469,6 @@ def test_an_error_in_a_notebook_is_reported_with_its_cell(
 def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script from stdin must be sent with the job, alone or in the named folder."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
     assert ddpjob("submit", "-", "--name", "alone").code == 0
     assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["ddprun", "stdin.py"]
@@ -587,8 +584,7 @@ def test_a_job_with_a_mistake_that_check_finds_is_refused(folder: Path, cluster:
 
 def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {place}") -> None:
     """Act as operator and kubelets do: two pods run, print, and end."""
-    while (job := cluster.find("ddpjobs", "train")) is None:
-        time.sleep(0.01)
+    job = eventually(lambda: cluster.find("ddpjobs", "train"))
     pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
     job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1}
     for place in (0, 1):
@@ -624,7 +620,6 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
 def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
-    """--follow must warn about a success whose log ends with a traceback, as a local run does."""
     lines = ["Traceback (most recent call last):", '  File "train.py", line 7, in <module>', "ValueError: bad shard"]
     done = _followed(cluster, ddpjob, "Succeeded", lines, "")
     doubt = "a rank has failed in train.py:7, although the exit code is 0: ValueError: bad shard"

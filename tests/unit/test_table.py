@@ -81,7 +81,6 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
 
 
 def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
-    """At 120 columns each rank must have its step, its process, and its use of CPU and GPU."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
         "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
@@ -129,7 +128,6 @@ def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(
 
 
 def test_a_script_that_cannot_report_is_not_shown_as_importing() -> None:
-    """A script that cannot report must not be shown as importing while it prints losses."""
     assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: elapsed 11s"
 
 
@@ -180,7 +178,6 @@ def test_after_a_restart_no_figure_of_the_previous_attempt_is_shown() -> None:
 
 
 def test_after_a_restart_in_place_no_figure_of_the_previous_generation_is_shown() -> None:
-    """After a restart in place no figure of the ranks before it may be shown."""
     what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
     assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
 

@@ -177,7 +177,6 @@ def test_every_line_on_stderr_is_printed_by_the_function_that_cleans_it() -> Non
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
 def test_a_name_in_a_script_cannot_add_a_line_to_the_yaml_of_init(end: str) -> None:
-    """The name of an option with a line break must not add a line to the YAML, in which it is a comment."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
     made = from_script.job_yaml(sources.Source("train.py"), text)
