@@ -10,12 +10,10 @@ import tracemalloc
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
-from worlds import START, World, digits, job
+from worlds import START, World, job
 
 from ddpjob_core import budget
 from ddpjob_core.failures import Failure
-from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, BadReportError, read_report
 
@@ -84,14 +82,3 @@ def test_a_rank_outside_the_job_is_not_named_for_the_failure_of_an_agent() -> No
     world.agent = AgentReport(restarts=AgentCounts(application=1), failures=[failure])
     world.settle()
     assert world.job.status.last_failure.rank is None
-
-
-@given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
-def test_any_termination_message_can_be_read(text: bytes) -> None:
-    report = termination_message.read(text.decode(errors="surrogateescape"))
-    report.log.encode()
-    world = digits().running().settle()
-    world.exits(0, code=1, message=text.decode(errors="replace"))
-    todo = world.plan()
-    assert todo.status is not None
-    assert replace(todo.status) == todo.status

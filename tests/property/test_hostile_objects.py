@@ -130,16 +130,6 @@ def test_a_job_is_planned_whatever_its_pod_reports(status: Any, metadata: Any) -
     msgspec.json.encode(todo.status)
 
 
-@given(ANY)
-@example({"terminationGracePeriodSeconds": 10**11})
-@example({"nproc": 2**70})
-def test_any_spec_and_any_status_give_a_job_with_problems_that_name_their_field(value: Any) -> None:
-    for body in (manifest() | {"spec": value}, manifest() | {"status": value}, {"metadata": value}):
-        job, problems = validation.parse(body)
-        assert isinstance(job, api.DDPJob)
-        assert all(str(problem) for problem in problems)
-
-
 @pytest.mark.parametrize(
     "status",
     [{"attemptNodes": 10**9}, {"nodes": {"total": 10**9, "ready": 0}}, {"leader": {"term": 1, "place": 10**9}}],

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import manifest
 
-import check_page
 import ddpjob_check as check
 from ddpjob_check import CheckedJob, Finding
 from ddpjob_check.job import known
@@ -1754,28 +1753,3 @@ def test_two_jobs_with_one_name_in_a_file_get_no_advice_to_choose_by_name(job_fi
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)
-
-
-# ---------------------------------------------------------------- docs/check.md
-
-
-def test_the_checked_in_page_is_generated_from_the_table() -> None:
-    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == check_page.to_markdown(), (
-        "docs/check.md differs from the rules: run `python tools/check_page.py > docs/check.md`"
-    )
-
-
-def test_the_page_has_each_rule_with_its_reason_and_both_lines() -> None:
-    text = check_page.to_markdown()
-    assert re.findall(r"^### `(.*)`$", text, flags=re.MULTILINE) == list(RULES)
-    for rule in check.RULES:
-        assert rule.why in " ".join(text.split())
-        assert rule.wrong.splitlines()[0] in text
-        assert rule.right.splitlines()[0] in text
-
-
-def test_names_and_sentences_of_the_rules_are_readable() -> None:
-    assert len(RULES) == len(check.RULES)
-    for rule in check.RULES:
-        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", rule.name)
-        assert rule.why.endswith(".")

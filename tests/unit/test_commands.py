@@ -148,10 +148,6 @@ def test_an_editor_marks_nothing_in_sound_jobs() -> None:
         assert wrong(sound, schema.schema()) == []
 
 
-def test_the_checked_in_schema_equals_the_printed_one() -> None:
-    assert (ROOT / "docs/ddpjob.schema.json").read_text(encoding="utf-8") == said("schema") == schema.to_json()
-
-
 # ---- ddpjob-operator
 
 

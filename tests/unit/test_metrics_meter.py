@@ -15,7 +15,6 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from slow_server import SlowServer, Town, play
 
-import metrics_page
 from ddpjob_core import budget
 from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.job import api, reasons
@@ -393,9 +392,3 @@ def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> N
         pytest.fail("no error is counted within 100 s")
 
     play(story)
-
-
-def test_the_page_of_metrics_is_generated_from_the_table() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_page.to_markdown() + "\n", (
-        "docs/metrics.md differs from metrics/names.py or the alerts: `make generate`"
-    )
