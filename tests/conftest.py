@@ -1,7 +1,5 @@
 """Options and shared fixtures of the whole test suite."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

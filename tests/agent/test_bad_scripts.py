@@ -1,7 +1,5 @@
 """The next generation starts and no old rank survives, whatever a script, a foreign process or a clock does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

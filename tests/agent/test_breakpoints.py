@@ -1,7 +1,5 @@
 """`breakpoint()` in a rank of `ddpjob dev` stops in pdb at a terminal that is lent to the rank. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """If a rank is killed by its own signal, the job reports the line of the script."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

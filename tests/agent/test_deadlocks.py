@@ -1,7 +1,5 @@
 """If ranks are in collectives that can never meet, a message names them within seconds. Other hangs get none."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Agents of a group whose number of nodes changes, on loopback: nodes come, are lost and leave. Without torch."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Failures of the machine under an agent: no free process, a full disk, a rank that SIGKILL cannot end. The job
 continues or ends with the real reason, and the script is not blamed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Decisions of node 0's agent in virtual time, without processes, sockets or a clock."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

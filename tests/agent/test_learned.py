@@ -1,7 +1,5 @@
 """Modules that the ranks imported are imported in the background, so that the next generation finds them imported."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from pathlib import Path

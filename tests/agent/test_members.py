@@ -1,7 +1,5 @@
 """An agent numbers its ranks by the pods that the generation lists as members. Here some pods are not listed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

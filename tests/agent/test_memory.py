@@ -3,8 +3,6 @@
 Each test trains with torch: keep the tests few, and check many things in one training. The agents are forked from this
 process, which has imported torch (tests/support/warm.py)."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

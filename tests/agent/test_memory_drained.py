@@ -1,7 +1,5 @@
 """One pod gets SIGTERM and the other pods stay: all ranks end after the same step, and must not lose their state."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

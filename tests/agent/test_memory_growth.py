@@ -1,7 +1,5 @@
 """Ranks are killed around the step at which the model grows or gets another optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import killed_training

@@ -1,7 +1,5 @@
 """The kernel refuses memfd_create() or one of its flags."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

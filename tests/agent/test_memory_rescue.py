@@ -1,7 +1,5 @@
 """A rank dies, and the other ranks cannot write the state immediately: a second rank is killed, or a rank is slow."""
 
-from __future__ import annotations
-
 import pytest
 from agents import Launcher, finish
 

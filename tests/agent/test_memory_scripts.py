@@ -1,8 +1,6 @@
 """Examples, and a script whose DataLoader has workers, are killed and resume from memory. Each test trains with
 torch: keep the tests few. The agents are forked from this process, which has imported torch (tests/support/warm.py)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

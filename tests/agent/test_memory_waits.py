@@ -1,7 +1,5 @@
 """After a failure an agent waits for ranks that may still write the state to its memory, before it ends the ranks."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """How an agent reports a script or module that does not exist, so that a rank could not start."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

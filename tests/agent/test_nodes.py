@@ -1,7 +1,5 @@
 """Several nodes on loopback start together, fail together, and wait for each other. The scripts do not use torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """ddprun on one node, with scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A rank that the kernel killed because memory ran out is reported as such, not as killed by a person."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line equals torchrun's; an option that ddprun does not support is refused by name."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ddprun ends everything that its ranks have started, and no process that was running before it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

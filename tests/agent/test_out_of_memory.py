@@ -1,7 +1,5 @@
 """A rank exceeds its container's memory limit, and the kernel kills it: from which state does training resume?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agents import Launcher, finish

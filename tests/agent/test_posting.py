@@ -1,7 +1,5 @@
 """Node 0's agent reports all restarts in place to the status receiver, repeats the reports, and sends no secret."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

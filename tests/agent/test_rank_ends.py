@@ -1,7 +1,5 @@
 """Reports about jobs that ended with 0, but whose replicas differ or whose ranks trained alone."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

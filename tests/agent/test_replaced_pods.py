@@ -1,7 +1,5 @@
 """Several nodes on loopback with an operator: only the pod that is lost or told to stop is replaced."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spares are ranks of the next generation, forked while the present one trains, so that a restart needs no fork."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

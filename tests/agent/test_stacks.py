@@ -1,7 +1,5 @@
 """SIGQUIT to ddprun prints where the ranks are, in one text, and ends nothing; idle ranks are mentioned once."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Node 0's decisions when ranks make no step, and how steps change a restart, without processes or a clock."""
 
-from __future__ import annotations
-
 import pytest
 from leads import failure, start, taken
 

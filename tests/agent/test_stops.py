@@ -1,7 +1,5 @@
 """A stop reaches training processes first and their children afterwards. In the other order nothing is saved."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep the tests few."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

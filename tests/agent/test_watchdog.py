@@ -1,7 +1,5 @@
 """A stalled group is detected, each rank reports where it is, the culprit is named, and all ranks restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

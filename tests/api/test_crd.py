@@ -2,8 +2,6 @@
 KUBECONFIG of any cluster, which needs no nodes and no operator. Creates a namespace and removes it, and removes the CRD
 if it was not there before."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

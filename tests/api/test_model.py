@@ -1,7 +1,5 @@
 """The simulation's model of an API server and a real one: the same requests get the same codes and effects."""
 
-from __future__ import annotations
-
 import copy
 import json
 import urllib.error

@@ -1,8 +1,6 @@
 """The operator with an API server that fails in many ways: jobs still end correctly, without hot loops or needless
 writes. A proxy counts requests and breaks those that a test chooses. Needs kubectl and KUBECONFIG of any cluster."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 
 Needs kubectl and KUBECONFIG of any cluster. Each test has a namespace and an operator process of its own."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 kubectl and KUBECONFIG of any cluster. Each operator has its own proxy, which records its writes and injects the faults
 that a test requests. The Lease is short, to keep the tests short."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

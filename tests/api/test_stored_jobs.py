@@ -1,8 +1,6 @@
 """Many large jobs of one namespace, with a real API server: how much memory they take, and that other jobs continue.
 Needs kubectl and KUBECONFIG of any cluster. tests/unit/test_stored_jobs.py tests the single cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Helm chart as `helm template` renders it: what it requires of a cluster, and which mistakes it refuses."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

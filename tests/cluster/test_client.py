@@ -1,7 +1,5 @@
 """`ddpjob submit` and related commands on real pods: a script with its folder becomes a job, without an image build."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

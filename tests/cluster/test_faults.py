@@ -1,8 +1,6 @@
 """Real faults on real pods: the right end, cause and charge, and no objects are left over. kubectl checks what users
 see. The ranks of these jobs meet like torch's: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Under ddprun in real pods: ranks restart in place, and only a lost pod is replaced."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ten ways to launch, on real pods: the same files as in local runs, and the same parameters at the end."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

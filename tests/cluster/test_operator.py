@@ -1,7 +1,5 @@
 """What the documentation says about a cluster, on real pods. kubectl checks what users see."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Progress reports from pods: through the Service, with the kubelet's token, and with obstacles."""
 
-from __future__ import annotations
-
 import json
 
 from pods import Space, job, trainer

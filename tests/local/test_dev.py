@@ -1,7 +1,5 @@
 """`ddpjob dev`: saving a file restarts the ranks. No torch: the fork server of these sessions imports only json."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Elastic jobs as local processes: the same YAML, torchrun's own variables, and a lost node."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ddpjob run --fail` breaks a job on purpose: the job recovers and reports what happened. No torch is needed."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

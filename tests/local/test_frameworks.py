@@ -2,8 +2,6 @@
 `make test-frameworks` installs the packages that they need. `make test` does not, because these take more time and
 space than all other tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

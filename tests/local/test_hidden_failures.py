@@ -1,7 +1,5 @@
 """Local runs whose command ends with 0 although the ranks failed, because the shell or the script hides the failure."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

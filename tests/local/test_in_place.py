@@ -1,7 +1,5 @@
 """`ddpjob run` of a job under ddprun: ranks restart in place, and only a node that dies is replaced."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for i
 `make test` all ways that one script can use share a run, and a script without torch checks the rank numbers under the
 two other parsers of torch's launcher. `make test-long` trains each example in examples/notes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

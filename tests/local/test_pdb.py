@@ -1,7 +1,5 @@
 """`ddpjob run --pdb RANK` starts a debugger in one rank, on the run's terminal. No torch is needed."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Fields of a pod that a local process honors, that are refused, and that are reported as without effect."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

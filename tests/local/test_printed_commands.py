@@ -1,7 +1,5 @@
 """The local commands of README and docs/, in the order of each page, as a reader types them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Only the user of a local run can read its files, and a run does not write through planted files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

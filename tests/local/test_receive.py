@@ -1,7 +1,5 @@
 """Progress reports arrive from the job's own trainers, and no other user of the machine can forge or block them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """`ddpjob run` as users see it, from outside. The trainings here import no torch."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """The folder of a run is inside a folder of the user. Nothing there is removed except what a run has created."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

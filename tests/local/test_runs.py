@@ -1,7 +1,5 @@
 """Finding earlier runs: `ddpjob list`, and `ddpjob logs` with the options that users know from kubectl."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`ddpjob.run` starts functions and scripts as processes of this machine, from a Python program."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 r"""Ctrl-\ in `ddpjob run`, and `ddpjob stacks`, show where the ranks of a local run are. No torch is needed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The number of threads in a local run: the job's value, the user's OMP_NUM_THREADS, or torchrun's default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CPU and memory that the nodes of a local run use, and which of their processes are ranks, from real processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The counts of restarts in operator and agents, while reports are lost, repeated, late and out of order, pods are
 replaced and the operator crashes. With a wrong count a job fails too early, or restarts for ever."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """When the state is copied and which copy is overwritten, for any plans. tests/simulation/test_memory.py kills ranks
 between any two actions."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,6 @@
 """Copies of states on devices, made by the library's code. Hosts run ahead, devices work later, and ranks are killed
 between any two of their actions."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import dataclass

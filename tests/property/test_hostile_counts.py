@@ -1,8 +1,6 @@
 """The operator counts at most the restarts that it granted to a pod. Otherwise a forged count in a message of 89 bytes
 could fill a gigabyte of memory: again for each new leader, because the pod's status keeps the message."""
 
-from __future__ import annotations
-
 import json
 import time
 import tracemalloc

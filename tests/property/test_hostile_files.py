@@ -1,7 +1,5 @@
 """Files, lines and answers of any form yield their content or the documented error, in bounded time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

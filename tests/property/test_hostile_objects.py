@@ -1,8 +1,6 @@
 """The operator reads any object that the API server stores, or reports which object it cannot read. It must never exit:
 anybody who may create a pod in a watched namespace could end each new operator."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

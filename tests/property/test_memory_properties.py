@@ -1,7 +1,5 @@
 """The choice among states in memory, for any nodes. tests/simulation/test_memory.py simulates whole jobs."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Properties of the plan that hold for any generated job and cluster state."""
 
-from __future__ import annotations
-
 import datetime as dt
 import random
 from dataclasses import replace as replaced

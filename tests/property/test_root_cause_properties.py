@@ -1,7 +1,5 @@
 """There is one root cause of bounded size, whatever pods report at their end and in whatever order."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """No sequence of failures exceeds a budget, and no failure counts against the wrong one."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import get_args
 

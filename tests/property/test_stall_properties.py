@@ -1,7 +1,5 @@
 """For any reports at any time, no healthy job is restarted and no hang is missed."""
 
-from __future__ import annotations
-
 import datetime as dt
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Stored jobs never take more memory than their share, and the operator knows when to read a job again."""
 
-from __future__ import annotations
-
 import datetime as dt
 import random
 from typing import Any

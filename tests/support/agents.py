@@ -1,7 +1,5 @@
 """`ddprun` as a user or a pod starts it: one process for each node, in a folder of the test."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

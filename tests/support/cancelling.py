@@ -1,7 +1,5 @@
 """Run work during a part of a test, and cancel it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine

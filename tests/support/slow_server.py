@@ -1,7 +1,5 @@
 """Runs the operator in virtual time with an API server whose delays the test chooses. There is no kubelet."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import copy

@@ -1,7 +1,5 @@
 """A node's memory has two areas for states. Surviving ranks, and ranks that make copies, write to these areas."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

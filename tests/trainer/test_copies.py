@@ -1,8 +1,6 @@
 """Periodic copies of the state in memory are used if no rank can write its state after a failure. A rank that is killed
 in these tests ends without writing."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Copies of a state on a real GPU. Without a GPU only the order of torch.cuda calls is tested. Scripts run in new
 processes, because a process that has used CUDA cannot fork ranks for other tests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Copies of a state on a fake device, which makes each copy as late as allowed. If a step does not wait for a copy, the
 copy gets the values after that step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Python code in README and docs/ runs as printed."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """A rank that has finished must exit with 0, even while threads of torch or of the library are busy."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import glob

@@ -1,7 +1,5 @@
 """Work that no state_dict() contains is reported when it is saved, instead of being lost at a restart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

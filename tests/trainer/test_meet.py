@@ -1,7 +1,5 @@
 """A rank that starts before rank 0 must connect as soon as rank 0 serves the store, not at torch's next retry."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import socket

@@ -1,7 +1,5 @@
 """State that differs between ranks: each rank gets its own state from the folder, or the load is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A state is converted to bytes in memory and back without a change of any bit."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """`Places` learns where in its loop a script changes small values, such as a learning rate."""
 
-from __future__ import annotations
-
 import torch
 
 from ddpjob.checkpoint.in_memory.places import Places

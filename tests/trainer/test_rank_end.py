@@ -1,7 +1,5 @@
 """A rank records its DDP modules, and the hooks on these modules cost little."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """If a state is too large for its container's memory, a message names the memory limit that is needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Random states, buffers and settings in a rank's slots are correct, although unchanged parts are reused."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Each script resumes correctly from the folder: everything that it does after a s
 state. So a killed run must end like an undisturbed one, unless the library has reported before the kill what it cannot
 restore."""
 
-from __future__ import annotations
-
 import random
 import textwrap
 from collections.abc import Mapping

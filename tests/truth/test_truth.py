@@ -1,7 +1,5 @@
 """A script never silently gets another result because of a restart, whatever it does between two steps."""
 
-from __future__ import annotations
-
 import pytest
 from grammar import CHOICES, Draw, Kill, drawn, normal, parts_of, plain, recipe, script
 from refusals import LOSS, SAMPLES, Part, excused

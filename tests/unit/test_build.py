@@ -1,7 +1,5 @@
 """The objects that the operator creates for a job: their fields, one by one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`ddpjob check` finds the classic mistakes of DDP at their lines, and reports nothing in sound scripts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

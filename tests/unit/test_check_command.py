@@ -1,7 +1,5 @@
 """`ddpjob check` reports parts of a job's command that do not do what they seem to do, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

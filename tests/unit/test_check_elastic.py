@@ -1,7 +1,5 @@
 """`ddpjob check` warns about code that breaks when the number of ranks changes, if that may happen."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

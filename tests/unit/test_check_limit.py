@@ -1,7 +1,5 @@
 """`ddpjob check` ends for any script, and names the rules that took too long."""
 
-from __future__ import annotations
-
 import ast
 import json
 import signal

@@ -1,7 +1,5 @@
 """The command line against an API server: its output, and its requests."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import os

@@ -1,7 +1,5 @@
 """`ddpjob stacks` in a cluster: kubectl signals the agent in each pod, which writes to its log."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Help, versions, completion, and the schema for editors."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`ddpjob convert`: jobs of Kubeflow and command lines become DDPJobs, and nothing is dropped silently."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CRD follows the types, and the rules of a Kubernetes API server; tests/api tries it on a real one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The pod of a stalled rank is ended in a way that keeps its log, which alone explains a hang."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

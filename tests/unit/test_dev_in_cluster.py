@@ -1,7 +1,5 @@
 """`ddpjob dev --cluster`: what is saved reaches every pod, before node 0's agent starts the ranks again."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

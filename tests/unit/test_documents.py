@@ -1,7 +1,5 @@
 """What README and docs/ show: links lead somewhere, YAML is valid, commands and their options exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The variables that a trainer gets, in the cluster and locally."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

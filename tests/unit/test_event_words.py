@@ -1,7 +1,5 @@
 """One Event per fact, with correct text: users read Events first, and often nothing else."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 from worlds import START, digits

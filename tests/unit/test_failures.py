@@ -1,7 +1,5 @@
 """Ranks, agents and operator write and read the same Failure, whose size is bounded."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

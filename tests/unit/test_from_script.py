@@ -1,7 +1,5 @@
 """A training script becomes a DDPJob: the first minute of a user with a script and no YAML."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

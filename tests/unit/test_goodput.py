@@ -1,7 +1,5 @@
 """Goodput counts only seconds in which steps were made, because users who pay for the GPUs rely on it."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import msgspec

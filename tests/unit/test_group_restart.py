@@ -1,7 +1,5 @@
 """A failure leads to one clean restart of the group, counted by its cause, or to a failed job with a reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime as dt
 

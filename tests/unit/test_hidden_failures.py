@@ -1,7 +1,5 @@
 """An exit code 0 that hides a failure fails the attempt, or makes the success suspicious."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

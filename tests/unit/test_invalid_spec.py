@@ -1,7 +1,5 @@
 """A spec may become invalid while its job is running: the job continues, and its message names the mistake."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

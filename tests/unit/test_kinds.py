@@ -1,7 +1,5 @@
 """The kind of a file without a suffix: one rule for run, init, submit and check."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

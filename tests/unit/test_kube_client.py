@@ -1,7 +1,5 @@
 """The client of the API server: refused and unanswered requests, expired credentials, and large lists."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable

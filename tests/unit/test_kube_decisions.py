@@ -1,7 +1,5 @@
 """The operator's log names each decision about a job and its reason, for administrators who read it a day later."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Each Event is sent once, delays no pod, and cannot flood the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 from typing import Any

@@ -1,7 +1,5 @@
 """A slow job delays no other job, and an overloaded API server is not made worse. All tests are in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """The lines that `helm test` prints about an installation, and its advice if a check fails."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 from typing import Any, cast

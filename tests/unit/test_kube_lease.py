@@ -1,8 +1,6 @@
 """Two operators never act at the same time, whatever happens to requests and clocks. After a failure one of them acts
 again soon."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

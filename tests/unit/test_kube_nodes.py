@@ -1,7 +1,5 @@
 """The operator's knowledge of the cluster's nodes, and when it does not count them as lost."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 from typing import Any

@@ -1,7 +1,5 @@
 """What the operator reads of pods and Services, in the forms that API servers and kubelets produce."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import Any
 

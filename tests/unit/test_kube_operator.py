@@ -1,7 +1,5 @@
 """The operator's settings, the pods whose reports it accepts, and the wait after a refused create."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import subprocess

@@ -1,7 +1,5 @@
 """A release for all namespaces ignores each namespace that another release has marked with a ConfigMap."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Set
 from typing import cast

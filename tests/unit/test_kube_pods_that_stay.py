@@ -1,7 +1,5 @@
 """Pods that still exist after their deletion, and pods that a watch reports as gone although they exist."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import datetime as dt

@@ -2,8 +2,6 @@
 limits, a pod could exhaust both operators' memory or block their liveness probe. The ports run on uvloop, as in the
 operator."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 import socket

@@ -1,8 +1,6 @@
 """The schedule of reconciles: one at a time for a job, the earliest request counts, and the wait grows with each
 failure."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,8 +1,6 @@
 """Progress in a cluster: a report counts for the pod that its token proves, and no client can forge it or exhaust the
 receiver."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

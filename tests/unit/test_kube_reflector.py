@@ -1,7 +1,5 @@
 """A reflector's copy stays correct whatever API servers do to watches. All tests are in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import weakref

@@ -1,7 +1,5 @@
 """A CRD older than the operator: Helm never upgrades it, and the API server drops fields that it does not know."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Our copy of the cluster: newer objects win, deleted ones stay gone, and only real differences are reported."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which changes of a pod or a node cause a reconcile, and how soon."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import msgspec

@@ -1,7 +1,5 @@
 """The client reads a kubeconfig as kubectl does: CAs, certificates, plugins, several files, proxies."""
 
-from __future__ import annotations
-
 import base64
 import datetime as dt
 import json

@@ -1,7 +1,5 @@
 """The launcher of a script is ddprun unless something needs torchrun. Then one line names the reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

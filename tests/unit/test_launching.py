@@ -1,7 +1,5 @@
 """Every command in docs/launching.md is accepted as written, and what the page calls refused is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The metrics that a scraper reads: each series once, in both formats, none of a deleted job, and no label of unbounded
 length."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import itertools

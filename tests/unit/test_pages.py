@@ -1,7 +1,5 @@
 """The generated pages are complete. `make check` compares the checked-in pages with their generators."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

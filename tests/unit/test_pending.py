@@ -1,7 +1,5 @@
 """A waiting job's message says for what, for how long, and how to find out why. A Warning follows after ten minutes."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import pytest

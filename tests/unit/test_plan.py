@@ -1,7 +1,5 @@
 """What plan() decides, and what users see: one test for each situation of a job."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Under ddprun only a lost pod is replaced. The other pods stay, with torch imported, and wait for the new one."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any

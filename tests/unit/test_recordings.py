@@ -1,8 +1,6 @@
 """Jobs and pods that operators of earlier commits left in a cluster, under the present operator.
 tests/unit/data/recordings has a file for each commit, written there by tests/support/recordings.py."""
 
-from __future__ import annotations
-
 import datetime as dt
 import functools
 import json

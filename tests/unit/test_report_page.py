@@ -1,7 +1,5 @@
 """The HTML report of a run is one file, for any run and for any output of its script."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 import xml.etree.ElementTree as ET

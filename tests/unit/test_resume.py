@@ -1,7 +1,5 @@
 """The step from which a training resumes is shown in the line about a restart, at the end of a run, and in describe."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The cause is the failure that explains the others. One sentence names it, and it counts against the right budget."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from dataclasses import dataclass, replace

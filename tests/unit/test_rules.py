@@ -1,7 +1,5 @@
 """A failure's class and budget, and when a restart is useless: the same rules in the operator and in the agents."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import pytest

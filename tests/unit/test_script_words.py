@@ -1,7 +1,5 @@
 """`ddpjob run`, `submit` and `init` separate their own arguments from those of the script, as torchrun does."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

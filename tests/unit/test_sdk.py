@@ -1,7 +1,5 @@
 """`ddpjob.submit` from a user's program: functions are sent to a job, and results come back."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """The documents as a site: read in a browser, from a server or from the disk."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import re

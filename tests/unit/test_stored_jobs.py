@@ -1,7 +1,5 @@
 """What the operator keeps of idle jobs, when it reads them again, and which jobs wait for memory."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import datetime as dt

@@ -1,7 +1,5 @@
 """`ddpjob submit`: what is sent with a job, what is left out, and what a cluster gets."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import io

@@ -1,7 +1,5 @@
 """Lines of the table at the bottom of the terminal during a local run, at three widths."""
 
-from __future__ import annotations
-
 import datetime as dt
 import io
 import re

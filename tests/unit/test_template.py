@@ -1,7 +1,5 @@
 """Mistakes in a pod template that otherwise only an API server finds, named with their field before a job is sent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts print anything: a terminal gets only text and colors, and a pipe gets everything unchanged."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@ kB of torchrun's output for short scripts: raise, sys.exit(3), SIGSEGV and SIGKI
 ranks that exit at different times, two ranks on gloo of which rank 1 raises (in one pod, and in two pods: peer-gone is
 the other pod's), and SIGTERM to torchrun itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

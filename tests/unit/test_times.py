@@ -1,7 +1,5 @@
 """If the clock of the operator or of its successor jumps, no job may wait longer because of this."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import pytest

@@ -1,7 +1,5 @@
 """An unreadable status does not count as empty: the job is left alone, and a condition says why."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import datetime as dt

@@ -1,7 +1,5 @@
 """A mistake in a job is named before it costs time: with its field, value and fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A rank reports a collective only if it certainly waits in this collective."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any

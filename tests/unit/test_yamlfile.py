@@ -1,7 +1,5 @@
 """The reader of YAML files ends within a second for any file, and names a mistake with its line."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
