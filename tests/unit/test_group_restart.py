@@ -221,12 +221,6 @@ def test_a_script_that_always_fails_ends_the_job_after_its_budget_with_the_true_
     assert not any(p.live for p in world.pods.values())
 
 
-def test_backoff_limit_0_restarts_nothing() -> None:
-    world = digits(backoffLimit=0).running().exits(1, code=1).restarted()
-    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
-    assert world.names() == ["digits-1-1"]
-
-
 def test_nothing_is_created_during_a_back_off_and_the_message_shows_the_wait() -> None:
     world = digits(backoffLimit=9).started()
     for _ in range(3):
@@ -559,12 +553,6 @@ def test_the_message_of_a_pod_that_ended_between_two_reconciles_is_also_the_caus
     assert (cause(world).exception, charges(world)) == ("ValueError: no such shard", (1, 0, 0))
 
 
-def test_the_cause_names_the_step_at_which_it_happened() -> None:
-    world = digits().running().reports_step(41).settle().exits(1, code=139).restarted()
-    assert (cause(world).step, cause(world).signal) == (41, "SIGSEGV")
-    assert "at step 41" in world.status.failures[-1].message
-
-
 # ---------------------------------------------------------------- nodes and pods ended from outside
 
 
@@ -659,39 +647,6 @@ def test_a_pod_of_a_deleted_job_of_the_same_name_on_a_lost_node_does_not_block_t
     assert deleted(world.after(30).plan()) == [("digits-1-1", 0)]
 
 
-def test_a_node_that_fails_the_job_twice_is_avoided_for_an_hour_and_shown() -> None:
-    world = digits().running()
-    for _ in range(2):
-        world.runs(0, 1).settle().node_lost(1).after(30).restarted()
-        world.nodes = {}
-        world.after(2).settle()
-    assert [(a.node, a.until > world.now) for a in world.status.avoided_nodes] == [("node-1", True)]
-    world.exits(1, code=1).settle().stops_all()
-    world.step()
-    made = [a for a in world.after(400).plan().actions if isinstance(a, CreatePod)]
-    assert {a.avoid for a in made} == {("node-1",)}
-    world.settle().after(3600).runs(0, 1).settle().exits(1, code=1).restarted()
-    assert world.status.avoided_nodes == []
-
-
-def test_pods_that_fit_on_no_other_node_are_recreated_when_the_node_is_no_longer_avoided() -> None:
-    world = digits().running()
-    for _ in range(2):
-        world.runs(0, 1).settle().node_lost(1).after(30).restarted()
-        world.nodes = {}
-        world.after(2).settle()
-    waits = world.unschedulable(1, "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity").plan()
-    (until,) = {a.until for a in world.status.avoided_nodes}
-    assert waits.requeue_at <= until, "nothing else would wake us"
-    attempt = world.status.attempt
-    world.now = until
-    world.settle().stops_all()
-    made = [a for _ in range(3) for a in world.step().actions if isinstance(a, CreatePod)]
-    assert [(a.attempt, a.avoid) for a in made] == [(attempt + 1, ())] * 2, "affinity keeps a pod away for ever"
-    world.settle()
-    assert world.status.attempt == attempt + 1
-
-
 def twice_lost(world: World) -> World:
     """Return a world that has lost node-1 twice: the node is ready again, but the job avoids it."""
     world.running()
@@ -700,6 +655,17 @@ def twice_lost(world: World) -> World:
         world.nodes = {}
         world.after(2).settle()
     return world
+
+
+def test_a_node_that_fails_the_job_twice_is_avoided_for_an_hour_and_shown() -> None:
+    world = twice_lost(digits())
+    assert [(a.node, a.until > world.now) for a in world.status.avoided_nodes] == [("node-1", True)]
+    world.exits(1, code=1).settle().stops_all()
+    world.step()
+    made = [a for a in world.after(400).plan().actions if isinstance(a, CreatePod)]
+    assert {a.avoid for a in made} == {("node-1",)}
+    world.settle().after(3600).runs(0, 1).settle().exits(1, code=1).restarted()
+    assert world.status.avoided_nodes == []
 
 
 NO_NODE = "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 1 node(s) were unschedulable"
