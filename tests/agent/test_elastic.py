@@ -103,9 +103,7 @@ def test_a_job_grows_beyond_the_number_of_nodes_with_which_it_started(launcher: 
 
 
 @pytest.mark.parametrize("env", [{}, {"DDPJOB_RESTARTS_LEFT": LEFT}], ids=["alone", "operator"])
-def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(
-    launcher: Launcher, env: dict[str, str]
-) -> None:
+def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(launcher, env):
     job = Job(launcher, "2:3", "--max-restarts", 0)
     job.start(0, 1, 2, **env)
     assert job.up(0) == [0, 1, 2]
@@ -187,9 +185,7 @@ def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launc
 
 
 @pytest.mark.parametrize(("nnodes", "ended"), [("1:2", None), ("2", True)])
-def test_a_node_that_does_not_reach_node_0_ends_alone_if_the_others_may_train(
-    launcher: Launcher, nnodes: str, ended: bool | None
-) -> None:
+def test_a_node_that_does_not_reach_node_0_ends_alone_if_the_others_may_train(launcher, nnodes, ended):
     """A node whose network is broken must be replaced, and the nodes that train must not restart with it."""
     words = ["--nnodes", nnodes, "--node-rank", 1, "--master-port", free_port(), "--rdzv-conf", "timeout=1"]
     done = finish(launcher.ddprun(*words, "--no-preload", launcher.script(TRAIN), DDPJOB_TERMINATION_LOG="message"))
@@ -212,9 +208,7 @@ def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(laun
     launcher.forget_killed()
 
 
-def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(
-    launcher: Launcher, appointments: Appointments
-) -> None:
+def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(launcher, appointments):
     job = Job(launcher, "2:3")
     env = {"DDPJOB_RESTARTS_LEFT": LEFT, **appointments.env}
     job.start(0, 1, 2, **env)
@@ -256,9 +250,7 @@ def test_the_only_node_that_is_left_leads_itself(launcher: Launcher, appointment
     launcher.forget_killed()
 
 
-def test_a_leader_learns_what_the_operator_has_spent_of_its_budget(
-    launcher: Launcher, appointments: Appointments
-) -> None:
+def test_a_leader_learns_what_the_operator_has_spent_of_its_budget(launcher, appointments):
     """The operator charges a failure that ends a pod, and a new pod may need minutes until it joins the others."""
     appointments.appoint(1, 0, application=0, replaced=1)
     job = Job(launcher, "1:2")

@@ -219,9 +219,7 @@ def refuse(*_: object) -> Any:
 
 
 @pytest.mark.parametrize(("words", "files"), [([], 4), (["--duplicate-stdout-filters=loss"], 3)])
-def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
-) -> None:
+def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(monkeypatch, tmp_path, words, files):
     """A failed start must leak no descriptor, because it is retried. With filters each tail has two files."""
     folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
@@ -374,9 +372,7 @@ def test_an_emptied_folder_is_created_again(launcher: Launcher) -> None:
     assert launcher.done("--no-preload", "--tee=3", script).returncode == 0
 
 
-def test_a_full_disk_loses_only_the_filtered_copy_of_the_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_only_the_filtered_copy_of_the_output(tmp_path, monkeypatch):
     source, console = tmp_path / "rank.log", tmp_path / "console"
     really_open = own_files.open_file
     full = {str(tmp_path / "filtered"): "/dev/full"}

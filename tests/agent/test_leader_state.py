@@ -230,9 +230,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     ],
     ids=["the same", "another line", "another exception", "after a new step", "in a cluster"],
 )
-def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
-    local: bool, second: dict[str, Any], then: type[StartOrder | EndOrder]
-) -> None:
+def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(local, second, then):
     """On one machine the same exception at the same line must end the job. In a cluster a node may be at fault."""
     first = {"exception": "OSError: shard 1", "where": "train.py:4"}
     found = running(2, local=local)
@@ -709,9 +707,7 @@ def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 @pytest.mark.parametrize("between", ["told", "stopped"])
-def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
-    order: tuple[int, ...], between: str
-) -> None:
+def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(order, between):
     """If all nodes got SIGTERM, node 0's agent must leave at once, because each agent now ends its own ranks."""
     found = with_operator(3)
     if between == "told":

@@ -64,9 +64,7 @@ def settled(pid: int, *, is_held_up: bool) -> int:
     return pid
 
 
-def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
-    child: Callable[[Callable[[], object]], int],
-) -> None:
+def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(child):
     """If a rank is stopped by SIGSTOP or waits for a lock, the job must restart without its state after the limit."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
@@ -138,9 +136,7 @@ def test_progress_reported_by_another_node_counts_only_in_its_generation() -> No
 
 
 @given(st.integers(0, 9), st.integers(0, 4), st.floats(0, 99), st.floats(0, 99), st.integers(0, 1 << 33), st.booleans())
-def test_the_wait_for_any_rank_is_limited(
-    clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
-) -> None:
+def test_the_wait_for_any_rank_is_limited(clock, whole, seconds, still, size, is_held_up):
     """A rank in an endless loop must not prevent the restart of the other ranks."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)

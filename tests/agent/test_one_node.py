@@ -148,9 +148,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         "    try: wrapped()\n    except ValueError: sys.exit(1)",
     ],
 )
-def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
-    launcher: Launcher, line: str
-) -> None:
+def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(launcher, line):
     """A rank that only reports a lost peer must not count as the rank that failed."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
@@ -330,9 +328,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launch
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM])
-def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(
-    launcher: Launcher, number: signal.Signals
-) -> None:
+def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(launcher, number):
     """A signal without a handler must end the agent as in torchrun, but the agent removes its folder in /tmp first."""
     script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in a single write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)

@@ -241,9 +241,7 @@ def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
         ("DDPJOB_STALL_TIMEOUT", "nan", "'nan' is not a number of seconds"),
     ],
 )
-def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
-    capsys: Any, name: str, text: str, said: str
-) -> None:
+def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(capsys, name, text, said):
     found = refusal(capsys, "train.py", **{name: text})
     assert name in found
     assert said in found.replace("\n", " ")

@@ -70,9 +70,7 @@ def application(body: dict[str, Any]) -> int:
     return int(body["agent"]["restarts"]["application"])
 
 
-def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
-    launcher: Launcher, receiver: Receiver
-) -> None:
+def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(launcher, receiver):
     """Steps of ended ranks must count as progress, also after the final report, or a rare failure ends the job."""
     script = launcher.script(
         """

@@ -359,9 +359,7 @@ def main():
         ("Done()", "try: main()\nexcept Done: sys.exit(0)", "", ""),
     ],
 )
-def test_a_failure_that_a_script_loses_makes_its_success_suspicious(
-    launcher: Launcher, raised: str, around: str, reason: str, text: str
-) -> None:
+def test_a_failure_that_a_script_loses_makes_its_success_suspicious(launcher, raised, around, reason, text):
     """The script drops the failure: it prints nothing and exits with 0, although no rank has trained."""
     # A forked copy of pytest has pytest as __main__, in which a rank would not find the script.
     start = launcher.ddprun if reason == "NoProcessGroup" else launcher.warm

@@ -241,9 +241,7 @@ def test_a_fork_with_an_error_does_not_become_a_second_server(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("limit", "used", "fits"), [("max", 900, True), ("1024", 100, True), ("1024", 700, False), ("8", 4, False)]
 )
-def test_spares_do_not_take_the_last_processes_of_a_container(
-    tmp_path: Path, limit: str, used: int, fits: bool
-) -> None:
+def test_spares_do_not_take_the_last_processes_of_a_container(tmp_path, limit, used, fits):
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "pids.max").write_text(f"{limit}\n")
     (tmp_path / "pids.current").write_text(f"{used}\n")

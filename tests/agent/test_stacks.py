@@ -133,9 +133,7 @@ def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, 
     run.ends_well()
 
 
-def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(
-    launcher: Launcher,
-) -> None:
+def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(launcher):
     """If SIGQUIT is set to end the job, `ddpjob stacks` uses another signal, because it must never end a job."""
     run = Waiting(launcher, TRAIN, "--signals-to-handle=SIGTERM,SIGQUIT", ranks=1)
     assert "rank 0: step 3" in run.asked(45)
@@ -184,9 +182,7 @@ def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object
     ids=["without the library", "in a step", "in a pause to save", "in a pause to evaluate"],
 )
 @pytest.mark.parametrize(("nodes", "name", "how"), [(1, "digits", "ddpjob stacks digits"), (2, "", "kill -QUIT ")])
-def test_an_agent_mentions_its_idle_ranks_in_one_line(
-    capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
-) -> None:
+def test_an_agent_mentions_its_idle_ranks_in_one_line(capsys, beat, lines, nodes, name, how):
     """An agent must mention idle ranks in one line: without it, a script without the library hangs silently."""
     agent: Any = types.SimpleNamespace(
         options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),

@@ -339,9 +339,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )
-def test_an_uncertain_deadlock_is_left_to_the_limits_and_not_queried_again_until_a_rank_has_run(
-    answers: list[tuple[int, StallReport, Position]],
-) -> None:
+def test_an_uncertain_deadlock_is_left_to_the_limits_and_not_queried_again_until_a_rank_has_run(answers):
     found = running(2)
     asked(found)
     for node, report, position in answers:

@@ -135,9 +135,7 @@ if __name__ == "__main__":
 """
 
 
-def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(
-    launcher: Launcher,
-) -> None:
+def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(launcher):
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 

@@ -284,9 +284,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(("nodes", "leave"), [(1, "dist.destroy_process_group()"), (2, "")])
-def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
-    launcher: Launcher, nodes: int, leave: str
-) -> None:
+def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(launcher, nodes, leave):
     """A rank that hangs after its last collective must be found, although the other ranks have ended."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)

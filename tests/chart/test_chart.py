@@ -318,9 +318,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     ],
     ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
 )
-def test_each_release_marks_its_namespaces_with_the_same_names(
-    settings: tuple[str, ...], name: str, places: list[str]
-) -> None:
+def test_each_release_marks_its_namespaces_with_the_same_names(settings, name, places):
     """Each release must mark its namespaces by a ConfigMap of a fixed name, so that Helm refuses a second release."""
     marks = of_kind("ConfigMap", *settings)
     assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]

@@ -2,7 +2,6 @@
 
 import json
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def broken(jobs: Space) -> Space:
         ("raising", {"exitCode": 1}),
     ],
 )
-def test_a_failed_rank_restarts_with_all_others_in_the_same_pods(
-    broken: Space, name: str, failure: dict[str, Any]
-) -> None:
+def test_a_failed_rank_restarts_with_all_others_in_the_same_pods(broken, name, failure):
     status = broken.ends(name)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     assert sorted(broken.pods(name)) == [f"{name}-1-0", f"{name}-1-1"]
@@ -233,9 +230,7 @@ def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
 
 
 @pytest.mark.alone
-def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(
-    jobs: Space, nodes: list[str], break_node: Callable[[str, str], None]
-) -> None:
+def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(jobs, nodes, break_node):
     jobs.apply(spread(ddprun("powerless", ENDS_AFTER_A_RESTART)))
     for rank in (0, 1):
         says(jobs, f"powerless-1-{rank}", "generation 0 trains")

@@ -47,9 +47,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
 )
-def test_a_rank_that_fails_at_a_step_restarts_the_group_from_its_last_save(
-    cli: Cli, how: str, words: str, code: int
-) -> None:
+def test_a_rank_that_fails_at_a_step_restarts_the_group_from_its_last_save(cli, how, words, code):
     done, status, told = run(cli, "--fail", f"rank=1,step=25,{how}")
     assert done.returncode == 0, told
     assert re.search(words, told), told

@@ -36,9 +36,7 @@ def output(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize(
     ("package", "script"), [("accelerate", "accelerate_loop.py"), ("lightning", "lightning_fit.py")]
 )
-def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(
-    package: str, script: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(package, script, tmp_path):
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)

@@ -54,9 +54,7 @@ def test_a_killed_rank_restarts_together_with_the_others_and_is_named(cli: Cli) 
         ("raise ValueError('no shard')", "ValueError: no shard", "in <module>"),
     ],
 )
-def test_the_last_words_of_a_rank_are_in_the_failure_and_in_its_log_tail(
-    cli: Cli, line: str, exception: str, tail: str
-) -> None:
+def test_the_last_words_of_a_rank_are_in_the_failure_and_in_its_log_tail(cli, line, exception, tail):
     """A rank's last lines must be in the failure: `ended with exit code 2` does not say why it failed."""
     done, status, told = run(cli, script=line, backoffLimit=0)
     assert done.returncode == 1

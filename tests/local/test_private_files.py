@@ -105,9 +105,7 @@ def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monk
     assert others.exists()
 
 
-def test_a_run_folder_replaced_by_a_link_during_cleanup_removes_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_replaced_by_a_link_during_cleanup_removes_nothing_else(tmp_path, monkeypatch):
     """A run's folder that a link replaces during the cleanup must not cause a removal behind the link."""
     outside = tmp_path / "outside"
     (outside / "volumes").mkdir(parents=True)

@@ -167,9 +167,7 @@ def test_an_agent_with_the_token_is_told_who_leads(world: World, tmp_path: Path)
         (["Content-Length: \xb2"], PATH, 411),
     ],
 )
-def test_a_request_that_is_not_a_report_is_refused_and_its_connection_closed(
-    world: World, lines: list[str], path: str, status: int
-) -> None:
+def test_a_request_that_is_not_a_report_is_refused_and_its_connection_closed(world, lines, path, status):
     answer = world.raw(world.head(*lines, path=path) + b"{}")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 %d " % status)
@@ -247,9 +245,7 @@ def test_stopping_waits_for_no_client(tmp_path: Path) -> None:
     world.receiver.stop()
 
 
-def test_an_error_in_the_handler_is_logged_answered_as_ours_and_the_next_report_is_accepted(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_handler_is_logged_answered_as_ours_and_the_next_report_is_accepted(world, monkeypatch):
     told: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
 

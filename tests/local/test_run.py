@@ -219,9 +219,7 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({}, ["--report", "no/such/run.html"], "--report no/such/run.html: there is no such folder"),
     ],
 )
-def test_wrong_input_ends_with_2_before_anything_starts(
-    cli: Cli, spec: dict, options: list[str], sentence: str
-) -> None:
+def test_wrong_input_ends_with_2_before_anything_starts(cli, spec, options, sentence):
     done = cli.here("run", cli.file("print('started')", **spec), *options)
     assert done.returncode == 2
     assert sentence in done.stderr

@@ -112,9 +112,7 @@ def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) 
     assert len(runs_of(tmp_path / "job")) == RUNS_KEPT
 
 
-def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(monkeypatch, tmp_path):
     """After `kill -9` of `ddpjob run` the next run must remove the agents' folders in /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     killed, running = RunFolder("job", tmp_path), RunFolder("job", tmp_path)
@@ -227,9 +225,7 @@ NAMES = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(NAMES, min_size=1, max_size=4), max_size=12))
-def test_all_files_of_a_user_are_kept_after_any_number_of_runs(
-    tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
-) -> None:
+def test_all_files_of_a_user_are_kept_after_any_number_of_runs(tmp_path_factory, paths):
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

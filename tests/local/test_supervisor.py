@@ -185,9 +185,7 @@ IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up',
 
 
 @pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
-def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_given_grace(
-    started: Start, graces: list[float]
-) -> None:
+def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_given_grace(started, graces):
     watch = started([*PYTHON, IGNORES_SIGTERM])
     watch.until_printed(b"up")
     for grace_seconds in graces:
@@ -266,9 +264,7 @@ def test_a_missing_working_folder_is_named(started: Start) -> None:
     assert (end.code, end.message) == (127, "/no/such/folder: No such file or directory")
 
 
-def test_an_error_in_the_supervisor_ends_the_node_and_its_traceback_is_in_the_log(
-    started: Start, tag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_supervisor_ends_the_node_and_its_traceback_is_in_the_log(started, tag, monkeypatch):
     program = "from ddpjob_cli.local.processes import supervisor; supervisor.Supervisor.stop = None; supervisor.main()"
     monkeypatch.setattr(node_module, "SUPERVISOR", program)
     watch = started([*PYTHON, LAUNCHER], env={TAG: tag})
@@ -294,9 +290,7 @@ print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1"
     assert watch.printed == b"['0', '1', '2'] /dev/null True\n"
 
 
-def test_the_trainer_leads_its_own_session_so_that_kill_0_spares_the_supervisor(
-    started: Start,
-) -> None:
+def test_the_trainer_leads_its_own_session_so_that_kill_0_spares_the_supervisor(started):
     watch = started([*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
     watch.until_end()
     assert watch.printed == b"True\n"
@@ -326,9 +320,7 @@ def test_the_environment_is_only_that_of_the_order_whatever_its_size_and_bytes(s
     assert found == {os.fsencode(name): os.fsencode(value) for name, value in wanted.items()}
 
 
-def test_a_program_is_searched_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
-    started: Start, tmp_path: Path
-) -> None:
+def test_a_program_is_searched_in_the_path_of_the_order_and_a_relative_one_in_its_folder(started, tmp_path):
     (tmp_path / "train").symlink_to("/bin/pwd")
     watch = started(["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
     assert watch.until_end().code == 0
@@ -356,9 +348,7 @@ def switches(pid: int) -> int:
     return int(line.split()[1])
 
 
-def test_an_operating_system_other_than_linux_is_refused_with_the_alternative(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operating_system_other_than_linux_is_refused_with_the_alternative(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match=r"needs Linux, this is darwin.*Run it in a Linux container"):
         become_subreaper()

@@ -274,9 +274,7 @@ def _goes_by_any_grant() -> Any:
     ],
     ids=["known forgotten", "known of any agent", "counted again", "the limit granted again", "known part ignored"],
 )
-def test_a_deliberate_bug_in_the_counts_is_found(
-    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
-) -> None:
+def test_a_deliberate_bug_in_the_counts_is_found(monkeypatch, where, name, mutant):
     """A deliberate bug in the counts must be found, or the tests above could miss a wrong count."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError):

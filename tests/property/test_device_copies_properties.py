@@ -344,9 +344,7 @@ def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: lis
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_deliberate_bug_in_device_copies_is_found(
-    nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deliberate_bug_in_device_copies_is_found(nodes, mistake, monkeypatch):
     """A deliberate bug in device copies must be found, or the tests above could miss one."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)

@@ -31,9 +31,7 @@ def running(**spec: object) -> World:
 @given(st.lists(AGENTS, min_size=1, max_size=3), st.sampled_from([{}, WINDOWED, {"backoffLimit": 0}]))
 @example([AgentCounts(application=bounds.IN_PLACE_MAX)], WINDOWED)
 @example([AgentCounts(stall=bounds.IN_PLACE_MAX, in_a_row=bounds.IN_PLACE_MAX)], {})
-def test_the_count_of_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
-    said: list[AgentCounts], spec: dict[str, int]
-) -> None:
+def test_the_count_of_an_agent_is_believed_up_to_one_restart_beyond_its_budget(said, spec):
     world = running(**spec)
     for counts in said:
         world.agent = AgentReport(restarts=counts)

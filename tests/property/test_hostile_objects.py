@@ -160,9 +160,7 @@ def nested(depth: int, around: str = '{"a":', end: str = "}") -> bytes:
 
 @pytest.mark.parametrize("depth", [70, 250, 500, 1000, 1100, 9900])
 @pytest.mark.parametrize(("around", "end"), [('{"a":', "}"), ("[", "]"), ('[{"]}":', "}]")])
-def test_a_job_nested_too_deep_is_refused_alone_and_the_rest_of_its_list_is_read(
-    depth: int, around: str, end: str
-) -> None:
+def test_a_job_nested_too_deep_is_refused_alone_and_the_rest_of_its_list_is_read(depth, around, end):
     """A job nested too deep must be refused alone. kopf and Python's json fail at 1,000 levels, the server at 9,900."""
     other = b'{"metadata": {"name": "other", "namespace": "team", "uid": "v", "resourceVersion": "6"}}'
     content = b'{"metadata": {"resourceVersion": "9"}, "items": [' + nested(depth, around, end) + b", " + other + b"]}"

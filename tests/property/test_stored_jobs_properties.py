@@ -152,9 +152,7 @@ def kept_of(kept: store.Jobs, namespace: str) -> int:
 
 
 @given(st.lists(changes, max_size=120))
-def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
-    walk: list[tuple[str, tuple[str, int, int]]],
-) -> None:
+def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(walk):
     """Memory must be limited per namespace and in total: a tenant may store a million suspended jobs of 2 kB."""
     kept = store.Jobs(lambda _key: None, limits=LIMITS)
     for version, (what, given_job) in enumerate(walk, 1):

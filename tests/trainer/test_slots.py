@@ -177,9 +177,7 @@ def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_state
     assert rank.shared.slot_version(EARLY) is not None
 
 
-def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(capfd):
     """If random numbers are drawn after the backward pass, EARLY must lose only the random states, not the buffers."""
     rank, early = Rank(), Early(0)
     for _ in range(3):
@@ -195,9 +193,7 @@ def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_k
     assert capfd.readouterr().err.count("should_stop() loses its random numbers") == 1
 
 
-def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(capfd):
     rank, early = Rank(), Early(0)
     for _ in range(3):
         rank.model(torch.ones(2, 4))

@@ -235,9 +235,7 @@ OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name
     ],
 )
 @pytest.mark.parametrize("trainer_first", [True, False])
-def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template(
-    said: str, shown: str, trainer_first: bool
-) -> None:
+def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template(said, shown, trainer_first):
     """An error must name the position in the user's template. The pod's env has more entries, such as `env[32]`."""
     what = job(container={"env": OWN_ENV})
     listed = what.spec.template["spec"]["containers"]

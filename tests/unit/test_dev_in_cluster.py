@@ -185,9 +185,7 @@ def test_a_session_begins_with_a_deadline(
     assert seen[0].get("activeDeadlineSeconds") == limit
 
 
-def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
-    pods: Pods, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(pods, cluster, ddpjob, monkeypatch):
     """A second session for a job must be refused. It would send other code, and its end would delete the job."""
     monkeypatch.chdir(pods.source)
     code, _, err = ddpjob("dev", "--cluster", "--name", "digits", "train.py")

@@ -111,9 +111,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b",
         ('"--local-rank", "--local_rank"', LAUNCH),
     ],
 )
-def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(
-    names: str, command: list[str], default: str
-) -> None:
+def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(names, command, default):
     """A script that needs its local rank as an option must get it: otherwise each rank trains alone or exits with 2."""
     script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)

@@ -296,9 +296,7 @@ NO_START: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("how", NO_START.values(), ids=NO_START.keys())
 @pytest.mark.parametrize(("nodes", "broken"), [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("reports", [True, False], ids=["steps", "no steps"])
-def test_a_job_that_has_trained_never_fails_because_it_cannot_start(
-    how: dict[str, object], nodes: int, broken: int, reports: bool
-) -> None:
+def test_a_job_that_has_trained_never_fails_because_it_cannot_start(how, nodes, broken, reports):
     """A start that fails, for example on a broken GPU, must never fail a job that has trained before."""
     world = digits(nodes=nodes).running()
     if reports:

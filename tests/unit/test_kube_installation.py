@@ -90,9 +90,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("answers", "said"), BROKEN.values(), ids=BROKEN)
-def test_a_failed_check_is_named_with_the_command_that_shows_the_reason(
-    answers: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_check_is_named_with_the_command_that_shows_the_reason(answers, said, capsys):
     """The log of a failed check must have the reason and a command: `helm test` only names the pod."""
     assert run(answers) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]

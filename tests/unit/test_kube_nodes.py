@@ -80,9 +80,7 @@ def test_before_the_first_list_no_node_is_known(nodes: NodeCache) -> None:
     assert nodes.seen() is None
 
 
-def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_call_the_listener(
-    nodes: NodeCache, changes: list[str]
-) -> None:
+def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_call_the_listener(nodes, changes):
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("a"))
     assert (lost(nodes), changes) == (["b"], ["b"])
@@ -180,9 +178,7 @@ def test_the_api_server_is_queried_once_for_each_missing_node(nodes: NodeCache) 
     assert nodes.unknown({"b"}) == ["b"], "it may have come back once more"
 
 
-def test_no_node_counts_as_lost_if_most_are_silent_at_once(
-    nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_node_counts_as_lost_if_most_are_silent_at_once(nodes, changes, caplog):
     """No node may count as lost if most are silent at once: the control plane is at fault, and jobs are healthy."""
     taken(nodes, [node(n) for n in "abcde"], 1)
     nodes.put(node("a", "Unknown"))

@@ -268,9 +268,7 @@ def test_a_client_that_opens_endless_connections_locks_out_nobody(port: Port, at
         assert len(port.server.connections) <= bounded_server.CONNECTIONS_PER_ADDRESS_MAX + 1
 
 
-def test_all_addresses_together_have_a_limit_and_the_probe_still_connects(
-    port: Port, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_addresses_together_have_a_limit_and_the_probe_still_connects(port, monkeypatch):
     monkeypatch.setattr(type(port.server), "connections_max", 100)
     with ExitStack() as stack:
         for number in range(600):

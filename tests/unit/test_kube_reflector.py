@@ -144,9 +144,7 @@ def test_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -
     assert sum(waits[8:]) < 5
 
 
-def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(caplog):
     """A watch that fails briefly must be logged only after seconds, so that the line about a missing right is seen."""
     busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
     follow([([], 10)], [[busy], [busy]])
@@ -272,9 +270,7 @@ def neglected() -> Neglected:
     return made
 
 
-def test_a_change_missed_by_the_watch_is_found_named_and_counted(
-    neglected: Neglected, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_change_missed_by_the_watch_is_found_named_and_counted(neglected, caplog):
     """A change that the watch missed must be found by a list: otherwise a job whose pods have ended runs for ever."""
     assert neglected.missed() == 0
 

@@ -240,9 +240,7 @@ def test_a_sender_that_reports_only_new_steps_is_shown_and_never_counts_as_stall
 # ---------------------------------------------------------------- missing reports
 
 
-def test_no_job_is_restarted_if_most_go_silent_together_and_the_log_says_so_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_job_is_restarted_if_most_go_silent_together_and_the_log_says_so_once(caplog):
     caplog.set_level(logging.INFO)
     names = ("a", "b", "c")
     desk = Desk(*names)

@@ -118,9 +118,7 @@ def test_a_sidecar_delays_the_end_of_the_job_only_for_its_grace_and_is_then_stop
 
 
 @pytest.mark.parametrize("ends", ["Evicted", "Terminated"])
-def test_a_trainer_that_exits_with_0_at_its_eviction_next_to_a_sidecar_has_not_completed(
-    ends: str,
-) -> None:
+def test_a_trainer_that_exits_with_0_at_its_eviction_next_to_a_sidecar_has_not_completed(ends):
     """Exit code 0 at an eviction must not count as completed while a sidecar uses its grace period."""
     world = digits(nodes=1).running().exits(0, phase="Running").settle().after(29).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", "")

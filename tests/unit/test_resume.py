@@ -59,9 +59,7 @@ def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
     ],
 )
 @pytest.mark.parametrize("own_tmp", [False, True], ids=["", "an empty /tmp"])
-def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(
-    volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
-) -> None:
+def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(volume, local, where, own_tmp):
     """A checkpoint that is lost with its pod, as in an emptyDir, must not be promised. An emptyDir at /tmp, for a
     read-only root, is only for temporary files."""
     world = trains(volume, own_tmp=own_tmp)

@@ -238,9 +238,7 @@ def test_the_cause_stays_the_same_after_its_pods_are_gone(case: Case) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("evidence", [None, api.Evidence(precedence="OF_A_NEWER_OPERATOR")])
-def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(
-    reason: str, found: rules.Class, evidence: api.Evidence | None
-) -> None:
+def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(reason, found, evidence):
     """An unknown reason, as from an older operator's status, must be charged, or the job may restart for ever."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
@@ -270,9 +268,7 @@ def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
     ],
     ids=["early", "stalled"],
 )  # fmt: skip
-def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(
-    said: dict[str, Any], found: rules.Class, reason: str
-) -> None:
+def test_the_cause_that_the_agents_agreed_on_counts_even_if_node_0_ends_last(said, found, reason):
     """The cause on which the agents agreed must count even if node 0 ends last, stopped by the operator."""
     leader = pod(0, 1 if found == "application" else 75, library(rank=0, ended=True, **said), seconds=11)
     peer = pod(1, 75, library(ended=True))
@@ -340,9 +336,7 @@ def test_options_that_every_node_refuses_are_not_retried() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
-def test_options_that_the_launcher_refuses_are_not_retried_even_if_only_one_node_got_so_far(
-    launcher: str,
-) -> None:
+def test_options_that_the_launcher_refuses_are_not_retried_even_if_only_one_node_got_so_far(launcher):
     """Options that the launcher refuses must not be tried again, even if only one node has refused them so far."""
     said = f"{launcher}: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n"
     failure, found = settled(pod(0, 2, said=said), nodes=2, untried=True)
@@ -604,9 +598,7 @@ def test_lines_of_the_training_are_distinguished_from_those_of_torchrun() -> Non
     ],
     ids=["2.13", "2.0", "LOGLEVEL=INFO", "2.0 at the start"],
 )
-def test_the_report_of_torchrun_begins_at_the_same_line_for_display_and_for_the_last_line(
-    before: str, report: str
-) -> None:
+def test_the_report_of_torchrun_begins_at_the_same_line_for_display_and_for_the_last_line(before, report):
     """torchrun's report must begin at the same line for `describe` and for the message, or one of them shows it and the
     other does not."""
     log = f"{before}no data\n{report}\n"

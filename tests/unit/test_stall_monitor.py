@@ -310,9 +310,7 @@ BEHIND = at(3, 1041, done=True, where="train.py:41 in load_batch")
         ),
     ],
 )
-def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(
-    failures: list[Failure], positions: list[Position], sentence: str
-) -> None:
+def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(failures, positions, sentence):
     found = kept_waiting(failures, positions)
     assert (found.rank, found.stalled, found.symptom) == (3, True, False)
     assert found.exception == f"made no progress until rank 0 timed out: {sentence}"
@@ -349,9 +347,7 @@ def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(
         "where it is, is not known",
     ],
 )
-def test_no_rank_is_named_if_it_is_unclear_whom_the_others_waited_for(
-    failures: list[Failure], positions: list[Position]
-) -> None:
+def test_no_rank_is_named_if_it_is_unclear_whom_the_others_waited_for(failures, positions):
     assert kept_waiting(failures, positions) is None
 
 

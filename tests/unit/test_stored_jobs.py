@@ -326,9 +326,7 @@ def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None
     assert cluster.changed == [], "it would be read again and again"
 
 
-def test_large_jobs_are_planned_one_at_a_time_with_pauses_and_namespaces_take_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_jobs_are_planned_one_at_a_time_with_pauses_and_namespaces_take_turns(monkeypatch):
     """With 32 threads that plan, each turn of the event loop would take 150 ms longer, and a restart has many turns."""
     planned: list[str] = []
     planning: set[str] = set()

@@ -118,9 +118,7 @@ def test_at_40_columns_lines_are_wrapped_and_processes_omitted() -> None:
         (status("Pending", message="backing off"), 5, None, "Pending  attempt 1: backing off, 4s  elapsed 5s"),
     ],
 )
-def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(
-    what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
-) -> None:
+def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(what, seconds, initialized, head):
     """Each wait must show its reason and its time. Users press Ctrl-C if a line does not change for 19 s."""
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
@@ -243,9 +241,7 @@ WORDS = st.text(max_size=12)
 
 
 @given(st.integers(2, 130), st.dictionaries(WORDS, WORDS, max_size=5), WORDS)
-def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(
-    width: int, metrics: dict[str, str], message: str
-) -> None:
+def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(width, metrics, message):
     """A metric's name or a message must not move the cursor or wrap a line, or the table moves up the screen."""
     failure = replace(FAILURE, message=message)
     what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])

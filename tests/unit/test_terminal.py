@@ -156,9 +156,7 @@ def test_no_escape_of_a_job_reaches_a_terminal(words: str, tmp_path: Path, monke
     assert "\x9b" not in said
 
 
-def test_an_answer_is_unchanged_only_in_a_pipe(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_unchanged_only_in_a_pipe(capfd, monkeypatch):
     """Only a pipe may get an answer unchanged: the JSON of `ddpjob list -o json` may contain control characters."""
     text = "größe\x9b2J\x1b]0;owned\x07\n"
     output.answer(text)

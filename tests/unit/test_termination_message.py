@@ -52,9 +52,7 @@ def of_rank(rank: int, log: str) -> str:
         ("sigterm-to-torchrun", None, 143, "", False),
     ],
 )
-def test_the_final_report_of_torchrun_gives_rank_code_and_exception(
-    name: str, rank: int | None, code: int, exception: str, symptom: bool
-) -> None:
+def test_the_final_report_of_torchrun_gives_rank_code_and_exception(name, rank, code, exception, symptom):
     failure = read((DATA / f"{name}.log").read_text())
     assert (failure.rank, failure.exit_code, failure.exception, failure.symptom) == (rank, code, exception, symptom)
 
@@ -219,9 +217,7 @@ def test_the_message_of_the_library_is_read_completely() -> None:
         ({"exception": PEER}, None, False, True),
     ],
 )
-def test_every_field_of_the_library_message_may_be_missing(
-    fields: dict[str, object], code: int | None, resumable: bool, symptom: bool
-) -> None:
+def test_every_field_of_the_library_message_may_be_missing(fields, code, resumable, symptom):
     failure = read(json.dumps({"ddpjob": 1, **fields}))
     assert (failure.exit_code, failure.resumable, failure.symptom) == (code, resumable, symptom)
 
