@@ -1231,6 +1231,14 @@ def test_volumes_and_claims_of_a_job_are_known() -> None:
             ["bash", "-c", 'N="$(hostname -s)"; echo "$(date) a"; torchrun --role="$(hostname -s) b" train.py'],
             "train.py",
         ),
+        (["bash", "-c", "python -m pip install datasets && python train.py"], "train.py"),
+        (["bash", "-c", "python train.py && python evaluate.py"], "train.py"),
+        (
+            ["bash", "-c", "if true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"],
+            "train.py",
+        ),
+        (["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"], "train.py"),  # a comment ends at its line
+        (["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"], "train.py"),  # no comment
         (["python", "/opt/torch/distributed/launch.py", "--nproc_per_node=2", "train.py"], "train.py"),
         (["sh", "-c", "echo 'unclosed"], None),
         (["sh", "-c"], None),
@@ -1351,21 +1359,6 @@ def test_the_name_of_an_environment_is_not_a_launcher() -> None:
     assert (found.launcher, found.script, found.words) == ("python", "train.py", ("-p", "torchrun"))
     assert read("uv run -n torchrun train.py".split()).launcher == "torchrun"
     assert read("viztracer -u train.py".split()).script == "train.py"
-
-
-def test_a_script_without_a_launcher_is_found_after_an_installation_step() -> None:
-    assert read(["bash", "-c", "python -m pip install datasets && python train.py"]).script == "train.py"
-    assert read(["bash", "-c", "python train.py && python evaluate.py"]).script == "train.py"
-
-
-def test_a_line_of_a_shell_script_may_continue_on_the_next() -> None:
-    script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
-    assert read(["bash", "-c", script]).script == "train.py"
-    assert read(["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"]).script == "train.py", "a comment ends there"
-
-
-def test_a_hash_within_a_word_does_not_start_a_comment() -> None:
-    assert read(["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"]).script == "train.py"
 
 
 @given(

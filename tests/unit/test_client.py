@@ -753,40 +753,30 @@ def test_the_log_of_a_node_that_was_scaled_away_is_shown(cluster: FakeCluster, d
     assert ddpjob("logs", "digits", "--cluster").out == "[0:0] saved\n[2] saved\n"
 
 
-@pytest.mark.parametrize("hours", [0, 2, -7])
-def test_a_followed_log_continues_where_its_connection_broke_in_any_time_zone_of_the_node(cluster, ddpjob, hours):
-    """A followed log must continue with the rest of a line that was cut, whatever the node's time zone is."""
+KUBELET = "the log of digits-1-0: failed to create fsnotify watcher: too many open files\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "hours", "told"),
+    [(["cut"], 0, ""), (["cut"], 2, ""), (["cut"], -7, ""), (["no watch", "no watch"], 0, KUBELET)],
+)
+def test_a_followed_log_continues_where_its_connection_broke(cluster, ddpjob, broken, hours, told):
+    """A followed log must continue with the rest of a line that was cut, whatever the node's time zone is, and after
+    the kubelet's own error (no inotify watches are free), which has no time."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
-    cluster.broken = ["cut"]
+    cluster.broken = list(broken)
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))
     cluster.logs["digits-1-0"] = ["one", "two", "three"]
 
     def ends() -> None:
-        cluster.wait_for("get pods/log", 2)
-        pod_ends(trainer)
-        job["status"]["state"] = "Succeeded"
-
-    cluster.after("get pods/log", ends)
-    assert ddpjob("logs", "digits", "--cluster", "-f").out == "[0:0] one\n[0:0] two\n[0:0] three\n"
-
-
-def test_a_followed_log_continues_after_an_error_message_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """A followed log must continue after the kubelet's own error (no inotify watches are free), which has no time."""
-    cluster.broken = ["no watch", "no watch"]
-    job = cluster.add("ddpjobs", stored())
-    trainer = cluster.add("pods", pod("digits"))
-    cluster.logs["digits-1-0"] = ["one", "two", "three"]
-
-    def ends() -> None:
-        cluster.wait_for("get pods/log", 3)
+        cluster.wait_for("get pods/log", 1 + len(broken))
         pod_ends(trainer)
         job["status"]["state"] = "Succeeded"
 
     cluster.after("get pods/log", ends)
     done = ddpjob("logs", "digits", "--cluster", "-f")
-    assert done.out == "[0:0] one\n[0:0] two\n[0:0] three\n"
-    assert done.err == "the log of digits-1-0: failed to create fsnotify watcher: too many open files\n"
+    assert (done.out, done.err) == ("[0:0] one\n[0:0] two\n[0:0] three\n", told)
 
 
 def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) -> None:

@@ -268,14 +268,6 @@ def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_nod
     assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1", "digits-2-2"]
 
 
-def test_a_running_job_whose_spec_became_invalid_can_still_be_suspended() -> None:
-    world = digits().running()
-    world.problems = [Problem(("spec", "minNodes"), "not there")]
-    world.change(suspend=True).settle()
-    assert world.status.state == "Suspended"
-    assert all(p.deletion_requested_at for p in world.pods.values())
-
-
 def test_a_deleted_job_is_left_to_the_garbage_collector() -> None:
     world = digits().started()
     world.job = replace(world.job, metadata=replace(world.job.metadata, deletion_timestamp=world.now))

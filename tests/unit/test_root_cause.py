@@ -185,17 +185,9 @@ CASES = {
         (pod(0, 75), pod(1, 1, said=library(resumable=True, step=41))), 0, "infrastructure"
     ),
     "a failure is the cause of a stop at an agreed step": Case((pod(0, 75), pod(1, 139)), 1, "application"),
-    "a SIGTERM of unknown origin is no fault of the application": Case((pod(0, 143),), 0, "infrastructure"),
     "torchrun that was told to stop, on a pod that was not, ended from outside": Case(
         (pod(0, said=table("sigterm-to-torchrun")),), 0, "infrastructure"
     ),
-    "a broken device is the node's": Case(
-        (pod(0, said="RuntimeError: CUDA error: uncorrectable ECC error encountered"),), 0, "infrastructure"
-    ),
-    "PyTorch's own out of memory is out of memory": Case(
-        (pod(0, said="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),), 0, "outOfMemory"
-    ),
-    "a rank killed in a container that goes on is not out of memory": Case((pod(0, 137),), 0, "application"),
     "a container that one node could not start may start on another": Case(
         (pod(0, 128, word="StartError"),), 0, "infrastructure"
     ),

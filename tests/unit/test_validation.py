@@ -89,10 +89,6 @@ def test_each_wrong_field_is_named_with_its_value_and_its_fix(spec: dict[str, An
     assert problems(**spec) == [sentence]
 
 
-def test_an_unknown_template_field_that_resembles_no_known_one_is_left_to_a_newer_api_server() -> None:
-    assert problems(container={"quantumEntanglement": True}) == []
-
-
 @pytest.mark.parametrize(
     ("pod", "container", "sentence"),
     [
