@@ -25,7 +25,7 @@ BEFORE = {
     "local.md": [
         # Under ddprun the ranks would start again in their pods, and there would be no attempt before the last.
         "ddpjob run examples/digits.yaml --fail rank=1,step=20,exit=3 "
-        "--set 'spec.template.spec.containers[0].command[0]=torchrun'",
+        "--set 'spec.template.spec.containers[0].command[0]=torchrun' -- --epochs 2",
         "ddpjob init --nodes 2 train.py | sed 's/name: train$/name: mine/' > mine.yaml",
     ],
     "failures.md": [],
