@@ -1,7 +1,5 @@
 """Options and shared fixtures of the whole test suite."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import real_gpus
 import this_tree
+import yaml
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -67,10 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Return a function that compares a text with a golden file in the test's folder."""
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str | list[Any]], None]:
+    """Return a function that compares a text, or objects as YAML, with a golden file in the test's folder."""
 
-    def compare(name: str, text: str) -> None:
+    def compare(name: str, what: str | list[Any]) -> None:
+        as_yaml = {"sort_keys": False, "default_flow_style": None, "width": 120}
+        text = what if isinstance(what, str) else yaml.safe_dump_all(what, **as_yaml)
         file = Path(request.path).parent / "golden" / name
         if request.config.getoption("--refresh-goldens"):
             file.parent.mkdir(exist_ok=True)

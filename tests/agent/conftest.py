@@ -1,7 +1,5 @@
 """Fixtures that the tests of ddprun share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

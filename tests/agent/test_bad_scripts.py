@@ -1,7 +1,5 @@
 """The next generation starts and no old rank survives, whatever a script, a foreign process or a clock does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -38,9 +36,7 @@ def forever():
 
 
 @STARTS
-def test_children_in_their_own_sessions_that_ignore_signals_do_not_survive_a_restart(
-    launcher: Launcher, start: str
-) -> None:
+def test_children_in_their_own_sessions_that_ignore_signals_do_not_survive_a_restart(launcher, start):
     """Children in their own sessions must not survive a restart: they would hold memory, GPUs or ports."""
     script = launcher.script(
         FAILS_ONCE
@@ -107,9 +103,7 @@ os.write(1, f"{blocked} {handler is signal.SIG_DFL}\\n".encode())   # the next o
 
 @STARTS
 @pytest.mark.parametrize(("grace", "saved"), [("20", True), ("", False)])
-def test_ranks_get_the_configured_grace_when_another_rank_fails(
-    launcher: Launcher, start: str, grace: str, saved: bool
-) -> None:
+def test_ranks_get_the_configured_grace_when_another_rank_fails(launcher, start, grace, saved):
     """When another rank fails, ranks must get the configured grace period, in which a SIGTERM handler may save."""
     script = launcher.script(
         """
@@ -173,9 +167,7 @@ def write(count):
 LINES = 30_000
 
 
-def test_no_line_is_lost_at_ten_thousand_lines_per_second_and_rank(
-    launcher: Launcher,
-) -> None:
+def test_no_line_is_lost_at_ten_thousand_lines_per_second_and_rank(launcher):
     script = launcher.script(
         FAILS_ONCE
         + WRITES
@@ -363,9 +355,7 @@ def test_suspended_agents_with_a_rank_that_died_meanwhile_restart_all_ranks(laun
     ["threading.Thread(target=time.sleep, args=(900,))", "multiprocessing.Process(target=time.sleep, args=(900,))"],
 )
 @pytest.mark.parametrize("end", ["raise RuntimeError('boom')", "sys.exit('RuntimeError: boom')"])
-def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, held: str, end: str
-) -> None:
+def test_a_rank_whose_script_has_failed_ends_although_something_holds_it(launcher, monkeypatch, held, end):
     """A failed rank must end although a thread or process holds it at its exit. The others would wait 30 minutes."""
     monkeypatch.setattr(termination, "EXIT_SECONDS", 0.5)
     # The fork that runs this agent lacks the function with which multiprocessing joins its processes.

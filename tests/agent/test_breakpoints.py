@@ -1,7 +1,5 @@
 """`breakpoint()` in a rank of `ddpjob dev` stops in pdb at a terminal that is lent to the rank. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -71,7 +69,6 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def waits(rank: subprocess.Popen[str]) -> tuple[str, ...]:
     """Return what the rank's line names: pid, descriptor and inode."""
-    assert rank.stderr is not None
     line = rank.stderr.readline()
     found = WAITS.fullmatch(line)
     assert found, line
@@ -86,7 +83,6 @@ def test_a_rank_has_a_terminal_from_its_breakpoint_until_it_continues(rank: subp
     terminal.shows("\ntyped")
     terminal.enter("c")
     assert terminal.returned() == 0
-    assert rank.stdout is not None
     assert rank.stdout.readline() == "went on with 42\n"
     assert lend_terminal.lend(*words, "/dev/null") == lend_terminal.GONE
 
@@ -96,7 +92,6 @@ def test_ctrl_d_and_quit_end_the_script_and_give_the_terminal_back(rank: subproc
     terminal.shows("(Pdb) ")
     os.write(terminal.master, b"\x04")
     assert terminal.returned() == 0
-    assert rank.stdout is not None
     assert rank.stdout.readline() == "ended by BdbQuit\n"
 
 
@@ -109,7 +104,6 @@ def test_a_rank_whose_terminal_is_gone_waits_for_the_next_one(rank: subprocess.P
     assert first.returned() == 0
     second.shows("(Pdb) ")
     second.enter("c")
-    assert rank.stdout is not None
     assert rank.stdout.readline() == "went on with 41\n"
 
 

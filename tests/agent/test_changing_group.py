@@ -1,7 +1,5 @@
 """A group whose number of nodes changes: what node 0's agent decides, without processes, sockets or a clock."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

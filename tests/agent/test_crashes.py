@@ -1,7 +1,5 @@
 """If a rank is killed by its own signal, the job reports the line of the script."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -49,9 +47,7 @@ def test_an_abort_in_a_cpp_thread_is_reported_with_the_current_line_of_the_scrip
 
 
 @pytest.mark.parametrize("tee", ["--tee=3", "--redirects=3"])
-def test_the_stack_of_a_crash_is_in_the_stderr_of_the_rank_and_leaves_no_other_file(
-    launcher: Launcher, tee: str
-) -> None:
+def test_the_stack_of_a_crash_is_in_the_stderr_of_the_rank_and_leaves_no_other_file(launcher, tee):
     logs = launcher.folder / "logs"
     done = launcher.done("--preload=json", "--max-restarts=0", "--log-dir", logs, tee, launcher.script(ABORTS_IN_C))
     [run] = logs.iterdir()

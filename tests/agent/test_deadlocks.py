@@ -1,7 +1,5 @@
 """If ranks are in collectives that can never meet, a message names them within seconds. Other hangs get none."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -49,7 +47,6 @@ DEADLOCKS = {
     "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
 )
 def test_a_certain_deadlock_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
-    """A certain deadlock must be named within seconds, whatever the limit for a start is."""
     lines, told = DEADLOCKS[name]
     script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
     done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)

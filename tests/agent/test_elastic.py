@@ -1,7 +1,5 @@
 """Agents of a group whose number of nodes changes, on loopback: nodes come, are lost and leave. Without torch."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -77,12 +75,6 @@ class Job:
         return {node: finish(agent) for node, agent in self.agents.items()}
 
 
-def forget_killed(launcher: Launcher) -> None:
-    """Ignore the folder that a killed agent could not remove."""
-    for folder in (launcher.folder / "tmp").iterdir():
-        subprocess.run(["rm", "-r", folder], check=True)
-
-
 def test_two_of_four_nodes_start_and_those_that_come_later_join(launcher: Launcher) -> None:
     job = Job(launcher, "2:4", last_call=0)
     job.start(0, 2)
@@ -111,9 +103,7 @@ def test_a_job_grows_beyond_the_number_of_nodes_with_which_it_started(launcher: 
 
 
 @pytest.mark.parametrize("env", [{}, {"DDPJOB_RESTARTS_LEFT": LEFT}], ids=["alone", "operator"])
-def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(
-    launcher: Launcher, env: dict[str, str]
-) -> None:
+def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(launcher, env):
     job = Job(launcher, "2:3", "--max-restarts", 0)
     job.start(0, 1, 2, **env)
     assert job.up(0) == [0, 1, 2]
@@ -125,7 +115,7 @@ def test_the_others_go_on_without_a_lost_node_and_its_new_pod_joins_them(
     assert {d.returncode for d in done.values()} == {0}
     assert "ddprun: restart 1 of nodes 0,2: node 1 is lost\n" in done[0].stderr
     assert "charged" not in done[0].stderr
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_its_own_end_changes_nothing(launcher: Launcher) -> None:
@@ -152,7 +142,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_its_own_end_changes_
     assert f"ddprun: restart 1 of nodes {Members((0, spare)).text}: node {first[1]} is lost\n" in said
     assert "restart 2" not in said
     assert "charged" not in said
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_fewer_than_the_smallest_number_wait_for_another_node(launcher: Launcher) -> None:
@@ -165,7 +155,7 @@ def test_fewer_than_the_smallest_number_wait_for_another_node(launcher: Launcher
     job.start(1, 2)
     assert job.up(1) == [0, 1, 2]
     assert {d.returncode for d in job.done().values()} == {0}
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_a_node_that_is_told_to_stop_leaves_after_all_have_saved_and_the_others_go_on(launcher: Launcher) -> None:
@@ -195,9 +185,7 @@ def test_a_node_that_waits_says_so_once_and_ends_with_the_others(launcher: Launc
 
 
 @pytest.mark.parametrize(("nnodes", "ended"), [("1:2", None), ("2", True)])
-def test_a_node_that_does_not_reach_node_0_ends_alone_if_the_others_may_train(
-    launcher: Launcher, nnodes: str, ended: bool | None
-) -> None:
+def test_a_node_that_does_not_reach_node_0_ends_alone_if_the_others_may_train(launcher, nnodes, ended):
     """A node whose network is broken must be replaced, and the nodes that train must not restart with it."""
     words = ["--nnodes", nnodes, "--node-rank", 1, "--master-port", free_port(), "--rdzv-conf", "timeout=1"]
     done = finish(launcher.ddprun(*words, "--no-preload", launcher.script(TRAIN), DDPJOB_TERMINATION_LOG="message"))
@@ -217,12 +205,10 @@ def test_a_node_that_waits_does_not_take_the_failure_of_another_for_its_own(laun
     assert "joins them in" in job.agents[1].stderr.readline()
     (launcher.folder / "fails").touch()
     assert {node: finish(agent).returncode for node, agent in job.agents.items()} == {0: 75, 1: 75, 2: 9}
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
-def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(
-    launcher: Launcher, appointments: Appointments
-) -> None:
+def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(launcher, appointments):
     job = Job(launcher, "2:3")
     env = {"DDPJOB_RESTARTS_LEFT": LEFT, **appointments.env}
     job.start(0, 1, 2, **env)
@@ -236,7 +222,7 @@ def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(
     assert {d.returncode for d in done.values()} == {0}
     assert "ddprun: node 1 is appointed the leader, term 2\n" in done[2].stderr
     assert "ddprun: restart 1 of nodes 1-2: node 1 leads now\n" in done[1].stderr
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_an_appointed_node_starts_the_group_if_node_0_has_never_come(
@@ -275,13 +261,11 @@ def test_the_only_node_that_is_left_leads_itself(launcher: Launcher, appointment
     appointments.appoint(2, 1)
     assert job.up(1) == [1]
     assert {d.returncode for d in job.done().values()} == {0}
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
-def test_a_leader_learns_what_the_operator_has_spent_of_its_budget(
-    launcher: Launcher, appointments: Appointments
-) -> None:
-    """A leader must learn from the operator's answer which restarts are used: a new pod may need minutes to join."""
+def test_a_leader_learns_what_the_operator_has_spent_of_its_budget(launcher, appointments):
+    """The operator charges a failure that ends a pod, and a new pod may need minutes until it joins the others."""
     appointments.appoint(1, 0, application=0, replaced=1)
     job = Job(launcher, "1:2")
     job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)

@@ -1,7 +1,5 @@
 """Nodes come, are lost and leave, also the leader, without a change of the result. With torch and gloo."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 process that has imported torch: 1.2 to 2 s of CPU each. `make test` runs four jobs, `make test-long` over a hundred.
 Some run as in a pod and under torchrun. tests/trainer/test_gloo_teardown.py tests each known fault separately."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A forked rank has the same environment as a new process. Each fact is compared between both."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Failures of the machine under an agent: no free process, a full disk, a rank that SIGKILL cannot end. The job
 continues or ends with the real reason, and the script is not blamed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -34,12 +32,6 @@ WAITS = 'while not os.path.exists("enough"): time.sleep(0.01)'
 
 def is_up(launcher: Launcher, rank: int, life: int = 0) -> bool:
     return (launcher.folder / f"up-{rank}-{life}").exists()
-
-
-def forget_killed(launcher: Launcher) -> None:
-    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
-    for folder in (launcher.folder / "tmp").iterdir():
-        subprocess.run(["rm", "-r", folder], check=True)
 
 
 class Pair:
@@ -90,7 +82,7 @@ def test_a_complaint_of_a_stopped_rank_is_not_the_cause_of_the_failure(launcher:
     assert [d.returncode for d in done] == [0, 0]
     assert LOST_AFTER in done[0].stderr
     assert pair.message(0) is None, "it has charged nothing"
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 IGNORES_SIGTERM = f"""
@@ -110,7 +102,7 @@ def test_a_sigterm_during_a_stop_does_not_make_our_own_kill_the_cause(launcher: 
     done = finish(pair.agents[0])
     assert "charged to application" not in done.stderr
     assert "agent" not in (pair.message(0) or {}), "it has charged nothing"
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_a_group_that_is_stopped_later_does_not_report_a_failure_it_recovered_from(launcher: Launcher) -> None:
@@ -192,7 +184,6 @@ def test_a_rank_that_survives_sigkill_costs_its_pod_and_not_the_job(launcher: La
 
 
 def test_the_minute_after_sigkill_does_not_count_while_agent_and_rank_are_suspended(tmp_path: Path) -> None:
-    """The minute after SIGKILL must not count while agent and rank are suspended, as on a laptop."""
     options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # words after the script are its own arguments
     agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
@@ -228,9 +219,7 @@ def refuse(*_: object) -> Any:
 
 
 @pytest.mark.parametrize(("words", "files"), [([], 4), (["--duplicate-stdout-filters=loss"], 3)])
-def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
-) -> None:
+def test_a_failed_start_of_heartbeats_or_log_tails_leaks_no_descriptor(monkeypatch, tmp_path, words, files):
     """A failed start must leak no descriptor, because it is retried. With filters each tail has two files."""
     folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
@@ -371,7 +360,6 @@ def test_without_a_free_port_node_0_gives_up_without_a_charge(launcher: Launcher
 
 
 def test_an_emptied_folder_is_created_again(launcher: Launcher) -> None:
-    """A log folder that a cleaner of /tmp has removed must be created again."""
     script = launcher.script(
         """
         import os, shutil
@@ -384,9 +372,7 @@ def test_an_emptied_folder_is_created_again(launcher: Launcher) -> None:
     assert launcher.done("--no-preload", "--tee=3", script).returncode == 0
 
 
-def test_a_full_disk_loses_only_the_filtered_copy_of_the_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_only_the_filtered_copy_of_the_output(tmp_path, monkeypatch):
     source, console = tmp_path / "rank.log", tmp_path / "console"
     really_open = own_files.open_file
     full = {str(tmp_path / "filtered"): "/dev/full"}
@@ -446,7 +432,6 @@ def test_a_job_without_standard_streams_exits_with_its_own_code(launcher: Launch
 
 
 def test_invalid_numbers_in_the_message_of_a_rank_do_not_end_the_leader(launcher: Launcher) -> None:
-    """Invalid numbers in a termination message, which ranks write themselves, must not end the leader."""
     script = """
     import json, os
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

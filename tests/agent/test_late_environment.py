@@ -1,7 +1,5 @@
 """Variables that a script sets before its `import torch` work as under python; a message names those that do not."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions of node 0's agent in virtual time, without processes, sockets or a clock."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -232,9 +230,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     ],
     ids=["the same", "another line", "another exception", "after a new step", "in a cluster"],
 )
-def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(
-    local: bool, second: dict[str, Any], then: type[StartOrder | EndOrder]
-) -> None:
+def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(local, second, then):
     """On one machine the same exception at the same line must end the job. In a cluster a node may be at fault."""
     first = {"exception": "OSError: shard 1", "where": "train.py:4"}
     found = running(2, local=local)
@@ -294,7 +290,6 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """A long mistake must be the same on node 0 and on a node whose report cuts it at 500 characters."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((StartOrder, EndOrder)):
@@ -418,7 +413,6 @@ def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
 
 
 def test_ranks_that_save_together_are_given_the_time_for_it() -> None:
-    """Ranks that save together after a SIGTERM must get the time for it."""
     found = running(2)
     found.failed(1, [failure(rank=1, code=75)], T0)
     assert taken(found)[0].patient
@@ -713,9 +707,7 @@ def test_node_0_that_is_told_while_no_rank_runs_leaves_at_once(waits_for: str) -
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 @pytest.mark.parametrize("between", ["told", "stopped"])
-def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(
-    order: tuple[int, ...], between: str
-) -> None:
+def test_when_all_are_told_node_0_waits_for_none_of_them_whatever_the_order(order, between):
     """If all nodes got SIGTERM, node 0's agent must leave at once, because each agent now ends its own ranks."""
     found = with_operator(3)
     if between == "told":

@@ -1,12 +1,8 @@
 """Modules that the ranks imported are imported in the background, so that the next generation finds them imported."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from pathlib import Path
-
-from agents import Launcher
 
 TRAIN = """
 import os, sys, time
@@ -38,9 +34,7 @@ rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
 """
 
 
-def test_a_restart_imports_again_only_the_users_own_code_and_rank_dependent_modules(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_restart_imports_again_only_the_users_own_code_and_rank_dependent_modules(launcher, tmp_path):
     """A restart must import only the user's own modules and those that depend on the rank: importing all takes 1.4 s.
     wsgiref.handlers, for example, copies a rank's variables; torchmetrics may be shared, because its rank attribute is
     set again."""

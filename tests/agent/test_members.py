@@ -1,11 +1,5 @@
 """An agent numbers its ranks by the pods that the generation lists as members. Here some pods are not listed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-
 from ddpjob_core.members import Members
 from ddprun import environment
 from ddprun.environment import Life
@@ -27,9 +21,7 @@ def test_a_rank_starts_with_the_rank_numbers_and_sizes_of_its_generation() -> No
     assert (environ[0]["WORLD_SIZE"], environ[0]["GROUP_WORLD_SIZE"]) == ("4", "2")
 
 
-def test_failures_and_log_lines_carry_the_rank_of_the_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_and_log_lines_carry_the_rank_of_the_generation(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}/${local_rank}]")
     options = at_place_2("--rdzv-endpoint", "head:29400", "--log-dir", str(tmp_path), "--tee", "3")
     folder = LogFolder(options)

@@ -3,8 +3,6 @@
 Each test trains with torch: keep the tests few, and check many things in one training. The agents are forked from this
 process, which has imported torch (tests/support/warm.py)."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -91,10 +89,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 
 
-def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(
-    launcher: Launcher, undisturbed: list[list[str]]
-) -> None:
-    """A rank that is killed anywhere in a step must cost no step, and the result must have the same bits."""
+def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitwise_equal(launcher, undisturbed):
     kill = {
         "0": [["forward", 9, 1]],  # the script has not saved before this step
         "1": [["all-reduce", 12, 0]],
@@ -113,9 +108,7 @@ def test_a_rank_killed_anywhere_in_a_step_repeats_no_step_and_the_result_is_bitw
         assert f"; step {step} is in memory" in done[0].stderr, "and the agent says so when it restarts"
 
 
-def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node(
-    launcher: Launcher, undisturbed: list[list[str]]
-) -> None:
+def test_a_node_without_survivors_gets_the_state_from_the_memory_of_another_node(launcher, undisturbed):
     """A node without survivors must get the state from another node's memory, as with one GPU per pod."""
     done = trained(launcher, TRAIN, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
     assert began(done) == [0, 8, 12], done[0].stderr
@@ -183,9 +176,7 @@ with ddpjob.init() as world:
 """
 
 
-def test_another_survivor_writes_the_state_if_the_first_dies_and_a_stopped_one_costs_its_time_limit(
-    launcher: Launcher,
-) -> None:
+def test_another_survivor_writes_the_state_if_the_first_dies_and_a_stopped_one_costs_its_time_limit(launcher):
     """If a rank dies while it writes the state, another rank must write it. A rank that is stopped (SIGSTOP) while it
     writes must cost only its time limit; then the ranks restart from the folder."""
     done = trained(launcher, IN_PIECES, {}, nproc=4)

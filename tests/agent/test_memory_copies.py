@@ -1,7 +1,5 @@
 """If a rank dies and no other rank has a valid state, the job resumes from a copy in memory, with the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

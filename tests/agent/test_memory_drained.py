@@ -1,7 +1,5 @@
 """One pod gets SIGTERM and the other pods stay: all ranks end after the same step, and must not lose their state."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 
@@ -43,8 +41,6 @@ with ddpjob.init() as world:
 
 
 def test_a_job_without_a_folder_continues_where_it_stopped_after_one_pod_was_drained(launcher: Launcher) -> None:
-    """After one pod was drained, a job without a folder must continue where it stopped, also if the pod is killed at
-    once."""
     group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark]
 
     def start(node: int, replacement: int = 0) -> subprocess.Popen[str]:

@@ -1,7 +1,5 @@
 """Ranks are killed around the step at which the model grows or gets another optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import killed_training
@@ -89,9 +87,7 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -
     return killed_training.trained(launcher, TRAIN, kill, SNAPSHOTS=folder, **how)
 
 
-def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_again(
-    launcher: Launcher,
-) -> None:
+def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_again(launcher):
     """After a restart ranks must not use running means of another step, and must soon keep states in memory again: the
     grown model needs more memory than was reserved."""
     ends = sorted(words(trained(launcher, "undisturbed", {}), "END"))
@@ -107,10 +103,7 @@ def test_a_growing_model_resumes_bitwise_from_the_folder_and_soon_from_memory_ag
         assert "parameters changed" not in done[0].stderr, "DistributedDataParallel wrote them when it took the model"
 
 
-def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(
-    launcher: Launcher,
-) -> None:
-    """A model that load() did not get must be kept from its first save on, and the log must say so."""
+def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the_log_reports_it(launcher):
     kill = {"0": [["backward", 11, 1]], "1": [["backward", 13, 1]]}
     done = trained(launcher, "unnamed", kill)
     assert began(done) == [0, 3, 3], done[0].stderr
@@ -119,9 +112,7 @@ def test_a_model_that_was_not_passed_to_load_is_kept_from_its_first_save_and_the
     assert said not in done[0].stderr.partition("restart 1:")[0], "save() has named it at step 3"
 
 
-def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_the_log_gives_the_reason(
-    launcher: Launcher,
-) -> None:
+def test_a_script_that_starts_with_the_small_model_resumes_from_the_folder_and_the_log_gives_the_reason(launcher):
     """A script that starts with a small model must resume from the folder: the larger model's state does not fit it."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")

@@ -1,7 +1,5 @@
 """The kernel refuses memfd_create() or one of its flags."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable
@@ -13,9 +11,7 @@ from ddprun import memory as agent_memory
 
 
 @pytest.mark.parametrize("refused", ["without the flag", "with the flag"])
-def test_memory_works_with_memfd_noexec_2_and_on_a_kernel_without_the_flag(
-    monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
+def test_memory_works_with_memfd_noexec_2_and_on_a_kernel_without_the_flag(monkeypatch, refused):
     """Memory must work with vm.memfd_noexec=2 (refuses executable files) and before Linux 6.3 (refuses the flag)."""
     create = os.memfd_create
 
@@ -74,9 +70,7 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
     return [line for line in done.stdout.splitlines() if line.startswith("BEGIN")], done.stderr
 
 
-def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable(launcher, monkeypatch):
     """With vm.memfd_noexec=2 before Linux 6.6 ranks must start: the heartbeat file needs the flag MFD_NOEXEC_SEAL."""
     create = os.memfd_create
 
@@ -89,9 +83,7 @@ def test_a_job_starts_and_keeps_its_state_if_memory_files_must_not_be_executable
     assert began == ["BEGIN 0", "BEGIN 8"], said
 
 
-def test_a_job_whose_agent_gets_no_memory_resumes_from_the_folder_and_the_log_gives_the_reason(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_agent_gets_no_memory_resumes_from_the_folder_and_the_log_gives_the_reason(launcher, monkeypatch):
     """Ranks must start although seccomp refuses memfd_create(), and the log must name the reason."""
 
     def refused(*_: object) -> int:

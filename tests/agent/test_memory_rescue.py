@@ -1,7 +1,5 @@
 """A rank dies, and the other ranks cannot write the state immediately: a second rank is killed, or a rank is slow."""
 
-from __future__ import annotations
-
 import pytest
 from agents import Launcher, finish
 
@@ -62,9 +60,7 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
     return [line for line in lines if "BEGIN" in line], [line for line in lines if "END" in line], done.stderr
 
 
-def test_a_survivor_killed_while_writing_costs_no_step_as_long_as_a_third_rank_lives(
-    launcher: Launcher,
-) -> None:
+def test_a_survivor_killed_while_writing_costs_no_step_as_long_as_a_third_rank_lives(launcher):
     """If a survivor is killed while it writes the state, a third rank must write the complete state: a bad node or too
     little memory often kills two ranks."""
     _, undisturbed, _ = trained(launcher, UNDISTURBED="yes")

@@ -1,14 +1,11 @@
 """Examples, and a script whose DataLoader has workers, are killed and resume from memory. Each test trains with
 torch: keep the tests few. The agents are forked from this process, which has imported torch (tests/support/warm.py)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 from agents import Launcher, finish
 
 EXAMPLES = Path(__file__).parents[2] / "trainer" / "examples"
@@ -53,10 +50,7 @@ def result(done: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_killed_example_repeats_no_step_and_ends_with_bitwise_equal_results(
-    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A killed example must repeat no step and end with the same bits."""
+def test_a_killed_example_repeats_no_step_and_ends_with_bitwise_equal_results(launcher, tmp_path_factory):
     words = ("--epochs", "1", "--global-batch", "64", "--snapshot", "snapshots", "--snapshot-every", "1000")
     env = {"EXAMPLE": str(EXAMPLES / "digits.py")}
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), EXAMPLE, {}, *words, **env)
@@ -110,9 +104,7 @@ with ddpjob.init() as world:
 """
 
 
-def test_no_sample_is_skipped_or_repeated_if_dataloader_workers_read_ahead(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_no_sample_is_skipped_or_repeated_if_dataloader_workers_read_ahead(tmp_path_factory):
     """No batch that workers have read ahead may be skipped or repeated after a restart; no metric would show it."""
     whole = trained(Launcher(tmp_path_factory.mktemp("whole")), LOADER, {})
     # Kills: in the middle of an epoch, between two steps, and right after the last batch.

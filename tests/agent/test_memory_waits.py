@@ -1,16 +1,14 @@
 """After a failure an agent waits for ranks that may still write the state to its memory, before it ends the ranks."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shell import eventually
 
 from ddpjob import threads
 from ddpjob_core import memory
@@ -62,16 +60,11 @@ def child() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 def settled(pid: int, *, is_held_up: bool) -> int:
     """Wait until `threads.is_held_up` returns this value: True if the process waits for CPU time. Return its pid."""
-    until = time.monotonic() + 60
-    while threads.is_held_up(pid) is not is_held_up:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    eventually(lambda: threads.is_held_up(pid) is is_held_up, 60)
     return pid
 
 
-def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(
-    child: Callable[[Callable[[], object]], int],
-) -> None:
+def test_a_stopped_or_sleeping_rank_gets_its_time_limit_and_no_more(child):
     """If a rank is stopped by SIGSTOP or waits for a lock, the job must restart without its state after the limit."""
     for work in (lambda: os.kill(os.getpid(), signal.SIGSTOP), signal.pause):
         node = Node()
@@ -105,7 +98,6 @@ def test_the_time_limit_restarts_with_each_written_piece(child: Callable[[Callab
 
 
 def test_a_rank_whose_step_is_already_in_memory_is_not_waited_for() -> None:
-    """If memory already has the step of a rank that is stopped by SIGSTOP, the agent must not wait for this rank."""
     node = Node()
     node.rank(0, step=5)
     node.whole(5, generation=2)
@@ -144,9 +136,7 @@ def test_progress_reported_by_another_node_counts_only_in_its_generation() -> No
 
 
 @given(st.integers(0, 9), st.integers(0, 4), st.floats(0, 99), st.floats(0, 99), st.integers(0, 1 << 33), st.booleans())
-def test_the_wait_for_any_rank_is_limited(
-    clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool
-) -> None:
+def test_the_wait_for_any_rank_is_limited(clock, whole, seconds, still, size, is_held_up):
     """A rank in an endless loop must not prevent the restart of the other ranks."""
     waits = memory.is_waited_for(clock, whole, seconds, still, size, is_held_up)
     assert not waits or seconds < memory.longest_seconds(size)

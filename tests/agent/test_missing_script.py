@@ -1,7 +1,5 @@
 """How an agent reports a script or module that does not exist, so that a rank could not start."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -25,9 +23,7 @@ def test_only_the_exit_code_of_python_for_a_missing_script_is_explained(line: st
 
 
 @pytest.mark.parametrize("line", ["train.py", "-m train", "--no-python train.py", "-m train.inner"])
-def test_an_existing_or_uncheckable_path_explains_nothing(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_or_uncheckable_path_explains_nothing(line, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     script = parse(line.split(), {}).script

@@ -1,7 +1,5 @@
 """Several nodes on loopback start together, fail together, and wait for each other. The scripts do not use torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -75,9 +73,7 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
         (["--preload=json", "-m", "trian"], "no module trian in "),
     ],
 )
-def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
-    launcher: Launcher, words: list[str], said: str
-) -> None:
+def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(launcher, words, said):
     """A typo in the script's name must not cost all restarts. The failure must name the missing script, because
     `ended with exit code 2` is ambiguous."""
     launcher.script("print('imported')")
@@ -91,10 +87,7 @@ def test_a_script_missing_on_all_nodes_is_reported_and_not_retried(
 
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
-def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another_node(
-    launcher: Launcher, start: str
-) -> None:
-    """A module that is missing on one node must be left to the operator, which uses another node."""
+def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another_node(launcher, start):
     launcher.script("import time\ntime.sleep(100)")
     (launcher.folder / "empty").mkdir()
     words = list(group(launcher, 2, start, "-m", "train"))
@@ -107,9 +100,7 @@ def test_a_module_missing_on_one_node_is_left_to_the_operator_which_uses_another
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("guilty", [0, 3])
-def test_a_rank_killed_on_any_node_restarts_all_ranks_on_a_new_port(
-    launcher: Launcher, start: str, guilty: int
-) -> None:
+def test_a_rank_killed_on_any_node_restarts_all_ranks_on_a_new_port(launcher, start, guilty):
     script = launcher.script(
         TRAIN
         + f"""
@@ -208,9 +199,7 @@ def connected(port: int) -> socket.socket | None:
 
 
 @pytest.mark.parametrize("closes", ["later", "at the same moment"])
-def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generation(
-    launcher: Launcher, closes: str
-) -> None:
+def test_a_pod_that_joins_while_node_0_imports_does_not_start_a_stopped_generation(launcher, closes):
     """The ranks of a pod that joins late must not start in a generation that no other node runs."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
     first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
@@ -270,7 +259,7 @@ def test_if_an_agent_is_lost_the_others_stop_and_continue_with_its_replacement(l
     assert list(starts(launcher)) == ["1"], "its number is new, also where the leader is"
     if lost != 0:  # a new leader does not know the old port
         assert {port for _, port, _ in life}.isdisjoint({port for _, port, _ in before})
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_ranks_of_all_nodes_may_save_when_one_node_is_stopped(launcher: Launcher) -> None:
@@ -352,9 +341,3 @@ def can_connect(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def forget_killed(launcher: Launcher) -> None:
-    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
-    for folder in (launcher.folder / "tmp").iterdir():
-        subprocess.run(["rm", "-r", folder], check=True)

@@ -1,7 +1,5 @@
 """ddprun on one node, with scripts without torch: what users of torchrun expect, and what PID 1 of a pod must do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -150,9 +148,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         "    try: wrapped()\n    except ValueError: sys.exit(1)",
     ],
 )
-def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(
-    launcher: Launcher, line: str
-) -> None:
+def test_a_complaint_about_a_peer_is_recognized_in_the_second_line_of_nccl_and_after_a_script_error(launcher, line):
     """A rank that only reports a lost peer must not count as the rank that failed."""
     done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
     assert done.returncode == 0
@@ -166,7 +162,6 @@ def test_a_successful_exit_is_not_reported_as_an_exception(launcher: Launcher, l
 
 
 def test_the_message_about_stopping_a_job_of_one_node_mentions_no_other_nodes(launcher: Launcher) -> None:
-    """The message about stopping a job of one node must not mention other nodes."""
     script = launcher.script("import time; open('ready', 'w').close(); time.sleep(1000)")
     left = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
     run = launcher.ddprun("--no-preload", script, DDPJOB_RESTARTS_LEFT=left)
@@ -242,7 +237,6 @@ def test_a_program_that_cannot_be_started_is_not_retried(launcher: Launcher) -> 
 
 
 def test_a_missing_script_gives_one_line_with_a_similar_name(launcher: Launcher, tmp_path: Path) -> None:
-    """A missing script must end the job at once, with a line that has a similar name."""
     (tmp_path / "train.py").write_text("")
     done = launcher.done(tmp_path / "trian.py")
     assert done.returncode == 2
@@ -315,7 +309,6 @@ def test_sigterm_reaches_the_ranks_so_that_they_may_save(launcher: Launcher, sta
         """
     )
     agent = launcher.ddprun(start, script)
-    assert agent.stdout is not None
     assert agent.stdout.readline() == "ready\n"
     agent.terminate()
     done = finish(agent)
@@ -327,7 +320,6 @@ def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launch
         "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(100)"
     )
     agent = launcher.ddprun("--no-preload", script, PET_SHUTDOWN_TIMEOUT="1")
-    assert agent.stdout is not None
     agent.stdout.readline()
     began = time.monotonic()
     agent.terminate()
@@ -336,13 +328,10 @@ def test_ranks_that_ignore_sigterm_are_killed_after_their_grace(launcher: Launch
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM])
-def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(
-    launcher: Launcher, number: signal.Signals
-) -> None:
+def test_an_unhandled_signal_ends_the_agent_as_in_torchrun_and_leaves_nothing(launcher, number):
     """A signal without a handler must end the agent as in torchrun, but the agent removes its folder in /tmp first."""
     script = launcher.script("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(100)")  # in a single write
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
-    assert job.stdout is not None
     assert [job.stdout.readline() for _ in range(2)] == ["up\n"] * 2
     job.send_signal(number)
     done = finish(job)
@@ -362,7 +351,6 @@ def test_a_signal_ignored_by_the_starter_of_the_agent_ends_nothing(launcher: Lau
 def test_ranks_that_end_by_sigterm_are_not_restarted(launcher: Launcher) -> None:
     script = launcher.script("import time; print('ready', flush=True); time.sleep(100)")
     agent = launcher.ddprun("--no-preload", script)
-    assert agent.stdout is not None
     agent.stdout.readline()
     agent.terminate()
     assert finish(agent).returncode == 143
@@ -404,13 +392,11 @@ def test_processes_of_a_rank_in_other_sessions_are_ended(launcher: Launcher, sta
 def test_ranks_end_if_their_agent_is_killed(launcher: Launcher, start: str) -> None:
     script = launcher.script("import sys, time; sys.stdout.write('ready\\n'); time.sleep(1000)")
     agent = launcher.ddprun(start, "--nproc", 2, script)
-    assert agent.stdout is not None
     assert [agent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     agent.kill()
     agent.communicate()
     eventually(lambda: not launcher.marked())
-    for folder in (launcher.folder / "tmp").iterdir():  # a killed process cannot clean up
-        subprocess.run(["rm", "-r", folder], check=True)
+    launcher.forget_killed()
 
 
 def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> None:
@@ -427,7 +413,6 @@ def test_an_orphan_is_reaped_and_does_not_stay_a_zombie(launcher: Launcher) -> N
         """
     )
     agent = launcher.ddprun("--no-preload", script)
-    assert agent.stdout is not None
     agent.stdout.readline()
     below = psutil.Process(agent.pid)
     eventually(lambda: all(map(lives, below.children(recursive=True))))
@@ -493,7 +478,6 @@ def test_tee_shows_a_long_line_as_one_line(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
 def test_without_log_dir_hidden_output_is_kept_and_its_folder_is_named(launcher: Launcher, words: list[str]) -> None:
-    """Hidden output must be kept without --log-dir, and its folder be named, as in torchrun."""
     script = launcher.script("print('out')")
     done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
     (run,) = (launcher.folder / "kept").iterdir()
@@ -503,7 +487,6 @@ def test_without_log_dir_hidden_output_is_kept_and_its_folder_is_named(launcher:
 
 @pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
 def test_reports_arrive_from_a_script_that_changes_its_working_directory(launcher: Launcher, words: list[str]) -> None:
-    """Reports must arrive from a script that changes its working directory, as Hydra does."""
     (launcher.folder / "tmp" / "its").mkdir()
     script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
     path = launcher.folder / "termination.json"

@@ -1,7 +1,5 @@
 """A rank that the kernel killed because memory ran out is reported as such, not as killed by a person."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -88,9 +86,7 @@ def ended(launcher: Launcher, times: str) -> Any:
     return done.stderr, json.loads((launcher.folder / "termination.json").read_text())
 
 
-def test_an_out_of_memory_kill_is_named_in_the_log_and_in_the_message(
-    launcher: Launcher,
-) -> None:
+def test_an_out_of_memory_kill_is_named_in_the_log_and_in_the_message(launcher):
     said, message = ended(launcher, "(0, 1)")
     assert f"restart 1: rank 0 was killed by SIGKILL ({KILLED_BY_KERNEL})" in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", KILLED_BY_KERNEL)

@@ -1,7 +1,5 @@
 """The command line equals torchrun's; an option that ddprun does not support is refused by name."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -251,9 +249,7 @@ def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:
         ("DDPJOB_STALL_TIMEOUT", "nan", "'nan' is not a number of seconds"),
     ],
 )
-def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(
-    capsys: Any, name: str, text: str, said: str
-) -> None:
+def test_a_damaged_variable_of_the_operator_is_refused_with_the_expected_form(capsys, name, text, said):
     found = refusal(capsys, "train.py", **{name: text})
     assert name in found
     assert said in found.replace("\n", " ")
@@ -267,7 +263,6 @@ def test_a_wrong_option_is_answered_in_two_lines(capsys: Any) -> None:
 
 
 def test_the_help_has_each_option_once_under_a_heading_and_ends_with_an_example(capsys: Any) -> None:
-    """The help must have each option once under a heading, and end with an example."""
     with pytest.raises(SystemExit) as ended:
         options("--help")
     assert ended.value.code == 0

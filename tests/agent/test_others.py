@@ -1,7 +1,5 @@
 """ddprun ends everything that its ranks have started, and no process that was running before it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -89,9 +87,7 @@ FAILS_ONCE = """
 
 
 @STARTS
-def test_a_process_running_before_survives_a_restart_and_the_end(
-    beside: Beside, launcher: Launcher, start: str
-) -> None:
+def test_a_process_running_before_survives_a_restart_and_the_end(beside, launcher, start):
     """A process that was running before, as in `tensorboard & exec ddprun …`, must survive restarts and the end."""
     script = launcher.script(FAILS_ONCE.format(before="pass", after="assert alive('sibling.pid')"))
     run = beside.start("sleep 1000 &\necho $! > sibling.pid", start, "--nproc", 2, script)
@@ -121,9 +117,7 @@ def test_later_children_of_a_process_running_before_survive_too(beside: Beside, 
 
 @STARTS
 @pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
-def test_under_nohup_a_closed_terminal_stops_nothing(
-    beside: Beside, launcher: Launcher, start: str, siblings: str
-) -> None:
+def test_under_nohup_a_closed_terminal_stops_nothing(beside, launcher, start, siblings):
     """A training started with `nohup ddprun … &` must continue after logout."""
     script = launcher.script(
         """
@@ -142,9 +136,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(
 
 @STARTS
 @pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
-def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides(
-    beside: Beside, launcher: Launcher, start: str, siblings: str
-) -> None:
+def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_however_it_hides(beside, launcher, start, siblings):
     """A daemon of a rank must end before the next generation, however it hides: it could overwrite the checkpoint."""
     daemon = (
         "import subprocess, sys\n        subprocess.run(['sh', '-c', "
@@ -174,9 +166,7 @@ def test_the_started_process_forwards_signals_and_exits_with_the_code(beside: Be
 
 
 @pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
-def test_ddprun_exits_with_its_ranks_even_if_its_parent_ignores_sigchld(
-    beside: Beside, launcher: Launcher, siblings: str
-) -> None:
+def test_ddprun_exits_with_its_ranks_even_if_its_parent_ignores_sigchld(beside, launcher, siblings):
     """ddprun must exit with its ranks even if SIGCHLD is ignored: the kernel then reports no ended children."""
     script = launcher.script("open('trained', 'w')")
     # Python ignores SIGCHLD here, because `trap '' CHLD` has no effect in sh.

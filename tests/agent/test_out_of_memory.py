@@ -1,7 +1,5 @@
 """A rank exceeds its container's memory limit, and the kernel kills it: from which state does training resume?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agents import Launcher, finish
@@ -102,9 +100,7 @@ def test_a_rank_killed_by_the_kernel_for_its_memory_costs_no_step(launcher: Laun
     assert len({line.split()[2] for line in ended}) == 1, "both ranks have the same parameters"
 
 
-def test_a_single_rank_without_room_resumes_from_the_folder_and_the_log_gave_the_reason(
-    launcher: Launcher,
-) -> None:
+def test_a_single_rank_without_room_resumes_from_the_folder_and_the_log_gave_the_reason(launcher):
     """A single rank without room (the limit leaves 100 MiB, the state takes 221 MiB) must resume from the folder, and
     the log must say so before. Small layers, because AdamW needs twice the largest."""
     with limited(1536 * MIB) as place:

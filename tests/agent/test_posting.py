@@ -1,7 +1,5 @@
 """Node 0's agent reports all restarts in place to the status receiver, repeats the reports, and sends no secret."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -72,9 +70,7 @@ def application(body: dict[str, Any]) -> int:
     return int(body["agent"]["restarts"]["application"])
 
 
-def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(
-    launcher: Launcher, receiver: Receiver
-) -> None:
+def test_steps_of_ended_ranks_count_as_progress_even_after_the_final_report(launcher, receiver):
     """Steps of ended ranks must count as progress, also after the final report, or a rare failure ends the job."""
     script = launcher.script(
         """

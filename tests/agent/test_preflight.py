@@ -1,7 +1,5 @@
 """In a pre-flight nodes measure each other before the first ranks start: what follows from the result."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Any process may be killed at any moment: the job ends with the same result as without kills."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Several nodes on loopback with an operator: only the pod that is lost or told to stop is replaced."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -87,12 +85,6 @@ def job(launcher: Launcher) -> Job:
     return found
 
 
-def forget_killed(launcher: Launcher) -> None:
-    """Remove the folders that killed agents have left, because the fixture checks that none is left."""
-    for folder in (launcher.folder / "tmp").iterdir():
-        subprocess.run(["rm", "-r", folder], check=True)
-
-
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_new_pod_for_a_lost_one_is_enough(job: Job, lost: int) -> None:
     """A new pod for a lost one must be enough: the other agents and fork servers stay, and the operator counts."""
@@ -109,7 +101,7 @@ def test_a_new_pod_for_a_lost_one_is_enough(job: Job, lost: int) -> None:
     assert job.lives() == [0, 1], "one generation later, also where the leader is new"
     assert not any("charged to" in d.stderr for d in done)
     assert job.message(0, replacement=int(lost == 0)) is None
-    forget_killed(job.launcher)
+    job.launcher.forget_killed()
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -133,13 +125,12 @@ def test_a_replaced_pod_cannot_disturb_the_new_one(launcher: Launcher) -> None:
     job.agents[1] = job.start(1, 2)
     job.up(1)
     late = job.start(1, 1)
-    assert job.agents[0].stderr is not None
     eventually(lambda: "pod 1 of node 1 is outdated" in job.agents[0].stderr.readline())
     late.terminate()
     assert finish(late).returncode == 143
     assert [d.returncode for d in job.done()] == [0, 0]
     assert job.lives() == [0, 1]
-    forget_killed(launcher)
+    launcher.forget_killed()
 
 
 def test_a_newer_pod_takes_the_place_of_one_that_is_still_connected(launcher: Launcher) -> None:

@@ -1,7 +1,5 @@
 """Node 0's decisions in a session of `ddpjob dev`: saving a file restarts all ranks, and a failure does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

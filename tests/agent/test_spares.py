@@ -1,7 +1,5 @@
 """Spares are ranks of the next generation, forked while the present one trains, so that a restart needs no fork."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -208,7 +206,6 @@ def test_spares_are_forked_one_after_the_other_and_no_more_than_needed(played: P
 
 
 def test_a_killed_spare_is_not_replaced_in_the_same_generation(played: Played) -> None:
-    """A killed spare must not be replaced in the same generation, or forks would never end."""
     played.agent.fork_spares(2)
     for _ in range(2):
         assert played.asked() == [SPARE]
@@ -244,9 +241,7 @@ def test_a_fork_with_an_error_does_not_become_a_second_server(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("limit", "used", "fits"), [("max", 900, True), ("1024", 100, True), ("1024", 700, False), ("8", 4, False)]
 )
-def test_spares_do_not_take_the_last_processes_of_a_container(
-    tmp_path: Path, limit: str, used: int, fits: bool
-) -> None:
+def test_spares_do_not_take_the_last_processes_of_a_container(tmp_path, limit, used, fits):
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "pids.max").write_text(f"{limit}\n")
     (tmp_path / "pids.current").write_text(f"{used}\n")

@@ -1,7 +1,5 @@
 """SIGQUIT to ddprun prints where the ranks are, in one text, and ends nothing; idle ranks are mentioned once."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -135,9 +133,7 @@ def test_py_spy_if_installed_shows_ranks_that_cannot_answer(launcher: Launcher, 
     run.ends_well()
 
 
-def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(
-    launcher: Launcher,
-) -> None:
+def test_if_sigquit_is_left_to_end_the_job_another_signal_still_prints_stacks(launcher):
     """If SIGQUIT is set to end the job, `ddpjob stacks` uses another signal, because it must never end a job."""
     run = Waiting(launcher, TRAIN, "--signals-to-handle=SIGTERM,SIGQUIT", ranks=1)
     assert "rank 0: step 3" in run.asked(45)
@@ -151,7 +147,6 @@ def test_without_a_running_rank_one_sentence_reports_it(launcher: Launcher) -> N
     eventually(lambda: processes.catches(agent.pid, signal.SIGQUIT))
     agent.send_signal(signal.SIGQUIT)
     agent.send_signal(signal.SIGQUIT)
-    assert agent.stderr is not None
     assert "no stacks: no rank runs on this node now" in agent.stderr.readline()
     agent.send_signal(signal.SIGTERM)
     finish(agent)
@@ -173,7 +168,6 @@ def test_64_ranks_at_two_positions_give_two_stacks() -> None:
 
 @pytest.mark.parametrize("answer", [{}, {"stack": 3}, {"stack": [1], "sequence": "x"}, {"sequence": -1, "op": None}])
 def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object]) -> None:
-    """An invalid answer, which a script may write, must be shown without an error."""
     assert "rank 0" in folded_stacks.text([RankStack(0, 1, 0, answer)])
 
 
@@ -188,9 +182,7 @@ def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object
     ids=["without the library", "in a step", "in a pause to save", "in a pause to evaluate"],
 )
 @pytest.mark.parametrize(("nodes", "name", "how"), [(1, "digits", "ddpjob stacks digits"), (2, "", "kill -QUIT ")])
-def test_an_agent_mentions_its_idle_ranks_in_one_line(
-    capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
-) -> None:
+def test_an_agent_mentions_its_idle_ranks_in_one_line(capsys, beat, lines, nodes, name, how):
     """An agent must mention idle ranks in one line: without it, a script without the library hangs silently."""
     agent: Any = types.SimpleNamespace(
         options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),

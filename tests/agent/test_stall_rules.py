@@ -1,7 +1,5 @@
 """Node 0's decisions when ranks make no step, and how steps change a restart, without processes or a clock."""
 
-from __future__ import annotations
-
 import pytest
 from leads import failure, start, taken
 
@@ -70,7 +68,6 @@ def test_a_stall_beyond_the_budget_ends_the_job() -> None:
     end(found, T0 + 302)
     (over,) = taken(found)
     assert isinstance(over, EndOrder)
-    assert over.failure is not None
     assert (over.code, over.failure.rank, over.failure.stalled) == (75, 1, True)
 
 
@@ -341,9 +338,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
         [(0, STILL, waits(0, "all_reduce"))],
     ],
 )
-def test_an_uncertain_deadlock_is_left_to_the_limits_and_not_queried_again_until_a_rank_has_run(
-    answers: list[tuple[int, StallReport, Position]],
-) -> None:
+def test_an_uncertain_deadlock_is_left_to_the_limits_and_not_queried_again_until_a_rank_has_run(answers):
     found = running(2)
     asked(found)
     for node, report, position in answers:

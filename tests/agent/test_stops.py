@@ -1,7 +1,5 @@
 """A stop reaches training processes first and their children afterwards. In the other order nothing is saved."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -47,7 +45,6 @@ def test_each_rank_of_a_node_is_signalled_without_its_helpers(launcher: Launcher
 
 
 def test_helpers_end_after_their_rank_if_another_rank_fails(launcher: Launcher) -> None:
-    """Helpers must end after their rank if another rank fails, because the rank may be saving."""
     script = launcher.script(
         "import os, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -138,10 +135,7 @@ if __name__ == "__main__":
 """
 
 
-def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(
-    launcher: Launcher,
-) -> None:
-    """A rank that waits for its training processes must get the signal after them, as a parent of spawn."""
+def test_training_processes_started_by_a_rank_get_the_signal_at_once_and_it_waits_for_them(launcher):
     done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
     assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
 
@@ -157,5 +151,4 @@ def told_to_stop(
 
 
 def wait_for(agent: subprocess.Popen[str], line: str) -> None:
-    assert agent.stdout is not None
     assert agent.stdout.readline() == f"{line}\n"

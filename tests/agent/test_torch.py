@@ -1,7 +1,5 @@
 """Comparison with the real torchrun, and torch in the ranks. Most processes here import torch: keep the tests few."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -57,9 +55,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_killed_rank_of_two_nodes_resumes_to_the_parameters_of_an_undisturbed_run(
-    launcher: Launcher,
-) -> None:
+def test_a_killed_rank_of_two_nodes_resumes_to_the_parameters_of_an_undisturbed_run(launcher):
     script = launcher.script(TRAIN.replace("FAIL", "os.environ.get('FAIL')"))
     agents = launcher.nodes(2, "--nproc", 1, script, is_warm=True, FAIL="1", OMP_NUM_THREADS="1")
     done = [finish(agent, 150) for agent in agents]

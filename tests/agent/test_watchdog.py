@@ -1,7 +1,5 @@
 """A stalled group is detected, each rank reports where it is, the culprit is named, and all ranks restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -106,7 +104,6 @@ def test_a_declared_pause_has_its_own_limit(launcher: Launcher) -> None:
 
 
 def test_a_rank_that_hangs_during_its_exit_still_reports_its_position(launcher: Launcher) -> None:
-    """A rank that hangs during its exit must still report its position."""
     script = launcher.script(
         """
         import atexit, os, time
@@ -130,7 +127,6 @@ def test_a_limit_of_0_is_no_limit(launcher: Launcher) -> None:
 
 
 def test_an_agent_that_was_itself_suspended_finds_no_stall(launcher: Launcher) -> None:
-    """An agent that was suspended with its ranks must find no stall."""
     script = launcher.script(
         """
         import os, time, ddpjob
@@ -288,9 +284,7 @@ END_LIMIT = {"DDPJOB_STALL_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(("nodes", "leave"), [(1, "dist.destroy_process_group()"), (2, "")])
-def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(
-    launcher: Launcher, nodes: int, leave: str
-) -> None:
+def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_library(launcher, nodes, leave):
     """A rank that hangs after its last collective must be found, although the other ranks have ended."""
     script = launcher.script(ENDS.format(hang=HANGS, leave=leave))
     started = launcher.nodes(nodes, "--nproc", 2 // nodes, script, is_warm=True, **END_LIMIT)
@@ -309,7 +303,6 @@ def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launche
 
 
 def test_a_process_that_hangs_after_the_end_of_its_script_is_found(launcher: Launcher) -> None:
-    """A process that hangs after the end of its script must be found, also in a destructor that holds the GIL."""
     hang = "import atexit; torch.kept = Held()"
     # PyDLL holds the GIL during the call. The loop is needed, because a signal ends one sleep.
     held = "class Held:\n    def __del__(self):\n        while True: ctypes.PyDLL(None).sleep(1000)"

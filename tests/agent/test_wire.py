@@ -1,7 +1,5 @@
 """The protocol between agents rejects foreign processes, whatever they send."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """Fixtures that the tests against an API server share. test_crd.py does not use them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

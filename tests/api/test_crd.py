@@ -2,8 +2,6 @@
 KUBECONFIG of any cluster, which needs no nodes and no operator. Creates a namespace and removes it, and removes the CRD
 if it was not there before."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -244,9 +242,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("body", "where", "why"), REFUSED.values(), ids=REFUSED)
-def test_an_invalid_job_is_refused_with_the_field_and_the_reason(
-    cluster: Cluster, body: dict[str, Any], where: str, why: str
-) -> None:
+def test_an_invalid_job_is_refused_with_the_field_and_the_reason(cluster, body, where, why):
     code, output = cluster.try_("create", "--dry-run=server", "-f", "-", stdin=body)
     assert code != 0, "the API server accepted it"
     assert where in output
@@ -317,9 +313,7 @@ def running(cluster: Cluster) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_fields_that_affect_running_pods_cannot_be_changed(
-    cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]
-) -> None:
+def test_fields_that_affect_running_pods_cannot_be_changed(cluster, running, change):
     code, output = cluster.patch(running, *change)
     assert code != 0, "the API server took the change"
     assert STOP_FIRST in output
@@ -397,9 +391,7 @@ HARMLESS: dict[str, tuple[tuple[str, str, object], ...]] = {
 
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
-def test_fields_that_do_not_affect_pods_may_change_at_any_time(
-    cluster: Cluster, running: str, change: tuple[tuple[str, str, object], ...]
-) -> None:
+def test_fields_that_do_not_affect_pods_may_change_at_any_time(cluster, running, change):
     code, output = cluster.try_("patch", "ddp", running, "--dry-run=server", "--type=json", "-p", _json_patch(change))
     assert code == 0, output
 
@@ -417,7 +409,6 @@ def test_no_controller_can_take_over_an_existing_job(cluster: Cluster, before: s
 
 @pytest.mark.alone
 def test_a_job_with_a_field_of_an_older_crd_can_be_suspended(cluster: Cluster) -> None:
-    """A job with a field of an older CRD must still accept a suspension by its owner."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

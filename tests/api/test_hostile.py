@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,9 +317,7 @@ def peak_bytes(operator: Operator) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_hostile_objects_and_peers_do_not_affect_other_jobs(
-    namespace: Namespace, theirs: Namespace, operators: Callable[..., Operator]
-) -> None:
+def test_hostile_objects_and_peers_do_not_affect_other_jobs(namespace, theirs, operators):
     port = free_port()
     reporting = {"DDPJOB_STATUS_PORT": str(port), "DDPJOB_STATUS_URL": f"http://127.0.0.1:{port}{PATH}"}
     operator = operators(namespace.name, theirs.name, anew=True, **reporting).watches(2)

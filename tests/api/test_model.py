@@ -1,7 +1,5 @@
 """The simulation's model of an API server and a real one: the same requests get the same codes and effects."""
 
-from __future__ import annotations
-
 import copy
 import json
 import urllib.error
@@ -211,9 +209,7 @@ STORIES = (
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_the_model_answers_like_the_real_api_server(
-    story: Callable[[Server], Any], api: FaultyApi, namespace: Namespace
-) -> None:
+def test_the_model_answers_like_the_real_api_server(story, api, namespace):
     assert story(modelled()) == story(real(api, namespace))
 
 

@@ -1,8 +1,6 @@
 """The operator with an API server that fails in many ways: jobs still end correctly, without hot loops or needless
 writes. A proxy counts requests and breaks those that a test chooses. Needs kubectl and KUBECONFIG of any cluster."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -63,9 +61,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("what", "status", "headers", "times"), REFUSALS.values(), ids=REFUSALS)
-def test_a_job_starts_despite_initial_faults(
-    namespace: Namespace, operator: Operator, what: str, status: int, headers: dict[str, str], times: int
-) -> None:
+def test_a_job_starts_despite_initial_faults(namespace, operator, what, status, headers, times):
     began = time.monotonic()
     fault = namespace.api.break_(what, status, headers=headers, times=times)
     namespace.apply(job())
@@ -159,10 +155,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(
-    namespace: Namespace, operator: Operator, answer: dict[str, Any]
-) -> None:
-    """After a wrong answer to a list or watch the operator must list again within seconds."""
+def test_a_wrong_answer_to_a_list_or_watch_is_retried_within_seconds(namespace, operator, answer):
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):
@@ -210,10 +203,7 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
     assert operator.process.poll() is None
 
 
-def test_a_pod_that_completed_before_its_peers_were_created_is_not_run_again(
-    namespace: Namespace, operators: Callable[..., Operator]
-) -> None:
-    """A pod that completed before its peers were created, while the operator was killed, must not run again."""
+def test_a_pod_that_completed_before_its_peers_were_created_is_not_run_again(namespace, operators):
     first = operators(namespace.name).watches()
     names: list[str] = []
 
@@ -264,9 +254,7 @@ LOST = {
 
 
 @pytest.mark.parametrize(("resource", "kind", "where"), LOST.values(), ids=LOST)
-def test_a_lost_event_is_found_and_the_job_ends(
-    namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
-) -> None:
+def test_a_lost_event_is_found_and_the_job_ends(namespace, operators, resource, kind, where):
     """A watch event that a proxy has lost must be found, or the job keeps its GPUs for ever."""
     namespace.api.watch_seconds = HEALTHY_SECONDS + 1
     operators(namespace.name, constants={"LIST_AGAIN_SECONDS": 1.0}).watches()
@@ -292,9 +280,7 @@ def test_a_temporarily_unavailable_api_server_costs_nothing(namespace: Namespace
     assert namespace.uids() == uids
 
 
-def test_an_old_list_makes_no_pod_look_deleted(
-    namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
-) -> None:
+def test_an_old_list_makes_no_pod_look_deleted(namespace, operators, api):
     first = operators(namespace.name).watches()
     old = api.call("GET", f"/api/v1/namespaces/{namespace.name}/pods?labelSelector=training.ddpjob.io/job")
     assert old["items"] == []
@@ -397,9 +383,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("verb", "resource"), MISSING, ids=[f"{v} {r}" for v, r in MISSING])
-def test_a_missing_right_is_logged_and_the_job_runs_once_it_is_granted(
-    namespace: Namespace, operators: Callable[..., Operator], verb: str, resource: str
-) -> None:
+def test_a_missing_right_is_logged_and_the_job_runs_once_it_is_granted(namespace, operators, verb, resource):
     account(namespace, "operator", without=(verb, resource))
     operator = operators(namespace.name, token=namespace.kubectl("create", "token", "operator").strip())
     namespace.apply(job())
@@ -440,9 +424,7 @@ def test_the_operator_waits_for_a_removed_crd_to_return(namespace: Namespace, op
     assert operator.process.poll() is None
 
 
-def test_the_operator_waits_for_a_missing_crd_and_tells_how_to_install_it(
-    namespace: Namespace, operators: Callable[..., Operator]
-) -> None:
+def test_the_operator_waits_for_a_missing_crd_and_tells_how_to_install_it(namespace, operators):
     namespace.api.break_("list ddpjobs", 404, reason="NotFound", times=float("inf"))
     operator = operators(namespace.name)
     until(lambda: "is not installed: kubectl apply -f " in operator.log, "it says so")

@@ -2,10 +2,7 @@
 
 Needs kubectl and KUBECONFIG of any cluster. Each test has a namespace and an operator process of its own."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +27,6 @@ def test_a_job_runs_to_its_end_and_kubectl_shows_its_progress(namespace: Namespa
 def test_a_job_owns_its_pods_and_gets_no_finalizer_and_no_annotation(namespace: Namespace, operator: Operator) -> None:
     namespace.start()
     found = namespace.job()
-    assert found is not None
     assert "finalizers" not in found["metadata"]
     assert "annotations" not in found["metadata"]
     namespace.kubectl("delete", "ddp", "digits")
@@ -39,9 +35,7 @@ def test_a_job_owns_its_pods_and_gets_no_finalizer_and_no_annotation(namespace: 
     until(lambda: namespace.api.find(service) is None, "the Service goes with its job")
 
 
-def test_a_failed_rank_fails_the_job_with_its_cause_and_stops_the_others(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_a_failed_rank_fails_the_job_with_its_cause_and_stops_the_others(namespace, operator):
     namespace.start(backoffLimit=0)
     namespace.exits("digits-1-1", 3, "Traceback\nValueError: no such shard")
     message = namespace.reaches("Failed", "BackoffLimitExceeded")
@@ -60,9 +54,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("body", "why"), BAD.values(), ids=BAD)
-def test_an_invalid_spec_gives_a_condition_with_the_reason_and_no_pods(
-    namespace: Namespace, operator: Operator, body: dict[str, Any], why: str
-) -> None:
+def test_an_invalid_spec_gives_a_condition_with_the_reason_and_no_pods(namespace, operator, body, why):
     namespace.apply(body)
     assert why in namespace.reaches("Pending", "InvalidSpec")
     conditions = {c["type"]: c for c in namespace.status()["conditions"]}
@@ -108,9 +100,7 @@ def test_an_unreadable_status_stops_everything_but_is_not_lost(namespace: Namesp
     assert (namespace.status()["state"], namespace.status()["attempt"]) == ("Succeeded", 1)
 
 
-def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(namespace, operator):
     """spec.nodes of a suspended job must change only after its last pod has ended: old ranks hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
@@ -124,9 +114,7 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace.kubectl("scale", "ddp", "digits", "--replicas=1")
 
 
-def test_a_pod_whose_label_was_removed_gets_it_back_and_the_group_continues(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_a_pod_whose_label_was_removed_gets_it_back_and_the_group_continues(namespace, operator):
     """A pod whose label was removed must get it back, although the watch reports the pod as deleted."""
     uids = namespace.start()
     namespace.kubectl("label", "pod", "digits-1-0", "training.ddpjob.io/job-")
@@ -155,9 +143,7 @@ def test_pods_left_by_cascade_orphan_block_the_next_job_of_that_name(namespace: 
 # ------------------------------------------------------------------------------------------------ refused creates
 
 
-def test_a_typo_deep_in_the_template_is_refused_with_the_message_of_the_server(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_a_typo_deep_in_the_template_is_refused_with_the_message_of_the_server(namespace, operator):
     namespace.apply(job(container={"resources": {"limit": {"cpu": "1"}}}))
     message = namespace.reaches("Pending", "CreateRefused")
     assert "digits-1-0 was refused: " in message
@@ -165,9 +151,7 @@ def test_a_typo_deep_in_the_template_is_refused_with_the_message_of_the_server(
     assert namespace.pods() == []
 
 
-def test_a_quota_of_one_pod_is_reported_once_and_a_higher_one_starts_the_job(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_a_quota_of_one_pod_is_reported_once_and_a_higher_one_starts_the_job(namespace, operator):
     quota = {"metadata": {"name": "one-pod"}, "spec": {"hard": {"pods": "1"}}}
     path = f"/api/v1/namespaces/{namespace.name}/resourcequotas/one-pod"
     namespace.create("resourcequotas", quota)
@@ -231,9 +215,7 @@ def test_kubectl_replace_force_starts_the_job_from_the_beginning(namespace: Name
 
 
 @pytest.mark.parametrize("kind", ["Pod", "Service"])
-def test_a_foreign_object_is_never_touched_and_the_job_continues_when_it_is_gone(
-    namespace: Namespace, operator: Operator, kind: str
-) -> None:
+def test_a_foreign_object_is_never_touched_and_the_job_continues_when_it_is_gone(namespace, operator, kind):
     plural, name = ("pods", "digits-1-1") if kind == "Pod" else ("services", "digits")
     spec = job()["spec"]["template"]["spec"] if kind == "Pod" else {"ports": [{"port": 80}]}
     made = namespace.create(plural, {"metadata": {"name": name}, "spec": spec})
@@ -295,9 +277,7 @@ def test_a_succeeded_pod_that_someone_deletes_does_no_harm(namespace: Namespace,
     assert namespace.pod_names() == ["digits-1-1"]
 
 
-def test_a_running_pod_that_someone_deletes_restarts_the_group_and_is_not_charged(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_a_running_pod_that_someone_deletes_restarts_the_group_and_is_not_charged(namespace, operator):
     namespace.start()
     namespace.kubectl("delete", "pod", "digits-1-0")
     namespace.has_pods("digits-2-0", "digits-2-1")
@@ -314,9 +294,7 @@ def test_a_job_deleted_during_its_creation_leaves_nothing(namespace: Namespace, 
     assert namespace.pods() == []
 
 
-def test_a_restarted_operator_changes_nothing(
-    namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
-) -> None:
+def test_a_restarted_operator_changes_nothing(namespace, operator, operators):
     uids = namespace.start()
     operator.kill()
     began = time.monotonic()
@@ -328,9 +306,7 @@ def test_a_restarted_operator_changes_nothing(
     assert namespace.uids() == uids
 
 
-def test_an_operator_that_was_down_while_a_pod_failed_notices_it(
-    namespace: Namespace, operator: Operator, operators: Callable[..., Operator]
-) -> None:
+def test_an_operator_that_was_down_while_a_pod_failed_notices_it(namespace, operator, operators):
     namespace.start(backoffLimit=0)
     operator.stop()
     namespace.exits("digits-1-1", 1)
@@ -338,9 +314,7 @@ def test_an_operator_that_was_down_while_a_pod_failed_notices_it(
     assert "rank 1" in namespace.reaches("Failed", "BackoffLimitExceeded")
 
 
-def test_deleting_a_namespace_with_a_running_job_costs_the_operator_nothing(
-    namespace: Namespace, operator: Operator
-) -> None:
+def test_deleting_a_namespace_with_a_running_job_costs_the_operator_nothing(namespace, operator):
     namespace.start()
     namespace.kubectl("delete", "namespace", namespace.name, "--wait=false")
     path = f"/api/v1/namespaces/{namespace.name}"

@@ -2,8 +2,6 @@
 kubectl and KUBECONFIG of any cluster. Each operator has its own proxy, which records its writes and injects the faults
 that a test requests. The Lease is short, to keep the tests short."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -135,9 +133,7 @@ def ends_well(namespace: Namespace, uids: dict[str, str]) -> None:
     assert set(namespace.pod_names()) & {"digits-2-0", "digits-2-1"} == set()
 
 
-def test_one_of_two_operators_acts_and_the_other_writes_nothing(
-    namespace: Namespace, two: tuple[Replica, Replica]
-) -> None:
+def test_one_of_two_operators_acts_and_the_other_writes_nothing(namespace, two):
     leader, standby = two
     ends_well(namespace, namespace.start())
     assert leader.writes()
@@ -145,9 +141,7 @@ def test_one_of_two_operators_acts_and_the_other_writes_nothing(
     assert standby.renewals() == []
 
 
-def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_new_lists(
-    namespace: Namespace, two: tuple[Replica, Replica]
-) -> None:
+def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_new_lists(namespace, two):
     leader, standby = two
     uids = namespace.start()
     lists = standby.lists()
@@ -165,9 +159,7 @@ def test_when_the_leader_is_stopped_the_other_acts_within_two_retries_without_ne
     assert all(seen.at < released for seen in leader.writes()), "it writes nothing once the Lease is released"
 
 
-def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_expired(
-    namespace: Namespace, two: tuple[Replica, Replica]
-) -> None:
+def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_expired(namespace, two):
     leader, standby = two
     uids = namespace.start()
     leader.operator.kill()
@@ -182,9 +174,7 @@ def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_expired(
     assert standby.writes()
 
 
-def test_a_leader_that_cannot_renew_stops_before_the_other_starts_although_it_could_still_write(
-    namespace: Namespace, two: tuple[Replica, Replica]
-) -> None:
+def test_a_leader_that_cannot_renew_stops_before_the_other_starts_although_it_could_still_write(namespace, two):
     leader, standby = two
     refused = False
 
@@ -209,9 +199,7 @@ def test_a_leader_that_cannot_renew_stops_before_the_other_starts_although_it_co
     ends_well(namespace, namespace.start())
 
 
-def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(
-    namespace: Namespace, two: tuple[Replica, Replica]
-) -> None:
+def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(namespace, two):
     leader, standby = two
     names = jobs_come(namespace, lambda: len(leader.writes()) > 20)
     leader.operator.process.send_signal(signal.SIGSTOP)  # while the leader is creating objects
@@ -241,9 +229,7 @@ def labelled(namespace: Namespace) -> list[str]:
     return sorted(pod["metadata"]["name"] for pod in found["items"])
 
 
-def test_only_the_leader_has_the_label_and_gets_reports_even_after_one_that_hangs(
-    namespace: Namespace, replicas: Callable[[str], Replica]
-) -> None:
+def test_only_the_leader_has_the_label_and_gets_reports_even_after_one_that_hangs(namespace, replicas):
     """The new leader must take the label of one that hangs, or half of the reports are lost."""
     for name in "ab":  # pods that represent the two operators in the API server
         spec = {"containers": [{"name": "operator", "image": "none"}]}

@@ -19,9 +19,7 @@ LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 
 
 @pytest.mark.alone
-def test_ten_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods(
-    namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
-) -> None:
+def test_ten_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods(namespace, operators, api):
     """The small jobs must not wait half a minute for the thousand pods of another user."""
     operators(namespace.name).watches()
     api.break_("create pods", seconds=0.5, times=float("inf"))
@@ -89,9 +87,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 
 
 @pytest.mark.alone
-def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_watches_it(
-    namespace: Namespace, releases: Callable[..., Release]
-) -> None:
+def test_a_release_for_all_namespaces_leaves_a_namespace_to_the_release_that_watches_it(namespace, releases):
     """A release for all namespaces must leave a namespace to its own release, or both act on its jobs."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
@@ -127,9 +123,7 @@ def another(api: FaultyApi) -> Iterator[Namespace]:
         made.remove()
 
 
-def test_two_releases_with_their_own_namespaces_share_the_work_but_not_the_outages(
-    namespace: Namespace, another: Namespace, releases: Callable[..., Release]
-) -> None:
+def test_two_releases_with_their_own_namespaces_share_the_work_but_not_the_outages(namespace, another, releases):
     """With a release per team (sharding, docs/scaling.md), an outage of one release must not affect the other teams."""
     ours, theirs = releases("ours", namespace.name).leads(), releases("theirs", another.name).leads()
     for space in (namespace, another):

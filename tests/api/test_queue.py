@@ -8,8 +8,6 @@ Some tests are skipped without these: DDPJOB_TEST_KUEUE, a command that stops or
 appended; DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue evicts a job that is not running (waitForPodsReady);
 DDPJOB_TEST_KUEUE_MANAGES_ALL=1 for manageJobsWithoutQueueName; Kueue's visibility API."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

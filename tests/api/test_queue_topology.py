@@ -2,8 +2,6 @@
 Needs everything that test_queue.py needs, and at least four nodes with the label type=kwok, which simulate pods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Many large jobs of one namespace, with a real API server: how much memory they take, and that other jobs continue.
 Needs kubectl and KUBECONFIG of any cluster. tests/unit/test_stored_jobs.py tests the single cases."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +42,7 @@ def reasons(namespace: Namespace) -> list[str]:
     return [(one.get("status") or {}).get("reason", "") for one in namespace.jobs()]
 
 
-def test_forty_large_jobs_exhaust_neither_the_operator_nor_the_room_of_others(
-    namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
-) -> None:
-    """Large jobs of one user must exhaust neither the operator nor the memory for other users' jobs."""
+def test_forty_large_jobs_exhaust_neither_the_operator_nor_the_room_of_others(namespace, other, operators):
     operator = operators(namespace.name, other.name, DDPJOB_MEMORY_MIB=str(MEMORY_MIB)).watches(2)
     for number in range(JOBS):
         namespace.api.call("POST", namespace.jobs_path, large(number))

@@ -12,8 +12,6 @@ Some tests break the cluster on purpose. They need commands for this cluster, an
     DDPJOB_TEST_NODE    gets `kill|stop|start|cut|join NODE`: power loss, a kubelet that halts, the repair of both,
                         the network cable out and in"""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

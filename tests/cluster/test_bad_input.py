@@ -1,7 +1,5 @@
 """Jobs that cannot work, on real kubelets: the status names the reason and how to fix it."""
 
-from __future__ import annotations
-
 from pods import Space, job, trainer
 
 # The library writes the exception to the termination message, where other output cannot hide it.

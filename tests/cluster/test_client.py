@@ -1,7 +1,5 @@
 """`ddpjob submit` and related commands on real pods: a script with its folder becomes a job, without an image build."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -83,7 +81,6 @@ def client(space: Space, tmp_path: Path) -> Client:
 
 @pytest.mark.timeout(400)
 def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client) -> None:
-    """A script must be submitted, followed and deleted with its code, without an image and a YAML file."""
     done = client.submit("first", "--follow")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0:0] rank 0 grüße a b", "[1:1] rank 1 grüße a b"]
@@ -106,7 +103,6 @@ def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("with_torch")
 def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> None:
-    """A training with torchrun must run in the stock image, with its arguments."""
     (client.folder / "train.py").write_text((ROOT / "trainer/examples/digits.py").read_text())
     done = client.run("submit", "train.py", "--nodes", 2, "--image", TRAINER_IMAGE, "--follow", "--", "--epochs", 2)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,6 @@
 """An elastic job on real pods: one node comes late, its pod is deleted, its node is cut off. The result is the same as
 without these events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Real faults on real pods: the right end, cause and charge, and no objects are left over. kubectl checks what users
 see. The ranks of these jobs meet like torch's: rank 0 listens on MASTER_ADDR:MASTER_PORT."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from collections.abc import Callable
@@ -268,9 +266,7 @@ def test_a_deleted_pod_is_not_charged_and_its_peers_get_their_full_grace_to_save
 
 
 @pytest.mark.alone
-def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other_node(
-    jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
-) -> None:
+def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other_node(jobs, nodes, operator, break_node):
     survivor = leader(operator)[1]
     dead = other(nodes[:2], survivor)
     jobs.apply(spread(job("powerless", ENDS_IN_ATTEMPT_2)), on_node(job("aside", WORKS_FOR_EVER), survivor))
@@ -294,9 +290,7 @@ def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
 
 
 @pytest.mark.alone
-def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(
-    jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
-) -> None:
+def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(jobs, nodes, operator, break_node):
     """A node that returns with its pods still running must change nothing, although it had the leading operator."""
     away = leader(operator)[1]
     jobs.apply(spread(job("returning", GOES_ON_IN_ATTEMPT_2)))
@@ -316,9 +310,7 @@ def test_a_node_that_returns_with_its_pods_still_running_changes_nothing(
 
 @pytest.mark.alone
 @pytest.mark.long
-def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
-    jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
-) -> None:
+def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(jobs, nodes, operator, break_node):
     """If a kubelet stops, its old processes must never rejoin the job, although they resolve its DNS names."""
     halted = other(nodes[:2], leader(operator)[1])
     jobs.apply(spread(job("halting", GOES_ON_IN_ATTEMPT_2)))
@@ -336,7 +328,6 @@ def test_a_kubelet_that_stops_leaves_processes_that_never_rejoin_the_job(
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """A node that failed a job twice must be avoided for an hour, even if the job prefers this node."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
@@ -376,9 +367,7 @@ def test_a_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], o
 
 @pytest.mark.alone
 @pytest.mark.long
-def test_a_lost_node_is_recognized_without_the_right_to_read_nodes(
-    space: Space, nodes: list[str], operator: str, break_node: BreakNode
-) -> None:
+def test_a_lost_node_is_recognized_without_the_right_to_read_nodes(space, nodes, operator, break_node):
     chart = str(ROOT / "charts/ddpjob-operator")
     upgrade = ["upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
     helm(*upgrade, "--set", f"watchNamespaces={{{space.name}}}")
@@ -419,9 +408,7 @@ def test_operators_killed_during_a_restart_lose_and_duplicate_nothing(jobs: Spac
 
 
 @pytest.mark.alone
-def test_an_api_server_outage_of_20_seconds_delays_a_restart_and_disturbs_no_running_job(
-    jobs: Space, take_api_server_away: Callable[[float], None]
-) -> None:
+def test_an_api_server_outage_of_20_seconds_delays_a_restart_and_disturbs_no_running_job(jobs, take_api_server_away):
     jobs.apply(job("lonely", "import time; time.sleep(35)"), job("cut-off", SLOW_RESTART, restartGraceSeconds=4))
     jobs.reaches("lonely", "Running")
     before = uids(jobs, "lonely")

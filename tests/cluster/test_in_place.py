@@ -1,10 +1,7 @@
 """Under ddprun in real pods: ranks restart in place, and only a lost pod is replaced."""
 
-from __future__ import annotations
-
 import json
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,9 +76,7 @@ def broken(jobs: Space) -> Space:
         ("raising", {"exitCode": 1}),
     ],
 )
-def test_a_failed_rank_restarts_with_all_others_in_the_same_pods(
-    broken: Space, name: str, failure: dict[str, Any]
-) -> None:
+def test_a_failed_rank_restarts_with_all_others_in_the_same_pods(broken, name, failure):
     status = broken.ends(name)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     assert sorted(broken.pods(name)) == [f"{name}-1-0", f"{name}-1-1"]
@@ -228,7 +223,6 @@ def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space) -> None:
 
 
 def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
-    """An elastic job must succeed while a pod waits to join, which may take minutes."""
     loses_a_pod(jobs, "short", 500)
     says(jobs, "short-1-1-r1", "this one joins them in")
     status = ends_with(jobs, "short", "short-1-0")
@@ -236,9 +230,7 @@ def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
 
 
 @pytest.mark.alone
-def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(
-    jobs: Space, nodes: list[str], break_node: Callable[[str, str], None]
-) -> None:
+def test_a_pod_on_a_lost_node_is_replaced_on_another_and_its_peer_stays(jobs, nodes, break_node):
     jobs.apply(spread(ddprun("powerless", ENDS_AFTER_A_RESTART)))
     for rank in (0, 1):
         says(jobs, f"powerless-1-{rank}", "generation 0 trains")

@@ -1,7 +1,5 @@
 """Ten ways to launch, on real pods: the same files as in local runs, and the same parameters at the end."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -32,9 +30,7 @@ def params(jobs: Space, all_with_torch: None) -> str:
 
 @pytest.mark.timeout(6 * SECONDS_MAX)  # other tests that import torch may run first
 @pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in AT_NIGHT)])
-def test_a_launch_recipe_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
-    jobs: Space, params: str, name: str
-) -> None:
+def test_a_launch_recipe_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(jobs, params, name):
     spec = note(name)["spec"]
     assert trained(jobs, name) == f"{params} world {spec['nodes'] * spec.get('nprocPerNode', 1)}"
 

@@ -1,11 +1,8 @@
 """What the documentation says about a cluster, on real pods. kubectl checks what users see."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,12 @@ from pods import RELEASE, ROOT, Space, helm, job
 from shell import Cli
 
 SLEEP = "import time; time.sleep(1000)"
-RANK_1_WAITS = """
-import os, pathlib, time
-while os.environ["RANK"] == "1" and not pathlib.Path("/tmp/go").exists(): time.sleep(0.2)
-"""
 SAVES = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
 print("trains as rank", os.environ["RANK"], flush=True)
 time.sleep(1000)
 """
-
-
-def phase(space: Space, pod: str) -> str:
-    return str(space.get("pod", pod)["status"]["phase"])
 
 
 def done_line(log: str) -> dict[str, Any]:
@@ -139,18 +128,6 @@ def test_helm_test_reports_that_the_installation_works(operator: str) -> None:
     assert len({line for line in done.splitlines() if line.startswith("ok    ")}) == 4, done
 
 
-def test_suspend_gives_every_trainer_time_to_save_and_resume_is_a_new_attempt(space: Space) -> None:
-    space.kubectl("apply", "-f", "-", stdin=job("pausing", SAVES))
-    space.reaches("pausing", "Running")
-    space.kubectl("patch", "ddp", "pausing", "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    space.reaches("pausing", "Suspended")
-    until(lambda: not space.pods("pausing"), "all pods have stopped", 60)
-    space.kubectl("patch", "ddp", "pausing", "--type=merge", "-p", '{"spec":{"suspend":false}}')
-    status = space.reaches("pausing", "Running")
-    assert status["attempt"] == 2
-    assert sorted(space.pods("pausing")) == ["pausing-2-0", "pausing-2-1"]
-
-
 def test_deleting_and_applying_a_job_at_once_works(space: Space) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("again", SAVES))
     space.reaches("again", "Running")
@@ -160,53 +137,3 @@ def test_deleting_and_applying_a_job_at_once_works(space: Space) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("again", SAVES))
     space.reaches("again", "Running")
     assert {p["metadata"]["ownerReferences"][0]["uid"] for p in space.pods("again").values()} != {before}
-
-
-def test_a_job_past_its_deadline_fails_and_is_deleted_after_its_ttl(space: Space) -> None:
-    space.kubectl("apply", "-f", "-", stdin=job("late", SLEEP, activeDeadlineSeconds=5, ttlSecondsAfterFinished=10))
-    assert space.reaches("late", "Failed")["reason"] == "DeadlineExceeded"
-    until(lambda: "NotFound" in space.kubectl("get", "ddp", "late", check=False), "the job is deleted by its TTL", 60)
-
-
-def test_a_succeeded_pod_that_is_deleted_while_its_peers_run_does_no_harm(space: Space) -> None:
-    space.kubectl("apply", "-f", "-", stdin=job("parting", RANK_1_WAITS))
-    until(lambda: space.status("parting").get("completedNodes") == "0", "rank 0 has completed", 60)
-    until(lambda: phase(space, "parting-1-1") == "Running", "the other pod is there, which may start later", 60)
-    space.kubectl("delete", "pod", "parting-1-0")
-    space.kubectl("exec", "parting-1-1", "--", "touch", "/tmp/go")
-    space.reaches("parting", "Succeeded")
-    assert sorted(space.pods("parting")) == ["parting-1-1"]
-
-
-@pytest.mark.alone
-def test_a_job_in_an_unwatched_namespace_stays_untouched(space: Space, operator: str) -> None:
-    """A job in an unwatched namespace must stay untouched. The release is limited to one namespace for this test."""
-    chart = str(ROOT / "charts/ddpjob-operator")
-    upgrade = ["helm", "upgrade", RELEASE, chart, "-n", operator, "--reuse-values", "--wait", "--timeout", "120s"]
-    other = Space("ddpjob-other")
-    try:
-        subprocess.run([*upgrade, "--set", f"watchNamespaces={{{space.name}}}"], check=True, capture_output=True)
-        assert f"name: {RELEASE}" not in kubectl("get", "clusterroles", "-o", "yaml"), (
-            "namespaced mode has no ClusterRole"
-        )
-        other.kubectl("apply", "-f", "-", stdin=job("outside", SLEEP))
-        space.kubectl("apply", "-f", "-", stdin=job("inside", "pass"))
-        space.reaches("inside", "Succeeded")
-        assert other.status("outside") == {}
-    finally:
-        subprocess.run([*upgrade, "--set-json", "watchNamespaces=[]"], check=True, capture_output=True)
-        other.remove()
-
-
-@pytest.mark.alone
-def test_an_operator_restarted_during_a_job_changes_nothing(space: Space, operator: str) -> None:
-    space.kubectl("apply", "-f", "-", stdin=job("steady", SLEEP))
-    space.reaches("steady", "Running")
-    before = {n: p["metadata"]["uid"] for n, p in space.pods("steady").items()}
-    status = space.status("steady")
-    kubectl("-n", operator, "rollout", "restart", "deployment")
-    kubectl("-n", operator, "rollout", "status", "deployment", "--timeout=180s")
-    space.kubectl("apply", "-f", "-", stdin=job("probe", "pass", nodes=1))
-    space.reaches("probe", "Succeeded")
-    assert {n: p["metadata"]["uid"] for n, p in space.pods("steady").items()} == before
-    assert space.status("steady") == status

@@ -1,7 +1,5 @@
 """Progress reports from pods: through the Service, with the kubelet's token, and with obstacles."""
 
-from __future__ import annotations
-
 import json
 
 from pods import Space, job, trainer
@@ -76,9 +74,7 @@ def test_a_job_with_blocked_progress_reports_still_succeeds(space: Space) -> Non
         assert why in log, log
 
 
-def test_invalid_reports_are_refused_and_a_job_can_report_only_for_itself(
-    space: Space,
-) -> None:
+def test_invalid_reports_are_refused_and_a_job_can_report_only_for_itself(space):
     space.kubectl("apply", "-f", "-", stdin=job("victim", "import time; time.sleep(1000)", nodes=1))
     space.reaches("victim", "Running")
     space.kubectl("apply", "-f", "-", stdin=job("posting", POSTS, nodes=1, backoffLimit=0))

@@ -1,7 +1,5 @@
 """For half an hour jobs train, fail and pause while operators die, nodes are cut off and the API server goes away."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

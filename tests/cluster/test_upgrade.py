@@ -1,7 +1,5 @@
 """The operator is upgraded to another image or other settings while jobs are running."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Resources of pods that the local run keeps, and those that it releases."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

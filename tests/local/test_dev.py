@@ -1,7 +1,5 @@
 """`ddpjob dev`: saving a file restarts the ranks. No torch: the fork server of these sessions imports only json."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -250,9 +248,7 @@ def test_a_changed_module_that_was_preloaded_is_run_too(cli: Cli) -> None:
         ("a.py", "pass", ("--nodes", "0"), "must be at least 1, is 0"),
     ],
 )
-def test_a_command_that_cannot_be_restarted_in_place_is_refused(
-    cli: Cli, name: str, text: str, words: tuple[str, ...], said: str
-) -> None:
+def test_a_command_that_cannot_be_restarted_in_place_is_refused(cli, name, text, words, said):
     (cli.folder / name).write_text(text)
     done = cli.here("dev", *words, name)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr

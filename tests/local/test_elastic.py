@@ -1,7 +1,5 @@
 """Elastic jobs as local processes: the same YAML, torchrun's own variables, and a lost node."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -97,9 +95,7 @@ def test_the_others_go_on_without_node_0(cli: Cli) -> None:
         ),
     ],
 )
-def test_an_impossible_range_is_refused_before_anything_starts(
-    cli: Cli, job: Path, words: list[str], text: str
-) -> None:
+def test_an_impossible_range_is_refused_before_anything_starts(cli, job, words, text):
     done = cli.here("run", job, *words)
     assert done.returncode == 2
     assert text in done.stderr

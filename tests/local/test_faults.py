@@ -1,7 +1,5 @@
 """`ddpjob run --fail` breaks a job on purpose: the job recovers and reports what happened. No torch is needed."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -49,9 +47,7 @@ def run(cli: Cli, *words: object, script: str = COUNTS, **spec: Any) -> tuple[An
         ("exit=3", r"ended with exit code 3 at step \d+", 3),
     ],
 )
-def test_a_rank_that_fails_at_a_step_restarts_the_group_from_its_last_save(
-    cli: Cli, how: str, words: str, code: int
-) -> None:
+def test_a_rank_that_fails_at_a_step_restarts_the_group_from_its_last_save(cli, how, words, code):
     done, status, told = run(cli, "--fail", f"rank=1,step=25,{how}")
     assert done.returncode == 0, told
     assert re.search(words, told), told
@@ -187,21 +183,17 @@ time.sleep(1000)
 """
 
 
-def test_under_ddprun_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job_as_well(cli: Cli) -> None:
-    """Under ddprun, which restarts ranks in place, an exception that is repeated at its line must end the job, too."""
-    script = ONE_RANK.replace("DDPJOB_ATTEMPT", "DDPJOB_GENERATION")
-    script = script.format(exception="OSError(f'no such shard in attempt {attempt}')")
-    done, status, told = run(cli, script=script, container={"command": ["ddprun", "--preload=json", "train.py"]})
-    assert (done.returncode, status["reason"]) == (1, "PermanentFailure")
-    assert (told.count("restarted all ranks in place"), "restart 2" in told) == (1, False), told
-    assert "in train.py:4 (OSError: no such shard in attempt 1)" in told
-
-
-def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli) -> None:
+@pytest.mark.parametrize("in_place", [True, False], ids=["ddprun", "torchrun"])
+def test_the_same_exception_at_the_same_line_twice_in_a_row_ends_the_job(cli: Cli, in_place: bool) -> None:
     """The same exception at the same line twice in a row must end the job, which otherwise would start four times."""
-    script = ONE_RANK.format(exception="OSError(f'no such shard in attempt {attempt}')")
-    done, status, told = run(cli, script=script)
-    assert done.returncode == 1
-    assert (status["reason"], status["attempt"]) == ("PermanentFailure", 2)
-    assert "in train.py:4 (OSError: no such shard in attempt 2)" in told
-    assert "the same exception at the same line twice in a row, so the job is not retried" in told
+    script = ONE_RANK.replace("DDPJOB_ATTEMPT", "DDPJOB_GENERATION" if in_place else "DDPJOB_ATTEMPT")
+    script = script.format(exception="OSError(f'no such shard in attempt {attempt}')")
+    own = {"container": {"command": ["ddprun", "--preload=json", "train.py"]}} if in_place else {}
+    done, status, told = run(cli, script=script, **own)
+    assert (done.returncode, status["reason"]) == (1, "PermanentFailure")
+    assert f"in train.py:4 (OSError: no such shard in attempt {1 if in_place else 2})" in told
+    if in_place:
+        assert (told.count("restarted all ranks in place"), "restart 2" in told) == (1, False), told
+    else:
+        assert status["attempt"] == 2
+        assert "the same exception at the same line twice in a row, so the job is not retried" in told

@@ -1,7 +1,5 @@
 """A typing error in an option, a name or a field is answered with a suggestion."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 `make test-frameworks` installs the packages that they need. `make test` does not, because these take more time and
 space than all other tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -38,10 +36,7 @@ def output(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize(
     ("package", "script"), [("accelerate", "accelerate_loop.py"), ("lightning", "lightning_fit.py")]
 )
-def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(
-    package: str, script: str, tmp_path: Path
-) -> None:
-    """If a rank gets SIGTERM, all must save and stop after one step, and the next start must resume there."""
+def test_a_rank_that_gets_sigterm_stops_all_after_one_step_and_the_next_start_resumes(package, script, tmp_path):
     pytest.importorskip(package, reason=WHY)
     first = start(script, tmp_path, DDPJOB_FAULTS=SIGTERM_TO_RANK_1)
     said = output(first)

@@ -1,7 +1,5 @@
 """Local runs whose command ends with 0 although the ranks failed, because the shell or the script hides the failure."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -70,7 +68,6 @@ def test_a_stop_signal_that_a_shell_does_not_forward_is_explained(cli: Cli, shel
     script = "import time\nprint('trains', flush=True)\ntime.sleep(99)"
     command = ["bash", "-c", shell.format(f"{DDPRUN} train.py")]
     process = cli.start("run", cli.file(script, container={"command": command}, nodes=1))
-    assert process.stdout is not None
     assert "trains" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     last = process.communicate(timeout=60)[1].splitlines()[-1]

@@ -1,7 +1,5 @@
 """`ddpjob run` of a job under ddprun: ranks restart in place, and only a node that dies is replaced."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -56,9 +54,7 @@ def test_a_killed_rank_restarts_together_with_the_others_and_is_named(cli: Cli) 
         ("raise ValueError('no shard')", "ValueError: no shard", "in <module>"),
     ],
 )
-def test_the_last_words_of_a_rank_are_in_the_failure_and_in_its_log_tail(
-    cli: Cli, line: str, exception: str, tail: str
-) -> None:
+def test_the_last_words_of_a_rank_are_in_the_failure_and_in_its_log_tail(cli, line, exception, tail):
     """A rank's last lines must be in the failure: `ended with exit code 2` does not say why it failed."""
     done, status, told = run(cli, script=line, backoffLimit=0)
     assert done.returncode == 1
@@ -108,7 +104,6 @@ KEEPS = """
 
 
 def test_a_restart_from_memory_repeats_no_step_and_the_final_message_shows_where_it_resumed(cli: Cli) -> None:
-    """A restart from memory must repeat no step, and the last line must show from where it resumed."""
     file = cli.file(KEEPS, container={"command": [DDPRUN["command"][0], "train.py"]}, nodes=1, nprocPerNode=2)
     with cli.start("run", file, "--status", "status.json", "--fail", "rank=1,step=30,signal=KILL") as process:
         _, told = process.communicate(timeout=150)  # importing torch can take a minute on a busy machine

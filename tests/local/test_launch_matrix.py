@@ -5,14 +5,11 @@ same steps. Each process that imports torch costs 2 s of CPU, and 2 s more for i
 `make test` all ways that one script can use share a run, and a script without torch checks the rank numbers under the
 two other parsers of torch's launcher. `make test-long` trains each example in examples/notes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -117,9 +114,7 @@ def test_ranks_spawned_by_the_script_meet_by_env_tcp_and_file(cli: Cli, alone: s
         ),
     ],
 )
-def test_a_launch_that_cannot_work_is_refused_before_anything_starts(
-    cli: Cli, command: str, spec: dict[str, Any], sentence: str
-) -> None:
+def test_a_launch_that_cannot_work_is_refused_before_anything_starts(cli, command, spec, sentence):
     job = cli.file("", container={"command": command.split()}, **spec)
     (cli.folder / "x.py").write_text("print('started')")
     done = cli.here("run", job)

@@ -1,7 +1,5 @@
 """The screen stays readable and no output is lost, whatever a training prints."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`ddpjob run --metrics-file` writes metrics of a local run for node-exporter's textfile collector."""
 
-from __future__ import annotations
-
 import re
 
 from prometheus_client.parser import text_string_to_metric_families

@@ -1,7 +1,5 @@
 """`ddpjob run --pdb RANK` starts a debugger in one rank, on the run's terminal. No torch is needed."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -42,9 +40,7 @@ GO_ON = "answer = 42\nc\n"
 
 
 @pytest.mark.parametrize("launcher", [None, "ddprun"])
-def test_a_debugger_in_one_rank_reads_from_the_terminal_and_the_others_print_into_their_logs(
-    cli: Cli, launcher: str | None
-) -> None:
+def test_a_debugger_in_one_rank_reads_from_the_terminal_and_the_others_print_into_their_logs(cli, launcher):
     """A debugger in one rank must read from the terminal: from /dev/null, BdbQuit ends the training."""
     container = {"command": [launcher, "train.py"]} if launcher else None
     code, shown = on_a_terminal(cli, cli.file(DEBUGGED.format(end=""), container=container), "--pdb", 1, typed=GO_ON)

@@ -1,7 +1,5 @@
 """Fields of a pod that a local process honors, that are refused, and that are reported as without effect."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,9 +155,7 @@ def test_the_downward_api_and_optional_secrets_are_supported(slot: pod_process.S
         ({"command": ["python", "x" * 5000 + ".py"]}, "there is no file xxx"),
     ],
 )
-def test_a_command_that_cannot_start_is_named_before_anything_starts(
-    slot: pod_process.Slot, container: dict, part: str
-) -> None:
+def test_a_command_that_cannot_start_is_named_before_anything_starts(slot, container, part):
     (problem,) = pod_process.start_problems(pod(container), slot)
     assert part in str(problem)
 
@@ -214,9 +210,7 @@ def test_each_node_has_its_own_folder_if_the_path_contains_a_variable(slot: pod_
         ({}, "", "volumes[0].name"),
     ],
 )
-def test_a_volume_path_that_leaves_the_folders_of_the_job_is_refused(
-    slot: pod_process.Slot, mount: dict, name: str, part: str
-) -> None:
+def test_a_volume_path_that_leaves_the_folders_of_the_job_is_refused(slot, mount, name, part):
     """An API server refuses `..` in a path. A local run must refuse it too, and not write into the user's folders."""
     mounts = [{"name": name, "mountPath": "/d", **mount}]
     container = {"command": ["sh"], "env": [{"name": "UP", "value": ".."}], "volumeMounts": mounts}
@@ -229,9 +223,7 @@ def test_an_empty_variable_source_counts_as_none(slot: pod_process.Slot) -> None
     assert not {"A", "B"} & pod_process.process(pod({"command": ["x"], "env": env}), slot).env.keys()
 
 
-def test_the_torchrun_next_to_this_interpreter_is_preferred_only_if_torch_is_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_torchrun_next_to_this_interpreter_is_preferred_only_if_torch_is_there(monkeypatch, tmp_path):
     """Without torch next to this interpreter, its folder must not hide the torchrun of another environment."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert pod_process.search_path("/bin") == f"/bin:{tmp_path}"

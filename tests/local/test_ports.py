@@ -1,7 +1,5 @@
 """A port that is reserved for rank 0's store goes to no other process, and torch can still bind it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

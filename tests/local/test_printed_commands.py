@@ -1,7 +1,5 @@
 """The local commands of README and docs/, in the order of each page, as a reader types them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -25,7 +23,9 @@ BEFORE = {
     "README.md": [],
     "tutorial.md": [],
     "local.md": [
-        "ddpjob run examples/digits.yaml --fail rank=1,step=20,exit=3",
+        # Under ddprun the ranks would start again in their pods, and there would be no attempt before the last.
+        "ddpjob run examples/digits.yaml --fail rank=1,step=20,exit=3 "
+        "--set 'spec.template.spec.containers[0].command[0]=torchrun' -- --epochs 2",
         "ddpjob init --nodes 2 train.py | sed 's/name: train$/name: mine/' > mine.yaml",
     ],
     "failures.md": [],

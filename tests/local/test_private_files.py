@@ -1,7 +1,5 @@
 """Only the user of a local run can read its files, and a run does not write through planted files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -107,10 +105,8 @@ def test_a_folder_whose_name_is_a_glob_pattern_is_not_a_run(tmp_path: Path, monk
     assert others.exists()
 
 
-def test_a_run_folder_replaced_by_a_link_during_cleanup_removes_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a link replaces a run's folder during the cleanup, no file in the link's target may be removed."""
+def test_a_run_folder_replaced_by_a_link_during_cleanup_removes_nothing_else(tmp_path, monkeypatch):
+    """A run's folder that a link replaces during the cleanup must not cause a removal behind the link."""
     outside = tmp_path / "outside"
     (outside / "volumes").mkdir(parents=True)
     (outside / "volumes/precious").write_text("precious")

@@ -1,7 +1,5 @@
 """Progress reports arrive from the job's own trainers, and no other user of the machine can forge or block them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -14,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from shell import eventually
 
 from ddpjob.reporting.sender import ReportSender
 from ddpjob_cli.local.processes import receive
@@ -168,9 +167,7 @@ def test_an_agent_with_the_token_is_told_who_leads(world: World, tmp_path: Path)
         (["Content-Length: \xb2"], PATH, 411),
     ],
 )
-def test_a_request_that_is_not_a_report_is_refused_and_its_connection_closed(
-    world: World, lines: list[str], path: str, status: int
-) -> None:
+def test_a_request_that_is_not_a_report_is_refused_and_its_connection_closed(world, lines, path, status):
     answer = world.raw(world.head(*lines, path=path) + b"{}")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 %d " % status)
@@ -224,15 +221,11 @@ def test_a_hundred_foreign_connections_do_not_take_a_hundred_threads(world: Worl
         assert threading.active_count() <= before + CONNECTIONS_MAX
         for stranger in strangers:
             assert until_closed(stranger) in (b"", b"(reset)")
-    deadline = time.monotonic() + BOUND_SECONDS
-    while threading.active_count() > before:  # each thread notices the closed connection a moment later
-        assert time.monotonic() < deadline, "a thread stays with a stranger that is gone"
-        time.sleep(0.01)
+    eventually(lambda: threading.active_count() <= before, BOUND_SECONDS)  # no thread stays with a stranger
     assert world.post(b"room again")[0] == 204
 
 
 def test_foreign_clients_that_hold_all_connections_do_not_block_a_report(world: World) -> None:
-    """Foreign clients that hold all connections must not block a job's reports."""
     with ExitStack() as stack:
         for _ in range(3 * CONNECTIONS_MAX):
             stack.enter_context(closing(world.socket()))
@@ -252,9 +245,7 @@ def test_stopping_waits_for_no_client(tmp_path: Path) -> None:
     world.receiver.stop()
 
 
-def test_an_error_in_the_handler_is_logged_answered_as_ours_and_the_next_report_is_accepted(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_handler_is_logged_answered_as_ours_and_the_next_report_is_accepted(world, monkeypatch):
     told: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
 

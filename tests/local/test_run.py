@@ -1,7 +1,5 @@
 """`ddpjob run` as users see it, from outside. The trainings here import no torch."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -99,7 +97,6 @@ TRAINS = """
 def test_a_signal_stops_the_job_gracefully_and_is_no_success(cli: Cli, number: signal.Signals) -> None:
     process = cli.start("run", cli.file(TRAINS), "--status", "status.json")
     eventually(lambda: status_of(cli.folder / "status.json").get("state") == "Running")
-    assert process.stdout is not None
     assert {process.stdout.readline(), process.stdout.readline()} == {"[0:0] trains\n", "[1:1] trains\n"}
     process.send_signal(number)
     out, err = process.communicate(timeout=SECONDS_MAX)
@@ -116,10 +113,8 @@ def test_a_second_ctrl_c_stops_a_training_that_ignores_the_first(cli: Cli) -> No
     script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('trains')\ntime.sleep(1000)"
     command = ["ddprun", "--preload", "json", "train.py"]
     process = cli.start("run", cli.file(script, container={"command": command}, nodes=1))
-    assert process.stdout is not None
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
     eventually(lambda: "a second signal kills them now" in process.stderr.readline())
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=SECONDS_MAX)[1]
@@ -140,7 +135,6 @@ WORKERS = """
 @pytest.mark.parametrize("victim", ["ddpjob run", "supervisor", "launcher", "worker"])
 def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> None:
     process = cli.start("run", cli.file(WORKERS, backoffLimit=0))
-    assert process.stdout is not None
     assert process.stdout.readline()
     assert process.stdout.readline()
     everyone = eventually(lambda: (found := cli.marked()) and len(found) == 9 and found)
@@ -150,7 +144,6 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
     worker = next(p for p in everyone if p.ppid() == launcher.pid)
     {"ddpjob run": runner, "supervisor": supervisor, "launcher": launcher, "worker": worker}[victim].kill()
     if victim == "supervisor":  # counts as a lost node: the job continues, backoffLimit is not charged
-        assert process.stderr is not None
         eventually(lambda: "2 of 2 nodes are running, attempt 2" in process.stderr.readline())
     if victim in ("supervisor", "worker"):  # the job continues, because this launcher does not watch its workers
         process.send_signal(signal.SIGINT)
@@ -161,10 +154,8 @@ def test_after_kill_9_of_anything_no_process_survives(cli: Cli, victim: str) -> 
 
 def test_a_closed_stdout_ends_the_run_quietly(cli: Cli) -> None:
     process = cli.start("run", cli.file("while True: print('x' * 1000)"))
-    assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.stderr is not None
     err = process.stderr.read()
     assert process.wait(SECONDS_MAX) == 130
     assert "Traceback" not in err
@@ -228,9 +219,7 @@ def test_set_nodes_and_env_change_the_job(cli: Cli) -> None:
         ({}, ["--report", "no/such/run.html"], "--report no/such/run.html: there is no such folder"),
     ],
 )
-def test_wrong_input_ends_with_2_before_anything_starts(
-    cli: Cli, spec: dict, options: list[str], sentence: str
-) -> None:
+def test_wrong_input_ends_with_2_before_anything_starts(cli, spec, options, sentence):
     done = cli.here("run", cli.file("print('started')", **spec), *options)
     assert done.returncode == 2
     assert sentence in done.stderr
@@ -238,7 +227,6 @@ def test_wrong_input_ends_with_2_before_anything_starts(
 
 
 def test_a_script_that_is_in_neither_folder_is_named_with_both(cli: Cli) -> None:
-    """A script that is neither next to the YAML nor in the working folder must be named with both folders."""
     cli.file("pass", container={"command": ["python3", "nowhere.py"]})
     other = cli.folder / "other"
     other.mkdir()
@@ -391,9 +379,7 @@ def test_a_working_directory_on_an_empty_dir_is_created(cli: Cli) -> None:
 def test_output_after_the_reader_has_closed_is_no_error(cli: Cli) -> None:
     for words in (["crd"], ["run", cli.file("pass"), "--dry-run"]):
         process = cli.start(*words, stdout=subprocess.PIPE)
-        assert process.stdout is not None
         process.stdout.close()
-        assert process.stderr is not None
         assert process.stderr.read() == ""
         assert process.wait(SECONDS_MAX) == 0
         process.stderr.close()
@@ -472,7 +458,6 @@ def saved(cli: Cli) -> list[str]:
 
 
 def test_a_closed_terminal_leaves_the_nodes_their_grace_to_save(cli: Cli) -> None:
-    """If the terminal is closed, the nodes must get their grace period to save."""
     ours, theirs = os.openpty()
     cli.env |= {"TERM": "xterm-256color"}
     process = cli.start(

@@ -1,7 +1,5 @@
 """The folder of a run is inside a folder of the user. Nothing there is removed except what a run has created."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil
@@ -44,7 +42,6 @@ def run_often(base: Path, times: int = RUNS) -> None:
 
 
 def test_no_file_outside_is_removed_through_a_link(tmp_path: Path) -> None:
-    """No file outside may be removed through a link in a run's folder."""
     outside = tmp_path / "outside"
     fill(outside)
     before = files_below(outside)
@@ -115,9 +112,7 @@ def test_old_runs_are_removed_and_a_killed_run_leaves_no_volume(tmp_path: Path) 
     assert len(runs_of(tmp_path / "job")) == RUNS_KEPT
 
 
-def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_agent_folders_of_a_killed_run_are_removed_by_the_next_run(monkeypatch, tmp_path):
     """After `kill -9` of `ddpjob run` the next run must remove the agents' folders in /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     killed, running = RunFolder("job", tmp_path), RunFolder("job", tmp_path)
@@ -151,7 +146,6 @@ def test_a_user_without_a_home_must_set_one(cli: Cli, monkeypatch: pytest.Monkey
 
 
 def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
-    """A run that is running must not be cleaned up by a second run of the job."""
     running = RunFolder("job", tmp_path)
     (running.path / "volumes" / "job-1-0").mkdir(parents=True)
     run_often(tmp_path)
@@ -161,7 +155,6 @@ def test_a_running_run_is_not_cleaned_up(tmp_path: Path) -> None:
 
 
 def test_two_commands_that_check_a_killed_run_at_once_both_see_that_it_has_ended(tmp_path: Path) -> None:
-    """Two commands that check a killed run at once must both see that it has ended."""
     killed = RunFolder("job", tmp_path)
     os.close(killed.lock)  # SIGKILL also releases the lock
     answers: list[bool] = []
@@ -232,10 +225,7 @@ NAMES = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(NAMES, min_size=1, max_size=4), max_size=12))
-def test_all_files_of_a_user_are_kept_after_any_number_of_runs(
-    tmp_path_factory: pytest.TempPathFactory, paths: list[list[str]]
-) -> None:
-    """No file of a user may be removed by any number of runs."""
+def test_all_files_of_a_user_are_kept_after_any_number_of_runs(tmp_path_factory, paths):
     base = tmp_path_factory.mktemp("base")
     (base / "job").mkdir()
     for parts in paths:

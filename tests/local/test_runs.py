@@ -1,7 +1,5 @@
 """Finding earlier runs: `ddpjob list`, and `ddpjob logs` with the options that users know from kubectl."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -26,7 +24,6 @@ def listed(cli: Cli, *words: str) -> list[dict[str, object]]:
 
 
 def test_list_shows_the_result_of_each_run_with_the_newest_first(cli: Cli) -> None:
-    """`ddpjob list` must show the result of each run, the newest first."""
     cli.run("run", cli.file("print(1)", "first"))
     cli.run("run", cli.file(FAILS_ONCE, "second", backoffLimit=2))
     text = cli.run("list").stdout.splitlines()
@@ -42,7 +39,6 @@ def test_list_shows_the_result_of_each_run_with_the_newest_first(cli: Cli) -> No
 
 
 def test_a_run_whose_process_was_killed_is_not_listed_as_running(cli: Cli) -> None:
-    """A run whose process was killed must not be listed as running."""
     ready = cli.folder / "ready"
     with cli.start("run", cli.file(f"open({str(ready)!r}, 'w'); import time; time.sleep(1000)")) as process:
         eventually(lambda: ready.exists() and listed(cli)[0]["state"] == "Running")
@@ -70,7 +66,6 @@ def test_logs_shows_the_last_run_by_attempt_and_rank(cli: Cli) -> None:
 
 
 def test_a_request_that_matches_no_log_is_refused_with_the_existing_ones(cli: Cli) -> None:
-    """A request that matches no log must be refused, and the message must name the existing logs."""
     cli.run("run", cli.file("print(1)"))
     for words, why in (
         (["other"], "there are runs of: job"),
@@ -93,7 +88,6 @@ def test_follow_continues_through_a_restart_until_the_job_ends(cli: Cli) -> None
     with cli.start("run", cli.file(script, backoffLimit=2)) as run:
         eventually(lambda: listed(cli) and "attempt 1" in cli.run("logs", "--node", 0).stdout)
         with cli.start("logs", "--follow") as follower:
-            assert follower.stdout is not None
             first = follower.stdout.readline()
             (cli.folder / "go").touch()
             rest = follower.stdout.read()
@@ -106,16 +100,13 @@ def test_logs_ends_quietly_if_its_reader_closes(cli: Cli) -> None:
     """`ddpjob logs | head -1` must not end in a traceback."""
     cli.run("run", cli.file("for i in range(100000): print(i)", nodes=1))
     with cli.start("logs") as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
         process.stdout.close()
-        assert process.stderr is not None
         assert process.stderr.read() == ""
         assert process.wait() == 0
 
 
 def test_a_report_is_written_at_the_end_and_can_be_printed_again_later(cli: Cli) -> None:
-    """The report must be written at the end, and be printed again later."""
     cli.run("run", cli.file(FAILS_ONCE, backoffLimit=2), "--report", "run.html", code=0)
     written = (cli.folder / "run.html").read_text()
     for said in ("<title>job: Succeeded</title>", "attempt 2", "exit code 3", "job-1-1.log", "job-2-0.log"):

@@ -1,7 +1,5 @@
 """What a user sees on a real terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

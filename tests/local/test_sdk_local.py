@@ -1,18 +1,16 @@
 """`ddpjob.run` starts functions and scripts as processes of this machine, from a Python program."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import eventually
 
 import ddpjob
 from ddpjob_operator.job import api
@@ -79,8 +77,7 @@ def test_a_job_can_be_suspended_resumed_and_deleted(tmp_path: Path) -> None:
         "while True: time.sleep(0.05)\n"
     )
     job = ddpjob.run(plain(tmp_path, script))
-    while not (tmp_path / "saved").exists():
-        time.sleep(0.05)
+    eventually((tmp_path / "saved").exists)
     job.suspend()
     with pytest.raises(ddpjob.JobFailedError, match="plain is Suspended"):
         job.wait(timeout=60)

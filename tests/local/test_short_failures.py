@@ -1,7 +1,5 @@
 """A failure fits on one screen: it shows the error in the script, without torchrun's report."""
 
-from __future__ import annotations
-
 import json
 import re
 

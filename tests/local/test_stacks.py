@@ -1,7 +1,5 @@
 r"""Ctrl-\ in `ddpjob run`, and `ddpjob stacks`, show where the ranks of a local run are. No torch is needed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -61,7 +59,6 @@ def run(cli: Cli) -> Iterator[Run]:
 
 
 def test_stacks_shows_each_distinct_position_once_with_its_ranks(run: Run) -> None:
-    """`ddpjob stacks` must show each distinct position once, with its ranks."""
     done = run.cli.run("stacks", "job")
     assert done.returncode == 0, done.stderr
     assert "stacks of ranks 0-1, innermost call first:\n  rank 0: step 1\n    train.py:6 in until_go\n" in done.stdout

@@ -1,7 +1,5 @@
 """How the local run passes reports to the rule that detects stalls."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path

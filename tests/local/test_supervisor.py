@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shell import eventually
 
 from ddpjob_cli.local.processes import node as node_module
 from ddpjob_cli.local.processes.node import End, NodeProcess
 from ddprun.processes import become_subreaper
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
-OPERATOR = str(Path(node_module.__file__).parents[2])
 TAG = "DDPJOB_TEST_TREE"
 BOUND_SECONDS = 15.0  # on an idle machine each test takes less than a second
 
@@ -57,14 +57,6 @@ def alive(tag: str) -> set[int]:
             if tag.encode() in path.read_bytes():
                 found.add(int(path.parent.name))
     return found
-
-
-def until(condition: Callable[[], bool], loss: str) -> None:
-    """Poll for an event that sends no notification. `loss`: what a user would lose without the event."""
-    deadline = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, loss
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -145,7 +137,7 @@ def test_a_trainer_dies_with_its_supervisor_immediately(started: Start, tag: str
     watch = started(["sleep", "1000"], env={TAG: tag})
     watch.until(lambda: watch.node.trainer_pid is not None)
     os.kill(watch.node.pid, signal.SIGKILL)
-    until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
+    eventually(lambda: not alive(tag), BOUND_SECONDS)  # a runner that dies now would leave the trainer behind
 
 
 def test_closing_a_node_kills_its_remaining_processes(tag: str) -> None:
@@ -193,9 +185,7 @@ IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up',
 
 
 @pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
-def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_given_grace(
-    started: Start, graces: list[float]
-) -> None:
+def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_given_grace(started, graces):
     watch = started([*PYTHON, IGNORES_SIGTERM])
     watch.until_printed(b"up")
     for grace_seconds in graces:
@@ -265,7 +255,6 @@ def test_a_command_that_cannot_start_is_reported_with_the_exit_code_of_a_shell_a
 ) -> None:
     watch = started(argv, cwd=str(programs))
     watch.until(lambda: not watch.selector.get_map())
-    assert watch.node.end is not None
     assert (watch.node.end.reason, watch.node.end.code, watch.node.end.message) == ("StartError", code, sentence)
     assert watch.node.trainer_pid is None
 
@@ -275,16 +264,13 @@ def test_a_missing_working_folder_is_named(started: Start) -> None:
     assert (end.code, end.message) == (127, "/no/such/folder: No such file or directory")
 
 
-def test_an_error_in_the_supervisor_ends_the_node_and_its_traceback_is_in_the_log(
-    started: Start, tag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_supervisor_ends_the_node_and_its_traceback_is_in_the_log(started, tag, monkeypatch):
     program = "from ddpjob_cli.local.processes import supervisor; supervisor.Supervisor.stop = None; supervisor.main()"
     monkeypatch.setattr(node_module, "SUPERVISOR", program)
     watch = started([*PYTHON, LAUNCHER], env={TAG: tag})
     watch.until_printed(b"launcher")
     watch.node.stop(600)
     watch.until(lambda: not watch.selector.get_map())
-    assert watch.node.end is not None
     assert watch.node.end.message.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
     assert b"'NoneType' object is not callable" in watch.printed
     assert not alive(tag)
@@ -304,9 +290,7 @@ print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1"
     assert watch.printed == b"['0', '1', '2'] /dev/null True\n"
 
 
-def test_the_trainer_leads_its_own_session_so_that_kill_0_spares_the_supervisor(
-    started: Start,
-) -> None:
+def test_the_trainer_leads_its_own_session_so_that_kill_0_spares_the_supervisor(started):
     watch = started([*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
     watch.until_end()
     assert watch.printed == b"True\n"
@@ -336,9 +320,7 @@ def test_the_environment_is_only_that_of_the_order_whatever_its_size_and_bytes(s
     assert found == {os.fsencode(name): os.fsencode(value) for name, value in wanted.items()}
 
 
-def test_a_program_is_searched_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
-    started: Start, tmp_path: Path
-) -> None:
+def test_a_program_is_searched_in_the_path_of_the_order_and_a_relative_one_in_its_folder(started, tmp_path):
     (tmp_path / "train").symlink_to("/bin/pwd")
     watch = started(["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
     assert watch.until_end().code == 0
@@ -354,7 +336,7 @@ def test_stdout_and_stderr_keep_their_order(started: Start) -> None:
 def test_the_supervisor_sleeps_while_the_trainer_is_working(started: Start) -> None:
     watch = started(["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
     watch.until_printed(b"up")
-    until(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), "the supervisor never rests")
+    eventually(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), BOUND_SECONDS)
     before = switches(watch.node.pid)
     watch.until_printed(b"worked")
     assert switches(watch.node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"
@@ -366,9 +348,7 @@ def switches(pid: int) -> int:
     return int(line.split()[1])
 
 
-def test_an_operating_system_other_than_linux_is_refused_with_the_alternative(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operating_system_other_than_linux_is_refused_with_the_alternative(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match=r"needs Linux, this is darwin.*Run it in a Linux container"):
         become_subreaper()

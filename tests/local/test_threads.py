@@ -1,7 +1,5 @@
 """The number of threads in a local run: the job's value, the user's OMP_NUM_THREADS, or torchrun's default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,9 +28,7 @@ def of_pod(what: Any) -> str:
         (2, 1, None, "4,2", "4,2"),
     ],
 )
-def test_the_number_of_threads_is_that_of_the_caller_or_else_of_torchrun(
-    nodes: int, nproc: int, cpu: int | None, caller: str, made: str
-) -> None:
+def test_the_number_of_threads_is_that_of_the_caller_or_else_of_torchrun(nodes, nproc, cpu, caller, made):
     """The number of threads must be the caller's, or torchrun's default: OMP_NUM_THREADS=3 must not become 1."""
     limits = {"resources": {"limits": {"cpu": cpu}}} if cpu else None
     given = job(nodes=nodes, nprocPerNode=nproc, container=limits)

@@ -1,7 +1,5 @@
 """A whole local run with the real torchrun. Each process here imports torch: keep these tests few."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

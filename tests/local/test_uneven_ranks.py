@@ -1,7 +1,5 @@
 """A rank that ends successfully but too early, under each launcher: this may cost at most one restart."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """CPU and memory that the nodes of a local run use, and which of their processes are ranks, from real processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -56,10 +54,8 @@ def test_the_cpu_and_memory_of_a_node_are_those_of_all_its_processes(node: Node)
     found = seen(usages, busy, lambda s: s.usage is not None and s.usage.memory_bytes > 300_000_000)
     assert found.usage is not None
     time_used = seen(usages, busy, lambda s: s.usage is not None and s.usage.cpu_percent > 3)  # a launcher uses 0 %
-    assert time_used.usage is not None
     assert time_used.usage.cpu_percent < 250
     quiet = seen(usages, idle, lambda s: s.usage is not None)
-    assert quiet.usage is not None
     assert quiet.usage.memory_bytes < 200_000_000
     assert quiet.usage.gpu_percent is None
 

@@ -400,5 +400,4 @@ def test_a_release_without_a_leader_fires_an_alert_even_next_to_one_with_a_leade
 
 
 def test_every_alert_has_a_scenario() -> None:
-    """Each alert must have a scenario in this file."""
     assert set().union(*OF_JOBS.values(), *OF_THE_OPERATOR.values()) == ALERTS

@@ -1,8 +1,6 @@
 """A real Prometheus scrapes an operator process that uses a model of an API server, to find mistakes in queries. The
 jobs start, restart and end, so that each histogram has data."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

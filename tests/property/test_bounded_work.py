@@ -1,7 +1,5 @@
 """Each uninterrupted step of the operator takes a bounded number of calls, whatever a tenant writes into a DDPJob."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,8 +1,6 @@
 """The counts of restarts in operator and agents, while reports are lost, repeated, late and out of order, pods are
 replaced and the operator crashes. With a wrong count a job fails too early, or restarts for ever."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import Any, NamedTuple
 
@@ -276,9 +274,7 @@ def _goes_by_any_grant() -> Any:
     ],
     ids=["known forgotten", "known of any agent", "counted again", "the limit granted again", "known part ignored"],
 )
-def test_a_deliberate_bug_in_the_counts_is_found(
-    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
-) -> None:
+def test_a_deliberate_bug_in_the_counts_is_found(monkeypatch, where, name, mutant):
     """A deliberate bug in the counts must be found, or the tests above could miss a wrong count."""
     monkeypatch.setattr(where, name, mutant)
     with pytest.raises(AssertionError):

@@ -1,8 +1,6 @@
 """When the state is copied and which copy is overwritten, for any plans. tests/simulation/test_memory.py kills ranks
 between any two actions."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,9 +67,7 @@ def test_a_copy_never_overwrites_the_newest_state(held: tuple[Held | None, ...])
 
 
 @given(st.lists(st.none() | VERSIONS, min_size=3, max_size=3), st.none() | VERSIONS, st.none() | VERSIONS)
-def test_random_states_of_the_newest_state_are_never_overwritten(
-    versions: list[Version | None], held: Version | None, loaded: Version | None
-) -> None:
+def test_random_states_of_the_newest_state_are_never_overwritten(versions, held, loaded):
     """Random states of the newest state must never be overwritten, or a rank draws other numbers after a restart."""
     slot = copies.slot_for(versions, held, loaded)
     newest = max((version for version in (held, loaded) if version is not None), default=None)

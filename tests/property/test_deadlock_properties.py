@@ -1,7 +1,5 @@
 """A deadlock is reported only if it is certain: never in a program that can complete, always in one that cannot."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """Copies of states on devices, made by the library's code. Hosts run ahead, devices work later, and ranks are killed
 between any two of their actions."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import dataclass
@@ -334,7 +332,6 @@ def walks(count: int, nodes: list[Node], first: int = 0, mistake: Mistake = "") 
 
 
 def test_an_incomplete_device_copy_never_counts_and_a_kill_leaves_the_previous_one(nodes: list[Node]) -> None:
-    """An incomplete copy from a device must never be valid, and a kill must leave the copy before it."""
     seen = walks(8, nodes)
     assert seen["counted"] > 5, seen
     assert min(seen["copies"], seen["begin"]) > 3, seen
@@ -347,9 +344,7 @@ def test_an_incomplete_device_copy_never_counts_in_thousands_of_walks(nodes: lis
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_deliberate_bug_in_device_copies_is_found(
-    nodes: list[Node], mistake: Mistake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deliberate_bug_in_device_copies_is_found(nodes, mistake, monkeypatch):
     """A deliberate bug in device copies must be found, or the tests above could miss one."""
     if mistake == "the newest is written over":
         monkeypatch.setattr(copies, "area_for", lambda held: AREAS - 1)

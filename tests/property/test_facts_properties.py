@@ -309,9 +309,7 @@ seeds = st.integers(0, 2**32)
 @pytest.mark.parametrize("name", ENDS)
 @given(seeds, st.integers(1, 8), st.data())
 @settings(max_examples=settings.default.max_examples // 3)  # a third of the examples, because each runs a whole attempt
-def test_blame_and_charge_depend_on_no_clock_no_order_and_no_restart(
-    name: str, seed: int, nodes: int, data: st.DataObject
-) -> None:
+def test_blame_and_charge_depend_on_no_clock_no_order_and_no_restart(name, seed, nodes, data):
     """A script that always fails must be charged, although a peer that we stopped may seem the cause. A drained node
     must not be charged."""
     skews = data.draw(st.lists(st.integers(-10, 10), min_size=nodes, max_size=nodes))

@@ -1,7 +1,5 @@
 """A tenant's shell script costs the operator a bounded amount of work, whatever it contains."""
 
-from __future__ import annotations
-
 import cProfile
 
 import pytest

@@ -1,7 +1,5 @@
 """A template with any value at any place is either refused with the name of the field, or made into a pod."""
 
-from __future__ import annotations
-
 import copy
 import cProfile
 import random

@@ -2,8 +2,6 @@ r"""Text from programs, kubelets and attackers reaches a status, an Event or a t
 credentials. Otherwise a termination message with `\u001b[2J` could clear a reader's screen and write its own "State:
 Succeeded", and a status could show passwords."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The choice among states in memory, for any nodes. tests/simulation/test_memory.py simulates whole jobs."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +14,7 @@ NODES = st.lists(st.none() | HELD, min_size=1, max_size=5)
 
 
 @given(NODES, PRESENT)
-def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_generations_is_newer(
-    nodes: list[Held | None], present: Version
-) -> None:
+def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_generations_is_newer(nodes, present):
     """A found state must be complete on every named rank, and the newest: all ranks load the same step."""
     found = newest(nodes, present)
     if not isinstance(found, FoundState):
@@ -26,7 +22,6 @@ def test_a_found_state_is_complete_on_every_named_rank_and_none_of_earlier_gener
     assert found.ranks, "somebody has it"
     for rank, held in enumerate(nodes):
         if rank in found.ranks:
-            assert held is not None
             assert (held.version, held.size, held.total) == (found.held.version, found.held.size, found.held.total)
         elif held is not None:
             is_less = held.assumed and held.version >= found.held.version
@@ -148,9 +143,7 @@ def test_the_furthest_rank_never_waits(own: int, others: list[int]) -> None:
 
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4), st.lists(st.integers(0, 20), max_size=4))
-def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(
-    own: int, living: list[int], gone: list[int]
-) -> None:
+def test_a_rank_continues_only_to_a_boundary_that_another_has_passed(own, living, gone):
     """A rank must continue only to a boundary that another has passed. A further step may need a lost rank, would never
     end, and lose the state."""
     turn = memory.turn(own, living, gone)
@@ -194,13 +187,8 @@ def test_no_part_of_the_memory_layout_overlaps_another() -> None:
         (None, [(1, 8), None], (1, 9), False),
     ],
 )
-def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_others(
-    early: tuple[int, int] | None,
-    boundaries: list[tuple[int, int] | None],
-    version: tuple[int, int],
-    is_of_it: bool,
-) -> None:
-    """Random states written within a step must belong to the others' boundary: older ones would repeat numbers."""
+def test_random_states_written_within_a_step_belong_to_the_boundary_of_the_others(early, boundaries, version, is_of_it):
+    """Random states written within a step must belong to the others' boundary: older ones would be drawn again."""
 
     def of(pair: tuple[int, int] | None) -> Version | None:
         return None if pair is None else Version(1, *pair)

@@ -1,7 +1,5 @@
 """No sequence of failures exceeds a budget, and no failure counts against the wrong one."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import get_args
 
@@ -79,9 +77,7 @@ def test_a_job_that_makes_steps_ends_only_by_its_own_budgets(of: Failures) -> No
 @given(classes, st.none() | st.integers(0, 255), st.lists(st.builds(
     PolicyRule, st.sampled_from(get_args(Action)), st.frozensets(st.integers(1, 255)), st.booleans()
 )))  # fmt: skip
-def test_no_policy_charges_the_application_for_a_failure_of_others(
-    found: rules.Class, code: int | None, listed: list[PolicyRule]
-) -> None:
+def test_no_policy_charges_the_application_for_a_failure_of_others(found, code, listed):
     """No policy may charge the application for others' failures, such as a drain with `FailJob` for code 143."""
     assert rules.with_policy(found, code, listed, from_outside=True) == found
     assert rules.with_policy("stall", code, listed) == "stall"
@@ -101,9 +97,7 @@ def test_an_explicit_rule_always_applies_to_the_exit_of_a_process(found: rules.C
     st.builds(budget.Attempt, st.just(False), st.booleans(), st.floats(0, 1e6), st.booleans()),
     st.integers(0, 200),
 )
-def test_every_failure_class_has_a_limit_however_long_its_attempts_run(
-    found: rules.Class, attempt: budget.Attempt, limit: int
-) -> None:
+def test_every_failure_class_has_a_limit_however_long_its_attempts_run(found, attempt, limit):
     """Every failure class must have a limit, or a job without step reports may restart for ever."""
     bounds = {"infrastructure": budget.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": budget.STALLS_MAX}
     history, now, allowed = budget.RestartHistory(), NOW, budget.Limits(limit)

@@ -1,7 +1,5 @@
 """The reader of shell scripts finds the variables that a shell reads: it never fails, and respects quotes."""
 
-from __future__ import annotations
-
 import shlex
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """For any reports at any time, no healthy job is restarted and no hang is missed."""
 
-from __future__ import annotations
-
 import datetime as dt
 from dataclasses import dataclass, replace
 
@@ -83,9 +81,7 @@ def test_silence_never_causes_a_finding(reports: list[Sent], timeout: int | None
 
 
 @given(words, timeouts, st.floats(0, 600))
-def test_a_finding_names_reporting_ranks_and_the_next_check_is_in_the_future(
-    reports: list[Sent], timeout: int | None, later: float
-) -> None:
+def test_a_finding_names_reporting_ranks_and_the_next_check_is_in_the_future(reports, timeout, later):
     trackers, now = received_all(reports)
     trackers, now = (
         only(trackers, max((p.attempt for p in trackers.values()), default=0)),
@@ -106,9 +102,7 @@ def test_a_finding_names_reporting_ranks_and_the_next_check_is_in_the_future(
     st.integers(10, 900),
     st.floats(10, stall.SILENT_SECONDS),
 )
-def test_a_job_with_gaps_below_its_limit_is_never_found_stalled(
-    gaps: list[tuple[float, Phase]], timeout: int, every: float
-) -> None:
+def test_a_job_with_gaps_below_its_limit_is_never_found_stalled(gaps, timeout, every):
     trackers: dict[int, stall.StepTracker] = {}
     now = 0.0
     for step, (share, phase) in enumerate([(0.0, "train"), *gaps], start=1):
@@ -134,9 +128,7 @@ def test_a_job_with_gaps_below_five_minutes_gets_no_warning(gaps: list[float]) -
 @given(words, timeouts, phases.filter(bool), st.integers(0, 60), st.integers(500, 30_000))
 @example([], 600, "train", 41, 5000)
 @example([], None, "train", 41, 5000)
-def test_a_live_group_without_a_step_is_found_within_its_limit_plus_one_report(
-    before: list[Sent], timeout: int | None, phase: Phase, step: int, every_ms: int
-) -> None:
+def test_a_live_group_without_a_step_is_found_within_its_limit_plus_one_report(before, timeout, phase, step, every_ms):
     trackers, start = received_all(before)
     for rank in range(RANKS):
         trackers = received(trackers, Report(step=step, rank=rank, attempt=3, phase=phase), start)
@@ -164,9 +156,7 @@ def test_the_order_of_reports_from_ranks_does_not_matter(reports: list[Sent], or
 
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8), st.data())
-def test_an_operator_that_was_down_never_causes_a_finding_by_itself(
-    reports: list[Sent], timeout: int | None, away: float, data: st.DataObject
-) -> None:
+def test_an_operator_that_was_down_never_causes_a_finding_by_itself(reports, timeout, away, data):
     trackers, now = received_all(reports)
     now = max([now, *(p.heard_at for p in trackers.values())]) + dt.timedelta(seconds=away)
     steps = data.draw(st.lists(st.integers(0, 50), min_size=RANKS, max_size=RANKS))

@@ -1,7 +1,5 @@
 """Stored jobs never take more memory than their share, and the operator knows when to read a job again."""
 
-from __future__ import annotations
-
 import datetime as dt
 import random
 from typing import Any
@@ -58,7 +56,6 @@ class Jobs:
 
 @given(st.lists(steps, max_size=80))
 def test_no_room_is_given_twice_and_waiting_jobs_are_woken_when_there_is_room(walk: list[tuple[str, int, int]]) -> None:
-    """Memory must not be given twice, and a waiting job must be woken as soon as there is enough memory for it."""
     jobs = Jobs()
     for what, number, needs in walk:
         getattr(jobs, what)((f"team-{number % 3}", f"job-{number}"), needs)
@@ -155,9 +152,7 @@ def kept_of(kept: store.Jobs, namespace: str) -> int:
 
 
 @given(st.lists(changes, max_size=120))
-def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(
-    walk: list[tuple[str, tuple[str, int, int]]],
-) -> None:
+def test_memory_for_all_jobs_is_bounded_per_namespace_and_in_total(walk):
     """Memory must be limited per namespace and in total: a tenant may store a million suspended jobs of 2 kB."""
     kept = store.Jobs(lambda _key: None, limits=LIMITS)
     for version, (what, given_job) in enumerate(walk, 1):

@@ -16,7 +16,7 @@ from faults import swarm_of_gangs, swarm_of_queues
 from judge import TERMINAL
 from model_api import Change, Kind, Raw, owner_uid
 from model_elastic import Rendezvous
-from model_kueue import Kueue, count, held, holds_quota, is_true
+from model_kueue import Kueue, held, holds_quota, is_true
 from model_training import COMPLAINS, ENDS_EARLY, HANGS, Group, Process
 from scenario import FAULTS_SECONDS, RECEIVER_SHARE, Deed, Scenario, elastic_scenario, scenario
 from simulation import Outcome, Simulation

@@ -1,7 +1,5 @@
 """A model of the part of the status receiver that tells agents which node leads."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

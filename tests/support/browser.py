@@ -1,7 +1,5 @@
 """Pages in a real browser, without the internet."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

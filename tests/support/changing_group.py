@@ -3,8 +3,6 @@
 Nodes and time are modelled. `Walk.step` does something at random; after `Walk.calm_down` nothing fails.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

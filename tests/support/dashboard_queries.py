@@ -1,7 +1,5 @@
 """The queries of the chart's dashboards, with Grafana's variables filled in."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Code blocks and links of README and docs/."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A training whose result is the same for any number of nodes, and an undisturbed run of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

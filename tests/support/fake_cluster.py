@@ -1,7 +1,5 @@
 """A small API server for tests of the command line, in a thread: objects by path, patches, dry runs, logs of pods."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import threading

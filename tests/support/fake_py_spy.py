@@ -1,7 +1,5 @@
 """A py-spy that answers the same for every process."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

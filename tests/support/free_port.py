@@ -1,7 +1,5 @@
 """A port that stays reserved for a test."""
 
-from __future__ import annotations
-
 import socket
 
 from ddprun import ports

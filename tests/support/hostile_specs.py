@@ -1,7 +1,5 @@
 """DDPJobs that an API server accepts and that cause as much work as possible, and the operator's work on them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """A training whose ranks are killed while it runs, under agents that are forked from this process (warm.py)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

@@ -1,8 +1,6 @@
 """A fake device that copies as late as allowed: when the next optimizer step waits for the copy, or long after a step
 that does not wait. Its tensors are on the CPU; a script changes them as it would change tensors of a device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

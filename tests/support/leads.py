@@ -1,7 +1,5 @@
 """Helpers for tests of the decisions of node 0's agent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE, Failure

@@ -1,7 +1,5 @@
 """A memory cgroup with a limit, like that of a container, below the cgroup of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Puts a list from an API server into a cache, as the operator does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddpjob_operator.kube.watch.listing import place_of

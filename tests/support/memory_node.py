@@ -1,7 +1,5 @@
 """A small training that keeps its state in the memories of its nodes' agents. Each generation is forked."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

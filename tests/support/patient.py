@@ -1,7 +1,5 @@
 """Requests that a test itself sends to an API server that may be busy."""
 
-from __future__ import annotations
-
 import ssl
 import time
 import urllib.error

@@ -1,7 +1,5 @@
 """Jobs on real pods: a namespace under PodSecurity "restricted", and small trainers that need no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

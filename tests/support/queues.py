@@ -1,7 +1,5 @@
 """A queue of Kueue for the jobs of a test's namespace, and its state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

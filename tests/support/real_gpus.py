@@ -1,8 +1,6 @@
 """The GPUs of this machine, which tests see only on request. With a visible GPU `init` would choose nccl, which needs a
 GPU per rank, but tests have more ranks than the machine has GPUs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

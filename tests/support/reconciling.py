@@ -1,7 +1,5 @@
 """A Reconciler with a model of the API server, without queue and watches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from worlds import START

@@ -2,8 +2,6 @@
 `PYTHONPATH=tests/support python tests/support/recordings.py` prints this for the present sources.
 tests/unit/data/recordings contains the output of earlier operators."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import sys

@@ -1,7 +1,5 @@
 """Forked processes that end like a script, including the exit of the interpreter. A fork need not import torch."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """A script that writes everything it can observe to $FACTS, to compare ways of starting a rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddpjob_core.heartbeat import STACKS_SIGNAL

@@ -1,7 +1,5 @@
 """A port of the operator, served in a thread of its own, and clients that connect to it."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,8 +1,6 @@
 """Cluster resources that all processes of a test run share: the first process creates them, and the last process
 removes them. Also work that only one process may do at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """`ddpjob` as a user starts it: a separate process in a separate folder, which leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

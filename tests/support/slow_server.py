@@ -1,7 +1,5 @@
 """Runs the operator in virtual time with an API server whose delays the test chooses. There is no kubelet."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import copy
@@ -94,7 +92,6 @@ class Town:
     def __init__(self, server: SlowServer) -> None:
         self.server = server
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
         runtime = Runtime(clock=loop.time, utc=loop.now)
         self.operator = Operator(OperatorSettings(health_port=0), server, runtime=runtime)  # type: ignore[arg-type]
         for reflector in self.operator.reflectors:

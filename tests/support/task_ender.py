@@ -2,8 +2,6 @@
 
 In the pytest process `installed` replaces uvloop.run. An operator forked from this process then listens on a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """A number that changes with the sources, for random choices of tests: the same sources always use the same seeds and
 examples, and each change of the sources uses others. A fault that is found this way may be older than the change."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from pathlib import Path

@@ -4,8 +4,6 @@ The agent's fork server is a fork of the agent. All else is as for an agent in a
 signals, streams, and the ranks that it forks. Only `Launcher.ddprun`, which starts a new Python, tests when modules are
 imported and which variables torch reads during its import."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

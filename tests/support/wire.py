@@ -1,7 +1,5 @@
 """Requests that are slow, late or lost, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable

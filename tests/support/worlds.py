@@ -303,6 +303,11 @@ class World:
         self.trackers[rank] = pace
         return self
 
+    def agent_reports(self, report: AgentReport | None) -> World:
+        """Let the leading agent report its restarts in place."""
+        self.agent = report
+        return self
+
     def serves(self, adapter: str = "native", api_version: str = "scheduling.k8s.io/v1alpha2") -> World:
         """Switch an API for groups on, and serve it."""
         self.gang_apis[adapter] = GangApi(api_version)

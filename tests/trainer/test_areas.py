@@ -1,7 +1,5 @@
 """A node's memory has two areas for states. Surviving ranks, and ranks that make copies, write to these areas."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -74,7 +72,6 @@ def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -
 def newest(rank: Shared) -> tuple[int, float]:
     """Return the step that a restart would use, and a value of its state."""
     held = rank.held()
-    assert held is not None
     return held.version.step, float(packed.in_place(rank.newest(held.size))["weight"][-1])
 
 

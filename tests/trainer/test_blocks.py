@@ -6,16 +6,13 @@ import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 NOTES = Path(__file__).parents[2] / "trainer/examples/notes"
 WORLD_SIZE = 3
 
 
-def test_every_building_block_keeps_its_promise_on_three_ranks(
-    run_ranks: Callable[..., list[None]], tmp_path: Path, free_port: int
-) -> None:
+def test_every_building_block_keeps_its_promise_on_three_ranks(run_ranks, tmp_path, free_port):
     """Each building block must do what it shows, on three ranks with torchrun's variables."""
 
     def body(rank: int) -> None:

@@ -1,8 +1,6 @@
 """Periodic copies of the state in memory are used if no rank can write its state after a failure. A rank that is killed
 in these tests ends without writing."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -95,10 +93,8 @@ def test_a_single_rank_that_ends_with_an_exception_repeats_no_step(node: Node) -
     ]
 
 
-def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The state of a script that changes weights before each forward must be copied: no survivor could write it."""
+def test_weights_clipped_before_each_forward_are_copied_and_the_result_is_bitwise_equal(node, capfd):
+    """If a script changes its weights before each forward pass, only a copy can keep its state in memory."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=()))
     node.lose(0)
     Path("snapshots").rename("others")
@@ -122,7 +118,6 @@ def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_th
 
 
 def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
-    """Copies at saves must be used, however many steps the ranks are ahead of them."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
     assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
@@ -134,9 +129,7 @@ def test_a_script_that_changes_its_weights_before_its_first_save_is_not_copied(n
     assert node.step is None
 
 
-def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_states(
-    node: Node, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_states(node, capfd):
     """All ranks must copy at the same step, because each random state must belong to the copied parameters."""
     _, undisturbed = node.run(0, lambda: clipped(24, "first", ranks=2, saves=()), ranks=2)
     node.lose(0)
@@ -148,9 +141,7 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_
     assert "seeded" not in said
 
 
-def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(
-    nodes: Node,
-) -> None:
+def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(nodes):
     """If one survivor has learned that the script clips weights, ranks of all nodes must copy after a restart."""
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
@@ -188,18 +179,13 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 
 
 @pytest.mark.parametrize(("who_saves", "until"), [("all ranks", 43), ("rank 0", 46)])
-def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(
-    nodes: Node, who_saves: str, until: int
-) -> None:
-    """Once save() has found other weights than should_stop(), copies must be made only at save()."""
+def test_once_save_sees_other_weights_than_should_stop_no_copy_is_made_at_should_stop(nodes, who_saves, until):
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
 
 
-def test_facts_that_rank_0_learned_about_save_survive_a_restart(
-    nodes: Node,
-) -> None:
+def test_facts_that_rank_0_learned_about_save_survive_a_restart(nodes):
     """After a restart no rank may copy at should_stop() if rank 0 has found other weights at save() before."""
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
@@ -207,9 +193,7 @@ def test_facts_that_rank_0_learned_about_save_survive_a_restart(
     assert nodes.run(3, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
 
 
-def test_copies_that_do_not_fit_are_reported_with_the_reason(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_that_do_not_fit_are_reported_with_the_reason(node, monkeypatch, capfd):
     """If two copies exceed the container's memory limit, none is made, and the log must give the reason."""
     from ddpjob.checkpoint.in_memory import room
 
@@ -224,9 +208,7 @@ def test_copies_that_do_not_fit_are_reported_with_the_reason(
     assert node.step is None
 
 
-def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(node, monkeypatch):
     """If copies exceed the memory limit, the job's status must show that a killed rank loses steps."""
     from ddpjob.checkpoint.in_memory import room
 

@@ -1,8 +1,6 @@
 """Copies of a state on a real GPU. Without a GPU only the order of torch.cuda calls is tested. Scripts run in new
 processes, because a process that has used CUDA cannot fork ranks for other tests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -204,9 +202,7 @@ def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str
         ("nccl", 1, "compile", "0:30 0:60"),
     ],
 )
-def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(
-    tmp_path: Path, backend: str, nodes: int, how: str, kill: str
-) -> None:
+def test_a_killed_gpu_training_resumes_from_a_copy_with_bitwise_equal_results(tmp_path, backend, nodes, how, kill):
     """After a kill the state (parameters, buffers, optimizer state, random states, partly on the CPU) must be restored
     with the same bits. The host waits for no copy."""
     of = {"BACKEND": backend, "HOW": how}

@@ -131,7 +131,6 @@ def test_a_state_of_other_data_or_another_seed_is_refused():
     drop=st.booleans(),
 )
 def test_a_resume_with_another_global_batch_trains_full_batches_only_and_no_sample_twice(n, before, after, made, drop):
-    """After a resume with another global batch all batches must be full, and no sample be trained twice."""
     first = ddpjob.GlobalBatchSampler(n, min(before, n), 7)
     seen = [index for batch, _ in zip(first.epoch(0), range(made), strict=False) for index in batch]
     second = ddpjob.GlobalBatchSampler(n, min(after, n), 7, drop_last=drop)
@@ -399,8 +398,6 @@ class Holder(torch.nn.Module):
 
 
 def test_a_model_containing_ddp_learns_the_same_from_two_processes_as_from_one(run_ranks, tmp_path):
-    """A model that contains DDP models must learn the same from two processes as from one."""
-
     def of(world_size: int, **kwargs: Any) -> Any:
         url = f"file://{tmp_path}/{world_size}"
         return run_ranks(lambda rank: trained(rank, world_size, url, 5, None, global_batch=14, **kwargs), world_size)[0]

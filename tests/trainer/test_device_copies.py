@@ -1,9 +1,6 @@
 """Copies of a state on a fake device, which makes each copy as late as allowed. If a step does not wait for a copy, the
 copy gets the values after that step."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +57,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
-    node: Node, ranks: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(node, ranks, capfd):
     """A copy from a device must have parameters, buffers, optimizer state and random states of the same step."""
     _, undisturbed = node.run(0, lambda: train(60, ranks=ranks), ranks=ranks)
     node.lose(0)
@@ -80,9 +75,7 @@ def test_a_state_on_a_device_is_restored_bitwise_from_the_last_copy(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(
-    node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_a_saved_state_is_copied_and_counts_some_steps_later(node, ranks, monkeypatch):
     """A copy of a saved state must become valid some steps after save(), not only at the next save()."""
     monkeypatch.setattr(copies, "COST_MAX", 0.0)  # copy saved states, however much copies cost
 
@@ -118,9 +111,7 @@ def test_weights_clipped_before_each_forward_are_copied_as_at_the_boundary(node:
     assert (began in (20, 24), bits) == (True, undisturbed)
 
 
-def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
-    node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_cannot_be_pinned_is_reported_and_still_used(node, device, capfd):
     """Memory that cannot be pinned must be reported and used, with fewer copies, because the host waits for each."""
     device.cannot_pin = "cudaHostRegister answers 1"
     node.run(0, lambda: train(30))
@@ -129,9 +120,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_still_used(
     assert said.count("cudaHostRegister answers 1: the host waits for each copy of the state into memory") == 2
 
 
-def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(
-    node: Node, device: LastMoment, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_in_a_cuda_graph_are_not_kept_and_the_reason_is_given(node, device, capfd):
     """Steps in a CUDA graph must not be kept: a replay calls no hook, and would change the state during a copy."""
     device.recording = True
 
@@ -176,9 +165,7 @@ def test_a_grown_state_gets_room_and_counts_again(node: Node) -> None:
         ("gloo", 2, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, False),
     ],
 )
-def test_nothing_is_kept_if_a_gpu_continues_after_an_abort(
-    backend: str, world_size: int, environ: Mapping[str, str], goes_on: bool
-) -> None:
+def test_nothing_is_kept_if_a_gpu_continues_after_an_abort(backend, world_size, environ, goes_on):
     """No state is kept if a GPU continues after an aborted collective, because it then trains with invalid data."""
     assert bool(would_go_on(backend, world_size, environ)) is goes_on
 
@@ -207,9 +194,7 @@ def test_the_checksum_of_tensors_equals_that_of_their_bytes_in_memory() -> None:
     assert packed.total(packed.places(state, memory)) == packed.total(tensors)
 
 
-def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_small_gpu_tensors_are_summed_from_a_copy_that_lives_until_it_is_read(monkeypatch):
     """The host copy of a small GPU tensor must live until its checksum is computed."""
     tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
     total = packed.total(tensors)

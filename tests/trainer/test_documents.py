@@ -1,7 +1,5 @@
 """The Python code in README and docs/ runs as printed."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess
@@ -17,10 +15,7 @@ Ranks = Callable[[Callable[[int], Any], int], list[Any]]
 
 
 @pytest.mark.parametrize("block", [b for b in documents.blocks("python") if not b.not_run], ids=str)
-def test_a_script_of_a_page_runs_as_printed_and_a_second_time(
-    block: documents.Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Ranks
-) -> None:
-    """Each script on a page must run as printed, and a second time with the files of the first run."""
+def test_a_script_of_a_page_runs_as_printed_and_a_second_time(block, tmp_path, monkeypatch, run_ranks):
     (tmp_path / "train.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])

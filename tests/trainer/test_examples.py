@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from shell import eventually
 
 import ddpjob
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
@@ -39,7 +39,6 @@ METRIC = {"digits": "accuracy", "byte_lm": "loss"}
 
 def loaded(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / "trainer" / "examples" / f"{name}.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -245,10 +244,7 @@ class Recorded:
         return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
 
     def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while len(self.losses()) < step:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        eventually(lambda: len(self.losses()) >= step, LIMIT_SECONDS)
 
 
 class Launchers(Recorded):

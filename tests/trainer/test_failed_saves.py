@@ -1,7 +1,5 @@
 """If the folder cannot be written, training continues, but the script must not end with 0 without its last state."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """A rank that has finished must exit with 0, even while threads of torch or of the library are busy."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import glob
@@ -12,7 +10,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +82,7 @@ def entry(name: str, retired: bool) -> dict[str, Any]:
         ([], False),
     ],
 )
-def test_a_collective_that_nobody_waited_for_is_found_in_the_flight_recorder(
-    monkeypatch: pytest.MonkeyPatch, entries: list[dict[str, Any]], busy: bool
-) -> None:
+def test_a_collective_that_nobody_waited_for_is_found_in_the_flight_recorder(monkeypatch, entries, busy):
     recorder = types.SimpleNamespace(_dump_fr_trace_json=lambda **_: json.dumps({"entries": entries}))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)  # type: ignore[arg-type]
     assert gloo_teardown.has_work() is busy
@@ -202,9 +197,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_rank_leaves_the_group_and_exits_only_when_the_threads_of_gloo_are_idle(
-    patient: None, tmp_path: Path, script: Callable[[Path], None], code: int
-) -> None:
+def test_a_rank_leaves_the_group_and_exits_only_when_the_threads_of_gloo_are_idle(patient, tmp_path, script, code):
     """A rank must leave the group and exit only when gloo's threads are idle. A thread that takes the interpreter lock
     later aborts the finished rank, or makes it hang."""
     found = tmp_path / "found"
@@ -214,9 +207,7 @@ def test_a_rank_leaves_the_group_and_exits_only_when_the_threads_of_gloo_are_idl
     assert found.read_text() == "in the group"
 
 
-def test_a_multiprocessing_child_that_only_exits_waits_for_the_threads_of_gloo_too(
-    patient: None, run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_a_multiprocessing_child_that_only_exits_waits_for_the_threads_of_gloo_too(patient, run_ranks, tmp_path):
     """A child of multiprocessing must wait for gloo's threads, too, although it calls no atexit functions."""
     found = tmp_path / "found"
     run_ranks(lambda _: left_to_the_exit(found), 1)
@@ -251,9 +242,7 @@ def groups_without_the_library() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_group_that_was_left_is_never_destroyed(
-    run_ranks: Callable[..., list[Any]], make_and_leave: Callable[[], None], groups: int
-) -> None:
+def test_a_group_that_was_left_is_never_destroyed(run_ranks, make_and_leave, groups):
     """A group must never be destroyed, because its destructor would make one job in eight hang."""
 
     def body(_: int) -> int:

@@ -1,7 +1,5 @@
 """Work that no state_dict() contains is reported when it is saved, instead of being lost at a restart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +84,7 @@ def test_a_closure_and_a_second_model_give_no_warning(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])
-def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(
-    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
-) -> None:
+def test_a_communication_hook_with_a_state_gets_a_warning_at_the_start(run_ranks, tmp_path, capfd, keeps_state):
     """A communication hook with a state, such as PowerSGD, must get a warning: a restart loses that state."""
 
     def body(rank: int) -> int:
@@ -131,9 +127,7 @@ def test_shards_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: P
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("place", ["last batch", "next epoch"])
 @pytest.mark.parametrize("updates", ["scheduler each epoch", "scheduler each step", "average each epoch"])
-def test_a_save_at_an_epoch_end_after_an_update_for_this_epoch_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], updates: str, place: str, drop_last: bool
-) -> None:
+def test_a_save_at_an_epoch_end_after_an_update_for_this_epoch_is_named(tmp_path, capfd, updates, place, drop_last):
     """A save at an epoch's end, after the scheduler or the average was updated, must be named: a resume has no batch
     left, but updates again, and later learning rates differ."""
     sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
@@ -177,9 +171,7 @@ SEEDED = "a DataLoader draws its seed from torch's global generator: a restart w
         ({"batch_sampler": ddpjob.GlobalBatchSampler(12, 2, seed=0)}, 0.5, False),
     ],
 )
-def test_a_loader_that_draws_a_seed_gets_a_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], loader: dict[str, Any], dropout: float, is_named: bool, at: str
-) -> None:
+def test_a_loader_that_draws_a_seed_gets_a_warning(tmp_path, capfd, loader, dropout, is_named, at):
     """A DataLoader that draws a seed must get a warning: a restart within the epoch draws the seed again."""
     if "batch_sampler" not in loader:
         loader = loader | {"batch_size": 2}

@@ -250,7 +250,6 @@ def test_no_collective_times_out_sooner_than_a_declared_pause_may_take(watched, 
 def test_an_evaluation_on_rank_0_alone_ends_no_rank_before_or_after_the_first_step(
     run_ranks, meeting_file, monkeypatch
 ):
-    """An evaluation on rank 0 alone must end no rank, however long it takes."""
     monkeypatch.setattr(stall_limits, "PAUSE_SECONDS", 4.0)
 
     def body(rank: int) -> float:

@@ -1,7 +1,5 @@
 """A rank that starts before rank 0 must connect as soon as rank 0 serves the store, not at torch's next retry."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import socket
@@ -66,9 +64,7 @@ def test_rank_0_does_not_wait_for_itself(late: int, created: list[tuple[Any, ...
     assert created == [(HOST, late, 0, 2, dt.timedelta(hours=1), False)]
 
 
-def test_under_torchrun_the_store_exists_before_the_ranks(
-    late: int, created: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_torchrun_the_store_exists_before_the_ranks(late, created, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     torchs: Any = sys.modules["torch.distributed.rendezvous"]
     torchs._create_c10d_store(HOST, late, 1, 2, dt.timedelta(hours=1))

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from ddpjob_operator.job import validation
 
 EXAMPLE = Path(__file__).parents[2] / "trainer/examples/mnist.py"
 spec = importlib.util.spec_from_file_location("mnist", EXAMPLE)
-assert spec is not None
 assert spec.loader is not None
 mnist = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mnist)
@@ -89,9 +87,7 @@ def test_a_gzip_file_is_recognized_by_its_content_and_not_by_its_suffix(small: P
         (TRAIN_LABELS, lambda b: bytes(28_881), "as long as MNIST's file, but its MD5 is "),
     ],
 )
-def test_a_damaged_file_is_named_with_the_error(
-    small: Path, name: str, damage: Callable[[bytes], bytes], sentence: str
-) -> None:
+def test_a_damaged_file_is_named_with_the_error(small, name, damage, sentence):
     file = small / name
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(mnist.DataError) as caught:

@@ -1,7 +1,5 @@
 """State that differs between ranks: each rank gets its own state from the folder, or the load is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,8 +85,6 @@ def test_a_load_with_another_number_of_ranks_is_refused_by_name(run_ranks: Any, 
 
 
 def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_path: Path) -> None:
-    """Values that are equal on all ranks are saved once, so the snapshot can be loaded with another number of ranks."""
-
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
         optimizer = torch.optim.Adam(torch.nn.Linear(1, 1).parameters())
         saved(snapshot, 1, reader=Reader(7), optimizer=optimizer, loss=float("nan"))
@@ -99,9 +95,7 @@ def test_values_that_are_equal_on_all_ranks_are_saved_once(run_ranks: Any, tmp_p
 
 
 @pytest.mark.parametrize("buffers", ["sent", "not sent", "joined", "ignored"])
-def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
-    run_ranks: Any, tmp_path: Path, buffers: str
-) -> None:
+def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(run_ranks, tmp_path, buffers):
     """A rank must get back parameters and buffers that DDP ignores, with their optimizer state. So must BatchNorm in
     `with model.join()`, where DDP broadcasts the last rank's buffers."""
 
@@ -140,9 +134,7 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
-    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
-) -> None:
+def test_a_file_without_the_reader_of_a_late_rank_is_skipped(run_ranks, tmp_path, capfd, keep):
     """A file without the reader of a rank that was killed just before save(2) must be skipped, and step 1 be loaded."""
 
     def rank_main(rank: int) -> int:
@@ -172,9 +164,7 @@ def test_a_file_without_the_reader_of_a_late_rank_is_skipped(
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_replicas_that_differ_are_named_at_a_save(
-    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
-) -> None:
+def test_replicas_that_differ_are_named_at_a_save(run_ranks, tmp_path, capfd, differs):
     """A save must warn if parameters differ between ranks, because a restart gives all ranks those of rank 0."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
@@ -209,9 +199,7 @@ def test_a_load_is_refused_if_no_file_has_the_reader_of_a_late_rank(run_ranks: A
         assert "reader: each rank had its own when step 1 was saved, but that of rank 2 is not in the snapshot" in text
 
 
-def test_a_per_rank_state_that_is_too_large_is_named_at_once(
-    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_per_rank_state_that_is_too_large_is_named_at_once(run_ranks, tmp_path, capfd):
     """Large values that differ between ranks are not saved for each rank, and the log must say so once."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:

@@ -1,7 +1,5 @@
 """A state is converted to bytes in memory and back without a change of any bit."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 from typing import Any
@@ -78,9 +76,7 @@ def test_ten_thousand_tensors_are_restored() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_state_of_several_pieces_has_the_same_checksum_with_any_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_a_state_of_several_pieces_has_the_same_checksum_with_any_number_of_threads(monkeypatch, threads):
     """The checksum must not depend on the number of threads: nodes may have different numbers of CPUs."""
     monkeypatch.setattr(packed, "PIECE_BYTES", 1 << 18)
     values, before = [torch.randn(300_001), torch.zeros(0), torch.randn(2, 3, 400, 500)], torch.get_num_threads()

@@ -1,7 +1,5 @@
 """`Places` learns where in its loop a script changes small values, such as a learning rate."""
 
-from __future__ import annotations
-
 import torch
 
 from ddpjob.checkpoint.in_memory.places import Places
@@ -107,8 +105,6 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
 
 
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
-    """A load with another number of ranks must be refused if each rank has its own reader."""
-
     def left(reader: str) -> Left:
         found = {
             SAMPLE: 1,

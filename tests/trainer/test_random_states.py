@@ -1,7 +1,5 @@
 """Random states that a rank writes at each step are the current ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank records its DDP modules, and the hooks on these modules cost little."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -42,11 +40,7 @@ def trained(passes: int) -> DistributedDataParallel:
     return model
 
 
-def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_released(
-    run_ranks: Ranks, tmp_path: Path
-) -> None:
-    """After the first backward pass one hook remains on a DDP module, and none after the module is released."""
-
+def test_one_hook_remains_after_the_first_pass_and_none_after_the_module_is_released(run_ranks, tmp_path):
     def script() -> list[list[int]]:
         counts = [[len(p._backward_hooks or ()) for p in trained(passes).parameters()] for passes in (0, 1, 30)]
         module = trained(3).module
@@ -86,9 +80,7 @@ def test_a_hook_of_the_script_is_kept_and_does_not_count_twice(run_ranks: Ranks,
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(
-    run_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(run_ranks, tmp_path):
     """A model must stay copyable and picklable, without a warning, while its backward passes are counted."""
 
     def script() -> int:

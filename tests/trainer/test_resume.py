@@ -1,7 +1,5 @@
 """The checkpoint from which a training resumes is logged when it is loaded, and reported during the training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """If a state is too large for its container's memory, a message names the memory limit that is needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -27,10 +25,8 @@ def container(folder: Path, limit: str, used: int, cache: int = 0) -> tuple[str,
 
 
 def test_a_limit_that_is_too_small_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
-    """A memory limit that is too small must be reported together with a sufficient limit."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where)
-    assert short is not None
     assert short.why == "the container's memory limit is 600 MiB, 590 MiB are in use, and 110 MiB are needed"
     assert short.limit_needed == 700 * MIB
     (tmp_path / "kubepods/pod1/memory.max").write_text(str(short.limit_needed))
@@ -41,7 +37,6 @@ def test_the_named_limit_is_also_sufficient_for_later_copies(tmp_path: Path) -> 
     """The memory limit in the message must also suffice for the second copy of the state, which is made later."""
     where = container(tmp_path, str(600 * MIB), used=590 * MIB)
     short = room.shortage(100 * MIB, *where, with_later=200 * MIB)
-    assert short is not None
     assert short.limit_needed == 590 * MIB + 220 * MIB
 
 
@@ -54,7 +49,6 @@ def test_a_limit_of_cgroups_version_1_counts(tmp_path: Path) -> None:
     (pod / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {20 * MIB}\n")
     (tmp_path / "own").write_text("3:cpu,cpuacct:/kubepods/pod1\n4:memory:/kubepods/pod1\n0::/\n")
     short = room.shortage(100 * MIB, str(tmp_path), str(tmp_path / "own"))
-    assert short is not None
     assert short.why.startswith("the container's memory limit is 600 MiB, 570 MiB are in use")
 
 
@@ -68,7 +62,6 @@ def test_no_limit_is_suggested_if_the_machine_itself_has_no_room(tmp_path: Path)
     """If the machine has no free memory, the message must not suggest a higher limit."""
     where = container(tmp_path, "max", used=0)
     short = room.shortage(1 << 60, *where)
-    assert short is not None
     assert short.limit_needed is None
     assert short.why.startswith("the machine has ")
 

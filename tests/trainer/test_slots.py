@@ -1,7 +1,5 @@
 """Random states, buffers and settings in a rank's slots are correct, although unchanged parts are reused."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -115,7 +113,6 @@ def test_the_read_state_is_exact_whatever_changed_since_the_last_step(rank: Rank
 
 
 def test_growing_schedulers_and_values_are_those_of_the_step() -> None:
-    """Schedulers and plain values that grow at each step must be written completely."""
     notes: dict[str, Any] = {}
     rank = Rank(notes=notes)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(rank.optimizer, 50)
@@ -160,7 +157,6 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
 
 
 def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
-    """An average of weights that starts after the first step must not make EARLY lose the random states."""
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
     rank, early = Rank(average=average), Early(0)
     for _ in range(2):
@@ -181,9 +177,7 @@ def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_state
     assert rank.shared.slot_version(EARLY) is not None
 
 
-def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(capfd):
     """If random numbers are drawn after the backward pass, EARLY must lose only the random states, not the buffers."""
     rank, early = Rank(), Early(0)
     for _ in range(3):
@@ -199,9 +193,7 @@ def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_k
     assert capfd.readouterr().err.count("should_stop() loses its random numbers") == 1
 
 
-def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(capfd):
     rank, early = Rank(), Early(0)
     for _ in range(3):
         rank.model(torch.ones(2, 4))

@@ -205,7 +205,6 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_are_no_obstacle(tmp_pat
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
-    """Two Snapshots of one process must be able to write the same file at once."""
     sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
     begun: list[threading.Event] = []
 
@@ -291,12 +290,15 @@ def test_a_script_that_never_waits_still_saves_its_last_state(tmp_path, end_rank
     assert ddpjob.Snapshot(tmp_path).load() == 7
 
 
-DAMAGED = [b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}', b'{"job": "j", "attempt": 1e999}', b"{"]
+DAMAGED = [
+    *(b"", b"[]", b"5", b"null", b"{}", b"{", b"\xff\xfe", b"[" * 100_000, b'{"process": 5}'),
+    *(b'{"job": "j", "attempt": 1e999}', b'{"job": "j", "attempt": "x"}', b'{"job": 3, "attempt": 1}'),
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("damaged", ["writer-000001.json", "writer-000001.alive"])
-def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt, tmp_path, damaged, content):
+def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_training_goes_on(attempt, tmp_path, damaged, content):
     """A damaged claim file must be ignored, because a traceback on rank 0 would leave the other ranks waiting."""
     folder = attempt(1).folder
     folder.mkdir(exist_ok=True)
@@ -304,10 +306,13 @@ def test_a_damaged_claim_or_heartbeat_is_ignored_and_the_folder_is_read(attempt,
     (folder / damaged).write_bytes(content)
     for path in folder.iterdir():
         os.utime(path, (1, 1))  # old enough that the process counts as dead
-    assert attempt(1).load() == 0
+    training = attempt(1)
+    assert training.load() == 0
+    saved(training, 3)
+    assert attempt(2).load() == 3
 
 
-@pytest.mark.parametrize("keep", [2.5, "3", None])
+@pytest.mark.parametrize("keep", [2.5, "3", None, 0])
 def test_an_invalid_number_of_states_to_keep_is_refused_before_training(tmp_path, keep):
     """keep=2.5 must be refused when the Snapshot is created, and not at a later save."""
     with pytest.raises(ddpjob.ConfigurationError, match="keep: "):
@@ -354,11 +359,6 @@ def test_a_loader_without_workers_reads_nothing_ahead_and_is_not_named(tmp_path,
     assert capfd.readouterr().err == ""
 
 
-def test_wrong_arguments_are_named(tmp_path):
-    with pytest.raises(ddpjob.ConfigurationError, match="keep: 0"):
-        ddpjob.Snapshot(tmp_path, keep=0)
-
-
 # ---- attempts ----------------------------------------------------------------------------------------------
 
 
@@ -372,12 +372,6 @@ def test_a_process_of_an_old_attempt_can_neither_publish_nor_prune(attempt, tmp_
         zombie.save(500)
     assert names(tmp_path / "s") == before
     assert attempt(3).load() == 11
-
-
-def test_an_old_attempt_that_starts_late_is_refused(attempt):
-    attempt(2)
-    with pytest.raises(ddpjob.Superseded):
-        attempt(1)
 
 
 def test_an_old_attempt_that_is_superseded_while_writing_publishes_nothing(attempt, tmp_path, monkeypatch):
@@ -417,64 +411,6 @@ def test_a_state_published_by_an_old_attempt_at_the_last_moment_is_never_the_new
         zombie.save(501)
     assert sorted(steps(tmp_path / "s")) == [11, 500]
     assert attempt(3).load() == 11
-
-
-@pytest.fixture
-def zombie(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """Return a function that starts a process of attempt 1. The process saves steps 1 and 2, and is frozen in a write
-    or between saves. After `thaw` it tries three more saves, and exits with the number of refused saves."""
-    (tmp_path / "s").mkdir()
-    pids = []
-
-    def freeze(where: str) -> int:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_zombie_main(tmp_path / "s", where))
-        pids.append(pid)
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-        return pid
-
-    yield freeze
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _zombie_main(folder: Path, where: str) -> int:
-    refused = 0
-    os.environ |= {"DDPJOB_UID": "uid-1", "DDPJOB_ATTEMPT": "1"}
-    snapshot = ddpjob.Snapshot(folder, keep=1)
-    snapshot.load()
-    for step in (1, 2):
-        saved(snapshot, step, weights=torch.full((1000,), float(step)))
-    if where == "writing":
-        _freeze_in_next_sync()
-    else:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    for step in (100, 101, 102):
-        with contextlib.suppress(ddpjob.Superseded):
-            saved(snapshot, step, weights=torch.zeros(1000))
-            refused -= 1
-        refused += 1
-    return refused
-
-
-def _freeze_in_next_sync() -> None:
-    sync = os.fsync
-
-    def freeze(descriptor: int) -> None:
-        os.fsync = sync
-        # The signal goes to this thread; if another thread took it, this one would run on for a moment.
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        sync(descriptor)
-
-    os.fsync = freeze
-
-
-def thaw(pid: int) -> int:
-    os.kill(pid, signal.SIGCONT)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypatch):
@@ -684,7 +620,6 @@ def ended(pid: int, how: int) -> None:
 def test_the_folder_of_another_running_job_is_refused_and_that_job_continues(
     other_job, attempt, tmp_path, monkeypatch, elsewhere
 ):
-    """The folder of another running job must be refused, and that job must go on."""
     monkeypatch.setattr(writers, "HEARTBEAT_SECONDS", 0.2)
     pid = other_job(elsewhere)
     with pytest.raises(
@@ -749,10 +684,7 @@ def test_a_process_that_survives_its_deleted_job_cannot_end_the_next_job(attempt
         with pytest.raises(ddpjob.SnapshotError, match="in use by job uid-new"):
             ddpjob.Snapshot(tmp_path / "s").save(900)
 
-    process = multiprocessing.get_context("fork").Process(target=survivor)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    in_a_process_of_its_own(survivor)
     saved(newer, 2)
     assert steps(tmp_path / "s") == [1, 2]
 
@@ -762,21 +694,12 @@ def test_a_job_has_a_heartbeat_exactly_as_long_as_it_holds_the_folder(attempt, t
     holder = attempt(1)
     beat = tmp_path / "s" / "writer-000001.alive"
     begin = beat.stat().st_mtime_ns
-    while beat.stat().st_mtime_ns == begin:
-        time.sleep(0.01)
+    eventually(lambda: beat.stat().st_mtime_ns != begin)
     assert "process" in beat.read_text()
     del holder
     assert beat.read_text() == "", "left in order"
     saved(attempt(2), 1)
     assert not beat.exists(), "the next writer tidies up"
-
-
-@pytest.mark.parametrize("claim", ["", "[]", "{}", '{"job": 3, "attempt": 1}', '{"job": "a", "attempt": "x"}', "null"])
-def test_an_unreadable_claim_does_not_end_the_training(attempt, tmp_path, claim):
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "writer-000001.json").write_text(claim)
-    saved(attempt(1), 3)
-    assert attempt(2).load() == 3
 
 
 # ---- several ranks -----------------------------------------------------------------------------------------
@@ -834,7 +757,6 @@ def rng_of(path: Path) -> list[int]:
 
 
 def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_ranks, tmp_path, monkeypatch):
-    """A rank that misses one save must have its random states in all later files."""
     snapshot_file = importlib.import_module("ddpjob.checkpoint.snapshot")
     monkeypatch.setattr(snapshot_file, "RNG_WAIT_SECONDS", 0.2)
     folder = tmp_path / "s"
@@ -922,18 +844,6 @@ def test_a_save_of_rank_0_alone_waits_for_nobody_and_reports_what_is_missing(run
     )
 
 
-def test_rank_0_may_save_alone(run_ranks, tmp_path):
-    def body(rank: int) -> int:
-        with world_of(rank, 2, f"file://{tmp_path}/a") as world:
-            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
-            if world.is_main:
-                snapshot.save(1, weights=torch.ones(2))
-        return 0
-
-    run_ranks(body, 2)
-    assert ddpjob.Snapshot(tmp_path / "s").load() == 1
-
-
 def test_nodes_without_a_shared_folder_get_the_state_of_rank_0(run_ranks, tmp_path):
     saved(ddpjob.Snapshot(tmp_path / "rank0"), 9, weights=torch.arange(1000.0))
 
@@ -995,8 +905,6 @@ def test_a_group_that_the_script_has_created_is_used(run_ranks, tmp_path):
 
 
 def test_a_rank_that_has_left_its_group_loads_by_itself_and_only_rank_0_saves(run_ranks, tmp_path):
-    """A rank that has left its group, as to export its model, must load by itself, and only rank 0 must save."""
-
     def body(rank: int) -> Any:
         os.environ["WORLD_SIZE"] = "2"
         with ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):

@@ -85,7 +85,6 @@ NOT_READ_BACK: dict[str, Any] = {
 @pytest.mark.parametrize("value", NOT_READ_BACK.values(), ids=NOT_READ_BACK)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [1, (v,)]}], ids=["bare", "inside"])
 def test_a_value_that_would_be_restored_differently_is_refused_by_name_and_nothing_is_written(tmp_path, value, wrap):
-    """A value that would be restored differently must be refused by name, and nothing may be written."""
     with pytest.raises(ddpjob.StateError, match=r"extra.*cannot be saved"):
         ddpjob.Snapshot(tmp_path).save(1, extra={"rates": wrap(value)})
     assert not list(tmp_path.glob("*.pt"))
@@ -461,7 +460,6 @@ def test_a_model_that_can_convert_another_state_gets_it() -> None:
 
 
 def test_the_state_of_an_optimizer_of_other_parameters_is_refused() -> None:
-    """The state of an optimizer with other parameters must be refused with a reason, not by an error of torch."""
     one, other = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == ""
     other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})

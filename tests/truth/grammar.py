@@ -4,8 +4,6 @@ Each script resumes correctly from the folder: everything that it does after a s
 state. So a killed run must end like an undisturbed one, unless the library has reported before the kill what it cannot
 restore."""
 
-from __future__ import annotations
-
 import random
 import textwrap
 from collections.abc import Mapping
@@ -308,8 +306,6 @@ def _repeats_unseen(recipe: Recipe) -> bool:
 BY_WORKERS = ("workers", "persistent_workers")
 OUR_LOADERS = ("loader", *BY_WORKERS)
 OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
-SKIPPED = ("distributed", "plain_loader", "weighted", "iterable")
-"""Kinds of data for which the script itself skips the batches before the place of a resume."""
 
 
 def works_at_epoch_end(recipe: Recipe) -> bool:

@@ -4,8 +4,6 @@ A refusal allows differences in the parts of the final state that its sentence n
 the script. It must be in the log before the failure, or before a restart reads the file if it is about a file. Any
 other difference is an error, because a restart could use the folder, which has everything."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Runs a drawn script under ddprun, undisturbed and with its kills, and judges if the results are the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A script never silently gets another result because of a restart, whatever it does between two steps."""
 
-from __future__ import annotations
-
 import pytest
 from grammar import CHOICES, Draw, Kill, drawn, normal, parts_of, plain, recipe, script
 from refusals import LOSS, SAMPLES, Part, excused
@@ -11,7 +9,6 @@ from search import searched, shrunk
 from ddprun.core.leader_state import REPEATS
 
 TOP = Kill("top", 22, 1, "KILL")
-AFTER_SAVE = Kill("top", 20, 1, "KILL")
 # Typical scripts of users, each for one rule of the library about restarts.
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
@@ -45,7 +42,6 @@ def test_every_option_is_drawn_by_some_seed() -> None:
 
 
 def test_a_failing_draw_is_reduced_to_the_parts_that_matter() -> None:
-    """A failing draw must be reduced to the two parts that matter."""
     wrong = {"model": "dropout", "data": "loader"}
     large = Draw(normal({**recipe(**wrong), "clip": "norm", "extra": "counter", "every": "4"}), (TOP, TOP))
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
@@ -99,7 +95,6 @@ def test_an_incomplete_file_allows_no_difference_after_a_restart_from_memory() -
 
 
 def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_restart_reports_it() -> None:
-    """A rank that was late for a save may differ in random numbers if the restart reports it."""
     report = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
     log = "\n".join([STRUCK, FROM_FOLDER, report])
     assert excused(log, recipe(model="dropout"))[0] == set()

@@ -1,7 +1,5 @@
 """Fixtures: a fake API server, and `ddpjob` in this process with that server."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path

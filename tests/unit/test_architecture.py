@@ -1,7 +1,5 @@
 """docs/dev/architecture.md agrees with the code."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

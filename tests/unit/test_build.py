@@ -1,13 +1,10 @@
 """The objects that the operator creates for a job: their fields, one by one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 from worlds import UID, job
 
 from ddpjob_operator.pods import build, report_token
@@ -27,9 +24,8 @@ def with_pod(**fields: Any) -> Any:
     return what
 
 
-def test_the_objects_of_a_two_node_job_are_complete(golden: Callable[[str, str], None]) -> None:
-    objects = [build.service(job()), pod(rank=0), pod(rank=1)]
-    golden("digits-2-nodes.yaml", yaml.safe_dump_all(objects, sort_keys=False))
+def test_the_objects_of_a_two_node_job_are_complete(golden: Callable[[str, list[Any]], None]) -> None:
+    golden("digits-2-nodes.yaml", [build.service(job()), pod(rank=0), pod(rank=1)])
 
 
 ELASTIC = {"minNodes": 1, "container": {"command": ["torchrun", "train.py"]}}
@@ -239,9 +235,7 @@ OWN_ENV = [{"name": "A", "value": "b"}, {"name": "NNODES", "value": "2"}, {"name
     ],
 )
 @pytest.mark.parametrize("trainer_first", [True, False])
-def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template(
-    said: str, shown: str, trainer_first: bool
-) -> None:
+def test_errors_of_the_server_about_a_pod_refer_to_the_positions_in_the_template(said, shown, trainer_first):
     """An error must name the position in the user's template. The pod's env has more entries, such as `env[32]`."""
     what = job(container={"env": OWN_ENV})
     listed = what.spec.template["spec"]["containers"]

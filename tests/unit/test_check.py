@@ -1,7 +1,5 @@
 """`ddpjob check` finds the classic mistakes of DDP at their lines, and reports nothing in sound scripts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -18,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import manifest
 
-import check_page
 import ddpjob_check as check
 from ddpjob_check import CheckedJob, Finding
 from ddpjob_check.job import known
@@ -133,9 +130,7 @@ def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_several() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "severity"), [(None, "warning"), (2, "error"), (1, None)])
-def test_a_mistake_that_needs_several_nodes_is_an_error_only_if_the_job_has_several(
-    nodes: int | None, severity: str | None
-) -> None:
+def test_a_mistake_that_needs_several_nodes_is_an_error_only_if_the_job_has_several(nodes, severity):
     text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     assert {f.severity for f in check.check("t.py", text, CheckedJob(nodes=nodes))} == (
         {severity} if severity else set()
@@ -145,9 +140,7 @@ def test_a_mistake_that_needs_several_nodes_is_an_error_only_if_the_job_has_seve
 @pytest.mark.parametrize(
     ("gpus", "nproc", "severity"), [(None, 2, "warning"), (2, 2, "error"), (8, 1, "warning"), (0, 2, "error")]
 )
-def test_a_global_rank_as_device_is_an_error_if_a_node_has_fewer_gpus_than_the_job_has_ranks(
-    gpus: int | None, nproc: int, severity: str
-) -> None:
+def test_a_global_rank_as_device_is_an_error_if_a_node_has_fewer_gpus_than_the_job_has_ranks(gpus, nproc, severity):
     """A global rank as device is no error if each node has a GPU with this number: two GPUs for ranks 0 and 1."""
     text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
     found = [f for f in check.check("t.py", text, CheckedJob(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
@@ -198,9 +191,7 @@ if __name__ == "__main__":
         ("if found():\n  if rank == 0:\n    dist.barrier()", "", "warning", "only if"),
     ],
 )
-def test_an_error_is_about_a_line_that_the_run_certainly_executes(
-    body: str, words: str, severity: str, where: str
-) -> None:
+def test_an_error_is_about_a_line_that_the_run_certainly_executes(body, words, severity, where):
     """An error refuses the run, so it must be about a line that certainly runs, and name the right ranks."""
     text = ON_SOME.replace("BODY", "\n".join(f"    {line}" for line in body.splitlines()))
     (finding,) = check.check("t.py", text, CheckedJob(nodes=2, nproc=2, words=tuple(words.split())))
@@ -271,9 +262,7 @@ def test_certain_mistakes_are_reported_and_uncertain_ones_are_not(lines: str, ru
         ("train()\nmp.Process(target=upload).start()", set()),
     ],
 )
-def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_in_a_job(
-    lines: str, rules: set[str]
-) -> None:
+def test_a_training_that_is_never_called_or_whose_failure_is_swallowed_is_named_in_a_job(lines, rules):
     """A training that is never called must be reported: it ends with 0. A file outside a job may be a module."""
     head = f"{HEAD}from concurrent.futures import ProcessPoolExecutor, wait\n"
     text = f"{head}def train(): dist.init_process_group('gloo')\ndef upload(): print('done')\n{lines}"
@@ -303,7 +292,6 @@ def test_a_rendezvous_file_is_wrong_if_the_nodes_do_not_share_its_folder(mounts:
     ],
 )
 def test_a_rendezvous_file_in_an_unknown_folder_may_be_on_the_shared_volume(method: str, wrong: bool) -> None:
-    """A rendezvous file in an unknown folder must be no error, because the folder may be on the shared volume."""
     text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
     text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
     text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
@@ -461,9 +449,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch"]
         ("import os\nprint(os.environ['RANK'])\n", LAUNCH, None),
     ],
 )
-def test_an_option_that_the_launcher_passes_must_be_declared_by_the_script(
-    job_file, script: str, command: list[str], line: int | None
-) -> None:
+def test_an_option_that_the_launcher_passes_must_be_declared_by_the_script(job_file, script, command, line):
     """An option that the launcher passes and the script does not declare must be found: all ranks would exit with 2."""
     result = ran(job_file(script, *command, "train.py"))
     assert re.findall(r"train.py:(\d+): error\[local-rank-one-spelling\]", result.stdout) == (
@@ -518,9 +504,7 @@ NOT_PASSED = {
 
 
 @pytest.mark.parametrize(("script", "command", "alone"), NOT_PASSED.values(), ids=NOT_PASSED)
-def test_ranks_that_each_train_as_a_single_process_are_found(
-    job_file, script: str, command: list[str], alone: bool
-) -> None:
+def test_ranks_that_each_train_as_a_single_process_are_found(job_file, script, command, alone):
     """Ranks that train as single processes must be found: each would train its own model, and the job would succeed."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
     result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
@@ -553,9 +537,7 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
     ],
     ids=["torchrun", "ddprun", "one GPU", "given", "passed", "another device", "set", "each sees its own", "none"],
 )
-def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
-    job_file, script: str, command: list[str], gpus: int, found: bool
-) -> None:
+def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(job_file, script, command, gpus, found):
     """Ranks that all use the first GPU of their node must be found, as in scripts of apex and timm. NCCL would fail,
     but only after all nodes have pulled the image."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
@@ -628,9 +610,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("command", "name", "value", "said"), VARIABLES)
-def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(
-    job_file, command: list[str], name: str, value: str, said: str
-) -> None:
+def test_a_variable_that_keeps_the_nodes_apart_is_an_error_like_the_option(job_file, command, name, value, said):
     """A fixed RANK or MASTER_ADDR in env must be an error like the launcher's option, because all nodes would wait."""
     env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
     result = ran(job_file("", *command, nodes=2, container=env))
@@ -657,9 +637,7 @@ BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
         ("python train.py --nnodes=$WORLD_SIZE", 2, 0),
     ],
 )
-def test_launcher_options_from_variables_that_the_launcher_itself_sets_are_an_error(
-    job_file, script: str, nproc: int, said: int
-) -> None:
+def test_launcher_options_from_variables_that_the_launcher_itself_sets_are_an_error(job_file, script, nproc, said):
     """$WORLD_SIZE in a launcher's option must be an error. It is empty in the shell: torchrun gets `--nnodes=`."""
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
@@ -714,9 +692,7 @@ OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exe
         ("python", 2, f"with the script unchanged: command: [torchrun, {OF_RANK}; or"),
     ],
 )
-def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
-    job_file, launcher: str, nproc: int, recipe: str
-) -> None:
+def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(job_file, launcher, nproc, recipe):
     """A variable of Slurm must be an error that names the fix, because the script would end with a KeyError."""
     said = ran(job_file(SLURM, launcher, "train.py", "--lr", "1", nodes=2, nprocPerNode=nproc)).stdout
     assert "error[variable-of-other-launcher]" in said
@@ -754,9 +730,7 @@ OTHERWISE = [
 
 
 @pytest.mark.parametrize(("script", "command", "container"), OTHERWISE)
-def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(
-    job_file, script: str, command: list[str], container: dict[str, Any]
-) -> None:
+def test_a_variable_of_slurm_that_may_be_set_or_is_optional_is_left_alone(job_file, script, command, container):
     assert "variable-of-other-launcher" not in ran(job_file(script, *command, nodes=2, container=container)).stdout
 
 
@@ -839,9 +813,7 @@ BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
         ("if args.launcher", 'if args.launcher == "none":\n    raise ValueError\nif args.launcher', "", False),
     ],
 )
-def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(
-    right: str, wrong: str, words: str, found: bool
-) -> None:
+def test_a_group_that_needs_an_option_is_found_if_the_option_is_missing(right, wrong, words, found):
     """A missing option (such as `--ddp`) that forms the group must be found: each rank would train its own model."""
     text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
     job = CheckedJob(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
@@ -941,9 +913,7 @@ def test_options_of_click_typer_absl_and_fire_count_like_those_of_argparse(text:
         ('"--local-rank", type=int', ", default=0", "all 2 ranks of a node use its first GPU"),
     ],
 )
-def test_the_local_rank_option_is_found_in_all_documented_spellings(
-    job_file, options: str, default: str, said: str
-) -> None:
+def test_the_local_rank_option_is_found_in_all_documented_spellings(job_file, options, default, said):
     """An option --local-rank without a default must be found (torchrun's documentation): set_device(None) raises."""
     text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
     container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
@@ -1044,9 +1014,7 @@ def test_a_program_that_starts_the_launcher_must_look_at_its_exit_code(lines: st
         ("", "  # ddpjob: ignore", True),
     ],
 )
-def test_a_comment_suppresses_a_finding_on_its_line_or_alone_on_the_line_above(
-    before: str, after: str, kept: bool
-) -> None:
+def test_a_comment_suppresses_a_finding_on_its_line_or_alone_on_the_line_above(before, after, kept):
     text = (
         f"import torch.distributed as dist\n{before}dist.init_process_group('mpi'){after}\ndist.destroy_process_group()"
     )
@@ -1263,15 +1231,21 @@ def test_volumes_and_claims_of_a_job_are_known() -> None:
             ["bash", "-c", 'N="$(hostname -s)"; echo "$(date) a"; torchrun --role="$(hostname -s) b" train.py'],
             "train.py",
         ),
+        (["bash", "-c", "python -m pip install datasets && python train.py"], "train.py"),
+        (["bash", "-c", "python train.py && python evaluate.py"], "train.py"),
+        (
+            ["bash", "-c", "if true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"],
+            "train.py",
+        ),
+        (["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"], "train.py"),  # a comment ends at its line
+        (["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"], "train.py"),  # no comment
         (["python", "/opt/torch/distributed/launch.py", "--nproc_per_node=2", "train.py"], "train.py"),
         (["sh", "-c", "echo 'unclosed"], None),
         (["sh", "-c"], None),
         ([], None),
     ],
 )
-def test_the_script_is_found_in_a_shell_and_after_a_launcher_with_a_path(
-    command: list[str], script: str | None
-) -> None:
+def test_the_script_is_found_in_a_shell_and_after_a_launcher_with_a_path(command, script):
     assert read(command).script == script
 
 
@@ -1313,9 +1287,7 @@ def test_the_script_is_found_in_a_shell_and_after_a_launcher_with_a_path(
         ("/entrypoint train", "", [], ""),
     ],
 )
-def test_the_script_is_found_after_the_launchers_of_frameworks(
-    line: str, launcher: str, files: list[str], words: str
-) -> None:
+def test_the_script_is_found_after_the_launchers_of_frameworks(line, launcher, files, words):
     """The script must be found after `accelerate launch` and others. Otherwise only the YAML would be checked, and
     "nothing found" would mislead."""
     found = read(line.split())
@@ -1389,21 +1361,6 @@ def test_the_name_of_an_environment_is_not_a_launcher() -> None:
     assert read("viztracer -u train.py".split()).script == "train.py"
 
 
-def test_a_script_without_a_launcher_is_found_after_an_installation_step() -> None:
-    assert read(["bash", "-c", "python -m pip install datasets && python train.py"]).script == "train.py"
-    assert read(["bash", "-c", "python train.py && python evaluate.py"]).script == "train.py"
-
-
-def test_a_line_of_a_shell_script_may_continue_on_the_next() -> None:
-    script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
-    assert read(["bash", "-c", script]).script == "train.py"
-    assert read(["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"]).script == "train.py", "a comment ends there"
-
-
-def test_a_hash_within_a_word_does_not_start_a_comment() -> None:
-    assert read(["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"]).script == "train.py"
-
-
 @given(
     st.lists(st.sampled_from(["python", "-m", "torchrun", "accelerate", "launch", "bash", "-c", "a.py", "--x", "''"]))
 )
@@ -1467,7 +1424,6 @@ def test_a_job_that_cannot_run_is_wrong_input(job_file) -> None:
 
 @pytest.mark.parametrize("command", ["train.py", "/app/train.py"])
 def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file, tmp_path: Path, command: str) -> None:
-    """A script next to a job must be checked only if the job's command starts this script."""
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
     path = job_file("", "torchrun", command, nodes=2, container=gpu)
     (tmp_path / "utils.py").write_text((FIXTURES / "mistakes/rank-is-local-rank.py").read_text())
@@ -1486,9 +1442,7 @@ def test_a_script_beside_a_job_is_the_jobs_only_if_its_command_names_it(job_file
         (["timeout", "1h", "train.sh"], "#!/bin/sh -e\n"),
     ],
 )
-def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(
-    job_file, tmp_path: Path, command: list[str], shebang: str
-) -> None:
+def test_a_shell_script_in_the_folder_is_read_as_if_it_were_in_the_command(job_file, tmp_path, command, shebang):
     """A shell script in the folder is read like a command. Its findings are warnings, because a branch may not run."""
     (tmp_path / "train.sh").write_text(f'{shebang}torchrun --standalone train.py "$@" | tee log.txt\n')
     path = job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *command, nodes=2)
@@ -1590,9 +1544,7 @@ def notebook(*cells: str | list[str]) -> str:
         (["%%bash\nfor i in 1 2; do ls; done", "%%writefile train.py\n" + "".join(ON_ONE_RANK)], "cell 2:4"),
     ],
 )
-def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
-    tmp_path: Path, cells: list[Any], place: str
-) -> None:
+def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(tmp_path, cells, place):
     """The code cells of a notebook must be checked, not its JSON, which is valid Python without any mistake."""
     path = tmp_path / "train.ipynb"
     path.write_text(notebook("import torch.distributed as dist\ndist.init_process_group('gloo')", *cells))
@@ -1719,10 +1671,7 @@ def test_a_job_without_an_image_gets_a_warning(job_file) -> None:
         ({}, 2, ""),
     ],
 )
-def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
-    job_file, of_job: dict[str, Any], nodes: int, wrong: str
-) -> None:
-    """A memory limit that is too small must be reported before the start, not when the job has got its GPUs."""
+def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(job_file, of_job, nodes, wrong):
     path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": of_job})
     said = ran(path, "--parameters", "300M").stdout
     assert ("memory-limit-too-small" in said) == bool(wrong), said
@@ -1730,7 +1679,6 @@ def test_a_memory_limit_too_small_for_the_state_is_reported_before_the_start(
     assert "memory-limit-too-small" not in ran(path).stdout, "nothing is known of the model"
     if wrong:
         enough = re.search(r"set it to (\d+Mi) or more", said)
-        assert enough is not None
         larger = {"limits": {**of_job["limits"], "memory": enough[1]}}
         path = job_file("", "ddprun", "train.py", nodes=nodes, container={"resources": larger})
         assert "memory-limit-too-small" not in ran(path, "--parameters", "0.3B").stdout, "what it says is enough"
@@ -1755,32 +1703,6 @@ def test_a_missing_script_is_reported_with_the_line_of_the_command(job_file) -> 
 
 
 def test_two_jobs_with_one_name_in_a_file_get_no_advice_to_choose_by_name(job_file) -> None:
-    """If two jobs in a file have one name, the message must not advise to choose a job by its name."""
     path = job_file("")
     Path(path).write_text("---\n".join([Path(path).read_text()] * 2))
     assert "Two have the same name; names must differ" in str(ran(path).exception)
-
-
-# ---------------------------------------------------------------- docs/check.md
-
-
-def test_the_checked_in_page_is_generated_from_the_table() -> None:
-    assert (ROOT / "docs/check.md").read_text(encoding="utf-8") == check_page.to_markdown(), (
-        "docs/check.md differs from the rules: run `python tools/check_page.py > docs/check.md`"
-    )
-
-
-def test_the_page_has_each_rule_with_its_reason_and_both_lines() -> None:
-    text = check_page.to_markdown()
-    assert re.findall(r"^### `(.*)`$", text, flags=re.MULTILINE) == list(RULES)
-    for rule in check.RULES:
-        assert rule.why in " ".join(text.split())
-        assert rule.wrong.splitlines()[0] in text
-        assert rule.right.splitlines()[0] in text
-
-
-def test_names_and_sentences_of_the_rules_are_readable() -> None:
-    assert len(RULES) == len(check.RULES)
-    for rule in check.RULES:
-        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", rule.name)
-        assert rule.why.endswith(".")

@@ -1,7 +1,5 @@
 """`ddpjob check` reports parts of a job's command that do not do what they seem to do, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -70,9 +68,7 @@ def shell(text: str) -> api.DDPJob:
         (["conda", "run", "-n", "a", "torchrun", "train.py"], "", ""),
     ],
 )
-def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(
-    words: list[str], joined: str | None, meant: str
-) -> None:
+def test_a_command_in_one_word_is_an_error_that_quotes_the_separate_words(words, joined, meant):
     """A command in one word must be an error: `["torchrun train.py"]` is a program name that no image has."""
     found = [text for _, rule, text in mistakes(job(*words)) if rule == "words-in-one"]
     joined = words[-1] if joined is None else joined

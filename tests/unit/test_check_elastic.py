@@ -1,7 +1,5 @@
 """`ddpjob check` warns about code that breaks when the number of ranks changes, if that may happen."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -78,9 +76,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("text", "right", "wrong", "found"), CHANGES)
-def test_one_change_to_a_sound_elastic_script_is_found_if_it_is_certain(
-    text: str, right: str, wrong: str, found: set[str]
-) -> None:
+def test_one_change_to_a_sound_elastic_script_is_found_if_it_is_certain(text, right, wrong, found):
     """A change that assumes a fixed number of ranks must be found: the training would differ between 3 and 4 nodes."""
     assert rules(text) == set()
     assert right in text
@@ -90,9 +86,7 @@ def test_one_change_to_a_sound_elastic_script_is_found_if_it_is_certain(
 @pytest.mark.parametrize(
     ("nodes", "elastic"), [(None, None), ("4", None), ("1:4", 1), ("4:4", 4)], ids=["not_said", "one", "range", "same"]
 )
-def test_a_script_without_a_job_is_checked_as_elastic_if_a_range_is_given(
-    nodes: str | None, elastic: int | None
-) -> None:
+def test_a_script_without_a_job_is_checked_as_elastic_if_a_range_is_given(nodes, elastic):
     assert check_files.context(nodes, None).min_nodes == elastic
 
 

@@ -1,7 +1,5 @@
 """`ddpjob check` ends for any script, and names the rules that took too long."""
 
-from __future__ import annotations
-
 import ast
 import json
 import signal
@@ -235,9 +233,7 @@ def test_a_long_line_in_a_cell_is_searched_in_linear_time() -> None:
 
 
 @pytest.mark.parametrize("slow", ["notebook.parts", "mistakes"])
-def test_files_that_are_read_besides_scripts_have_the_same_limit(
-    tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_read_besides_scripts_have_the_same_limit(tmp_path, slow, monkeypatch):
     (tmp_path / "a.ipynb").write_text('{"cells": []}')
     (tmp_path / "job.yaml").write_text(json.dumps(manifest()))
     monkeypatch.setattr(f"ddpjob_cli.commands.check_files.{slow}", lambda *_, **__: spins())
@@ -246,9 +242,7 @@ def test_files_that_are_read_besides_scripts_have_the_same_limit(
     assert "warning[left-out]: this file takes too long to follow" in result.stdout
 
 
-def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(tmp_path, monkeypatch):
     """A script of 900 jobs must be parsed once, and all jobs must share its time limit. Otherwise the check takes
     minutes."""
     jobs = [
@@ -265,9 +259,7 @@ def test_one_script_of_many_jobs_is_read_once_and_the_jobs_share_its_time(
     assert seconds == [15.0, 15.0]
 
 
-def test_the_skipped_rest_of_a_notebook_is_reported_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_skipped_rest_of_a_notebook_is_reported_in_one_line(tmp_path, monkeypatch):
     """Cells that are skipped must be reported in one line: 30,000 cells would give 23,000 warnings."""
     cells = [{"cell_type": "code", "source": f"%%writefile a{i}.py\nx = 1\n"} for i in range(3)]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))

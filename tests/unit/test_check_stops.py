@@ -1,7 +1,5 @@
 """`check` on what a training does when it is stopped."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddpjob_check import CheckedJob, check

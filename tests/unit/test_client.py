@@ -1,7 +1,5 @@
 """The command line against an API server: its output, and its requests."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import os
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pexpect
@@ -59,9 +56,7 @@ FAILURE = WHERE | {
 
 
 @pytest.mark.parametrize("current", [None, ""])
-def test_a_single_context_is_used_if_no_current_context_is_set(
-    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, current: str | None
-) -> None:
+def test_a_single_context_is_used_if_no_current_context_is_set(cluster, ddpjob, tmp_path, current):
     """A kubeconfig with one context and no current context must be accepted, as after `unset current-context`."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     del config["current-context"]
@@ -74,9 +69,7 @@ def test_a_single_context_is_used_if_no_current_context_is_set(
     assert ddpjob("get").code == 2
 
 
-def test_a_kubeconfig_may_be_given_as_for_kubectl(
-    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kubeconfig_may_be_given_as_for_kubectl(cluster, ddpjob, tmp_path, monkeypatch):
     """`kubectl ddp get --kubeconfig FILE` must use the cluster of this file."""
     cluster.add("ddpjobs", stored())
     for set_ in (str(tmp_path / "none"), ""):
@@ -88,9 +81,7 @@ def test_a_kubeconfig_may_be_given_as_for_kubectl(
     ddpjob("get", "--kubeconfig", tmp_path / "nothing", "--context", "test", code=2, says=there)
 
 
-def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(cluster, ddpjob):
     """A server that does not answer, as without a VPN, must block the terminal only until the request timeout."""
     cluster.seconds = 10
     began = time.monotonic()
@@ -116,9 +107,7 @@ def test_a_namespace_that_is_a_path_is_refused(cluster: FakeCluster, ddpjob: Ddp
     assert f"{namespace!r} is not the name of a namespace" in done.err
 
 
-def test_an_unreachable_server_or_a_closed_connection_is_described_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
-) -> None:
+def test_an_unreachable_server_or_a_closed_connection_is_described_in_words(tmp_path, monkeypatch, ddpjob):
     """Users must read a sentence, not a Python tuple, when a server or a proxy closes the connection."""
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:9")))
     done = ddpjob("get", code=1, says=("does not answer", "refused"))
@@ -137,9 +126,7 @@ def test_an_unreachable_server_or_a_closed_connection_is_described_in_words(
     assert done.err.endswith("does not answer: Remote end closed connection without response\n")
 
 
-def test_the_error_without_a_kubeconfig_names_the_local_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
-) -> None:
+def test_the_error_without_a_kubeconfig_names_the_local_run(tmp_path, monkeypatch, ddpjob):
     """The error must name `ddpjob run`, because a user without a cluster probably wants a local run."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -148,9 +135,7 @@ def test_the_error_without_a_kubeconfig_names_the_local_run(
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "a: [", "contexts: 5", "\0", "current-context: x\ncontexts: []"])
-def test_a_broken_kubeconfig_gives_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob, content: str
-) -> None:
+def test_a_broken_kubeconfig_gives_an_error_of_one_line(tmp_path, monkeypatch, ddpjob, content):
     path = tmp_path / "broken"
     path.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(path))
@@ -172,9 +157,7 @@ def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpj
 @pytest.mark.parametrize(
     ("command", "says"), [("no-such-plugin", "No such file"), ("false", "returned 1"), ("true", "Expecting value")]
 )
-def test_a_plugin_that_gives_no_credentials_is_reported(
-    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, command: str, says: str
-) -> None:
+def test_a_plugin_that_gives_no_credentials_is_reported(cluster, ddpjob, tmp_path, command, says):
     """If a plugin gives no credentials, the request must not be sent without any."""
     config = json.loads((tmp_path / "kubeconfig").read_text())
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
@@ -339,9 +322,7 @@ def test_describe_shows_who_failed_where_and_why(cluster: FakeCluster, ddpjob: D
         ({}, "Failed"),
     ],
 )  # fmt: skip
-def test_describe_shows_why_a_kubelet_has_ended_a_pod(
-    cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
-) -> None:
+def test_describe_shows_why_a_kubelet_has_ended_a_pod(cluster, ddpjob, status, shown):
     """`describe` must show why a kubelet ended a pod: code 137 has several causes, an evicted pod has no code."""
     cluster.add("ddpjobs", stored(state="Failed"))
     ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
@@ -362,9 +343,7 @@ RAISED = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/app/
 
 
 @pytest.mark.parametrize(("command", "is_doubted"), [(PIPED, True), (["torchrun", "train.py"], False)])
-def test_a_success_whose_log_shows_a_failed_rank_gets_a_warning(
-    cluster: FakeCluster, ddpjob: Ddpjob, command: list[str], is_doubted: bool
-) -> None:
+def test_a_success_whose_log_shows_a_failed_rank_gets_a_warning(cluster, ddpjob, command, is_doubted):
     """`torchrun … | tee` exits with tee's 0, and the operator reads no logs. So `ddpjob` must warn of the failure."""
     body = stored(state="Succeeded", attempt=2)
     body["spec"]["template"]["spec"]["containers"][0]["command"] = command
@@ -407,9 +386,7 @@ def test_suspend_and_resume_change_one_field(cluster: FakeCluster, ddpjob: Ddpjo
     assert "is not suspended" in ddpjob("resume", "digits").err
 
 
-def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they_have_ended(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_resuming_a_job_whose_pods_are_stopping_reports_that_it_starts_when_they_have_ended(cluster, ddpjob):
     """If no pod starts at once, users must not think that `ddpjob resume` did nothing."""
     job = cluster.add("ddpjobs", stored(state="Suspended", startTime="2026-01-01T00:00:00Z"))
     job["spec"]["suspend"] = True
@@ -433,9 +410,7 @@ def _stops(job: dict[str, Any]) -> None:
         job["status"] = {"state": "Suspended", "attempt": 1, "conditions": [SUSPENDED]}
 
 
-def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_scale_stops_a_running_job_first_and_starts_it_with_the_new_number(cluster, ddpjob):
     """`ddpjob scale` must suspend a running job first, because a running job's number of nodes cannot change."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     seen: list[tuple[Any, Any]] = []
@@ -460,9 +435,7 @@ def test_an_elastic_job_is_scaled_while_it_runs(cluster: FakeCluster, ddpjob: Dd
     assert (job["spec"]["nodes"], job["spec"].get("suspend")) == (4, None)
 
 
-def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job_suspended(cluster, ddpjob):
     """`ddpjob restart` must resume only when all pods have ended: at once, the old pods would simply go on."""
     job = cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     cluster.on_patch = _stops
@@ -474,9 +447,7 @@ def test_restart_waits_until_all_pods_have_ended_and_scale_keeps_a_suspended_job
 
 
 @pytest.mark.parametrize("words", [["restart", "digits"], ["scale", "digits", "--nodes", 4]])
-def test_a_job_that_ends_while_it_is_being_stopped_is_not_waited_for(
-    cluster: FakeCluster, ddpjob: Ddpjob, words: list[str | int]
-) -> None:
+def test_a_job_that_ends_while_it_is_being_stopped_is_not_waited_for(cluster, ddpjob, words):
     """If the job ends meanwhile, restart and scale must not wait for their time-out and call the job suspended."""
     cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
 
@@ -495,9 +466,7 @@ def test_a_restart_that_times_out_reports_that_the_job_stays_suspended(cluster: 
     ddpjob("restart", "digits", "--timeout", "1s", code=1, says=("not stopped within 1s", "ddpjob resume digits"))
 
 
-def test_one_failing_job_does_not_prevent_get_suspend_or_resume_of_the_others(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_one_failing_job_does_not_prevent_get_suspend_or_resume_of_the_others(cluster, ddpjob):
     """If one job is missing, the command must still handle the others. A loop in a shell would stop."""
     running = [cluster.add("ddpjobs", stored(name)) for name in ("b", "c")]
     cluster.add("ddpjobs", stored("over", state="Succeeded"))
@@ -549,9 +518,7 @@ def test_a_wait_for_several_jobs_ends_with_the_first_that_fails_it(cluster: Fake
     assert (done.code, done.err.splitlines()[-1]) == (1, "failed can no longer be Succeeded: it has Failed")
 
 
-def test_the_timeout_applies_to_all_jobs_together(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_timeout_applies_to_all_jobs_together(cluster, ddpjob, monkeypatch):
     monkeypatch.setattr(watch, "LOOK_SECONDS", 1.0)
     for name in ("a", "b", "c"):
         cluster.add("ddpjobs", stored(name, state="Pending" if name != "c" else "Succeeded", message="no GPU"))
@@ -568,9 +535,7 @@ def test_the_timeout_applies_to_all_jobs_together(
     [("Succeeded", "Succeeded", 0), ("Failed", "Succeeded", 1), ("Failed", "failed", 0), ("Failed", "ended", 0),
      ("Running", "Running", 0), ("Succeeded", "Running", 1)],
 )  # fmt: skip
-def test_wait_ends_as_soon_as_the_result_is_known(
-    cluster: FakeCluster, ddpjob: Ddpjob, state: str, wanted: str, code: int
-) -> None:
+def test_wait_ends_as_soon_as_the_result_is_known(cluster, ddpjob, state, wanted, code):
     """`ddpjob wait` must end when the job fails, unlike `kubectl wait --for=condition=Complete`."""
     cluster.add("ddpjobs", stored(state=state))
     assert ddpjob("wait", "digits", "--for", wanted).code == code
@@ -643,9 +608,7 @@ def test_logs_of_all_nodes_have_a_node_prefix_and_logs_of_one_node_do_not(cluste
     assert ddpjob("logs", "digits", name="kubectl ddp").out.count("epoch") == 4
 
 
-def test_logs_of_a_job_that_did_not_run_on_this_machine_come_from_the_cluster(
-    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_of_a_job_that_did_not_run_on_this_machine_come_from_the_cluster(cluster, ddpjob, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runs(cluster, ["epoch 1"])
     done = ddpjob("logs", "digits")
@@ -689,9 +652,7 @@ def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob:
         assert "nodes" in out
 
 
-def test_the_command_line_is_named_as_the_manager_of_the_fields_that_it_writes(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_the_command_line_is_named_as_the_manager_of_the_fields_that_it_writes(cluster, ddpjob):
     """`kubectl get --show-managed-fields` must show ddpjob, and not python-urllib3, which no user recognizes."""
     cluster.add("ddpjobs", stored())
     assert ddpjob("suspend", "digits").code == 0
@@ -739,9 +700,7 @@ def test_followed_logs_continue_with_the_next_attempt(cluster: FakeCluster, ddpj
 
 
 @pytest.mark.parametrize("options", [[], ["-f"], ["--timestamps"], ["-f", "--timestamps"]], ids=" ".join)
-def test_lines_that_carry_the_result_of_a_function_are_not_shown(
-    cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
-) -> None:
+def test_lines_that_carry_the_result_of_a_function_are_not_shown(cluster, ddpjob, options):
     """Lines that carry a function's result must not be shown: a result of 1 MB is 450 lines of base64."""
     answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
     shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
@@ -758,9 +717,7 @@ def test_lines_that_carry_the_result_of_a_function_are_not_shown(
 
 
 @pytest.mark.parametrize("follow", [[], ["-f"]])
-def test_the_last_minutes_of_a_log_are_shown_with_their_times(
-    cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
-) -> None:
+def test_the_last_minutes_of_a_log_are_shown_with_their_times(cluster, ddpjob, follow):
     """`ddpjob logs` must accept --since and --timestamps, because users search for a time in days of output."""
     runs(cluster, [f"step {number}" for number in range(300)], exit_code=1, state="Failed")
     prefix = "[0:0] " if follow else ""
@@ -796,42 +753,30 @@ def test_the_log_of_a_node_that_was_scaled_away_is_shown(cluster: FakeCluster, d
     assert ddpjob("logs", "digits", "--cluster").out == "[0:0] saved\n[2] saved\n"
 
 
-@pytest.mark.parametrize("hours", [0, 2, -7])
-def test_a_followed_log_continues_where_its_connection_broke_in_any_time_zone_of_the_node(
-    cluster: FakeCluster, ddpjob: Ddpjob, hours: int
-) -> None:
-    """A followed log must continue with the rest of a line that was cut, whatever the node's time zone is."""
+KUBELET = "the log of digits-1-0: failed to create fsnotify watcher: too many open files\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "hours", "told"),
+    [(["cut"], 0, ""), (["cut"], 2, ""), (["cut"], -7, ""), (["no watch", "no watch"], 0, KUBELET)],
+)
+def test_a_followed_log_continues_where_its_connection_broke(cluster, ddpjob, broken, hours, told):
+    """A followed log must continue with the rest of a line that was cut, whatever the node's time zone is, and after
+    the kubelet's own error (no inotify watches are free), which has no time."""
     cluster.zone = dt.timezone(dt.timedelta(hours=hours))
-    cluster.broken = ["cut"]
+    cluster.broken = list(broken)
     job = cluster.add("ddpjobs", stored())
     trainer = cluster.add("pods", pod("digits"))
     cluster.logs["digits-1-0"] = ["one", "two", "three"]
 
     def ends() -> None:
-        cluster.wait_for("get pods/log", 2)
-        pod_ends(trainer)
-        job["status"]["state"] = "Succeeded"
-
-    cluster.after("get pods/log", ends)
-    assert ddpjob("logs", "digits", "--cluster", "-f").out == "[0:0] one\n[0:0] two\n[0:0] three\n"
-
-
-def test_a_followed_log_continues_after_an_error_message_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """A followed log must continue after the kubelet's own error (no inotify watches are free), which has no time."""
-    cluster.broken = ["no watch", "no watch"]
-    job = cluster.add("ddpjobs", stored())
-    trainer = cluster.add("pods", pod("digits"))
-    cluster.logs["digits-1-0"] = ["one", "two", "three"]
-
-    def ends() -> None:
-        cluster.wait_for("get pods/log", 3)
+        cluster.wait_for("get pods/log", 1 + len(broken))
         pod_ends(trainer)
         job["status"]["state"] = "Succeeded"
 
     cluster.after("get pods/log", ends)
     done = ddpjob("logs", "digits", "--cluster", "-f")
-    assert done.out == "[0:0] one\n[0:0] two\n[0:0] three\n"
-    assert done.err == "the log of digits-1-0: failed to create fsnotify watcher: too many open files\n"
+    assert (done.out, done.err) == ("[0:0] one\n[0:0] two\n[0:0] three\n", told)
 
 
 def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) -> None:
@@ -846,7 +791,6 @@ def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) 
 
 
 def test_a_node_whose_log_cannot_be_read_does_not_hide_the_others(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    """If the log of node 0 cannot be read, the logs of the other nodes must be shown."""
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
     runs(cluster, *[["epoch 1"]] * 2)
@@ -907,9 +851,7 @@ def test_logs_of_a_container_that_has_not_started_are_not_yet_available(cluster:
     assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out
 
 
-def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the_job(
-    cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the_job(cluster, ddpjob):
     """If a job has no logs, the error must give the reason: no operator, or pods deleted after a deadline."""
     job = cluster.add("ddpjobs", stored(state=None))
     assert "no node has a log yet: no operator has seen the job" in ddpjob("logs", "digits", "--cluster").err
@@ -927,9 +869,7 @@ def test_the_error_about_missing_logs_names_a_missing_operator_or_the_end_of_the
     assert "pod digits-1-1 is gone" in followed.err
 
 
-def test_followed_logs_show_what_the_job_is_waiting_for(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_followed_logs_show_what_the_job_is_waiting_for(cluster, ddpjob, monkeypatch):
     """The output must show a wrong image or a missing operator, and not stay empty."""
     monkeypatch.setattr(watch.StateLines, "UNSEEN_SECONDS", 0.0)
     job = cluster.add("ddpjobs", stored(state=None))
@@ -955,9 +895,7 @@ def test_followed_logs_show_what_the_job_is_waiting_for(
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
-def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, is_drawn: bool
-) -> None:
+def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(cluster, monkeypatch, *, is_drawn):
     """Ctrl-C must end `ddpjob top` with exit code 0, because this is the normal way to end it."""
     monkeypatch.setenv("TERM", "xterm" if is_drawn else "dumb")
     job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))

@@ -1,7 +1,5 @@
 """`ddpjob stacks` in a cluster: kubectl signals the agent in each pod, which writes to its log."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, pod
-from shell import Ddpjob, eventually
+from shell import eventually
 from worlds import manifest
 
 from ddpjob_cli.client import stacks
@@ -62,9 +60,7 @@ def answered_by(
     return called
 
 
-def test_all_agents_are_signalled_and_only_their_new_texts_are_shown(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_agents_are_signalled_and_only_their_new_texts_are_shown(cluster, ddpjob, monkeypatch):
     """Texts of an earlier request must not be shown, because they have old positions of the ranks."""
     add(cluster)
     called = answered_by(cluster, monkeypatch)
@@ -92,9 +88,7 @@ def test_all_agents_are_signalled_and_only_their_new_texts_are_shown(
         ),
     ],
 )
-def test_a_pod_that_cannot_be_signalled_is_named(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch, code: int, error: str, sentence: str
-) -> None:
+def test_a_pod_that_cannot_be_signalled_is_named(cluster, ddpjob, monkeypatch, code, error, sentence):
     add(cluster)
     answered_by(cluster, monkeypatch, code, error)
     ended, out, err = ddpjob("stacks", "digits", "--cluster")
@@ -102,9 +96,7 @@ def test_a_pod_that_cannot_be_signalled_is_named(
     assert sentence in err
 
 
-def test_a_job_without_stacks_gives_one_sentence(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_without_stacks_gives_one_sentence(cluster, ddpjob, monkeypatch):
     called = answered_by(cluster, monkeypatch)
     code, out, err = ddpjob("stacks", "gone", "--cluster")
     assert (code, out) == (2, "")
@@ -129,7 +121,6 @@ def test_the_command_in_a_pod_signals_only_agents(tmp_path: Path) -> None:
         [sys.executable, "-m", "ddprun", "--no-preload", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "ddprun"])
-    assert agent.stderr is not None
     try:
         assert agent.stdout.readline() == b"up\n"
         proc = tmp_path / "proc"

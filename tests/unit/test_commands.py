@@ -1,7 +1,5 @@
 """Help, versions, completion, and the schema for editors."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -148,15 +146,10 @@ def test_an_editor_marks_nothing_in_sound_jobs() -> None:
         assert wrong(sound, schema.schema()) == []
 
 
-def test_the_checked_in_schema_equals_the_printed_one() -> None:
-    assert (ROOT / "docs/ddpjob.schema.json").read_text(encoding="utf-8") == said("schema") == schema.to_json()
-
-
 # ---- ddpjob-operator
 
 
 def test_the_operators_help_and_version_start_nothing(capsys: Any) -> None:
-    """`ddpjob-operator --help` must not start an operator."""
     for option, begin in {"--help": "usage: ddpjob-operator", "--version": "ddpjob-operator "}.items():
         with pytest.raises(SystemExit) as ended:
             program.start([option])

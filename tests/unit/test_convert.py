@@ -1,7 +1,5 @@
 """`ddpjob convert`: jobs of Kubeflow and command lines become DDPJobs, and nothing is dropped silently."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -654,9 +652,7 @@ def test_a_runtime_for_another_purpose_is_refused() -> None:
         ("accelerate launch train.py", 1, None, "torchrun train.py"),
     ],
 )  # fmt: skip
-def test_a_command_line_keeps_everything_except_what_identifies_the_machine(
-    line: str, nodes: int, nproc: int | None, made: str
-) -> None:
+def test_a_command_line_keeps_everything_except_what_identifies_the_machine(line, nodes, nproc, made):
     result = of_command(line)
     assert (result.spec["nodes"], result.spec.get("nprocPerNode")) == (nodes, nproc)
     assert trainer(result)["command"] == made.split()
@@ -803,9 +799,7 @@ def test_a_shell_script_without_a_launcher_becomes_one_node() -> None:
         (["poetry", "run", "train"], "poetry", "train.py"),
     ],
 )
-def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(
-    words: list[str], named: str, started: str
-) -> None:
+def test_a_command_that_starts_the_ranks_of_all_nodes_is_refused_with_the_alternative(words, named, started):
     """A command that starts all nodes, such as mpirun, must be refused with the alternative: one command per node."""
     said = str(run("--", *words).exception)
     assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
@@ -1060,9 +1054,7 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
         ("ray.io/v1", "RayJob", "{entrypoint: python x.py}", "ddpjob convert -- COMMAND"),
     ],
 )  # fmt: skip
-def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_its_command_line(
-    version: str, kind: str, spec: str, fix: str
-) -> None:
+def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_its_command_line(version, kind, spec, fix):
     """The message must name `ddpjob convert -- COMMAND`. `no PyTorchJob and no TrainJob in it` would not help."""
     text = f"apiVersion: {version}\nkind: {kind}\nmetadata: {{name: mine}}\nspec: {spec}\n"
     line = f"stdin:1: {kind} mine: not converted: make one of its command: {fix}"

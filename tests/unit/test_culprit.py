@@ -1,7 +1,5 @@
 """The pod of a stalled rank is ended in a way that keeps its log, which alone explains a hang."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -163,7 +161,6 @@ def test_a_clock_that_is_set_back_does_not_keep_an_unresponsive_pod() -> None:
     world, _ = stalled()
     world.settle().stops(1).after(-3600).settle()
     again = world.plan().requeue_at
-    assert again is not None
     assert (again - world.now).total_seconds() <= GRACE_SECONDS_MAX + KUBELET_SECONDS
     world.now = again
     assert ends(world.step()) == [("DeletePod", "digits-1-0")]

@@ -1,7 +1,5 @@
 """`ddpjob dev --cluster`: what is saved reaches every pod, before node 0's agent starts the ranks again."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -106,7 +104,6 @@ def test_a_pod_that_cannot_be_reached_is_tried_again_and_no_rank_starts_before(p
 
 
 def test_pods_of_a_later_attempt_get_the_code_of_the_last_save(pods: Pods) -> None:
-    """Pods of a later attempt must get the code of the last save, not the code that was submitted."""
     before = read_code(pods.source)
     (pods.source / "train.py").write_text("2")
     pods.dev.save()
@@ -188,9 +185,7 @@ def test_a_session_begins_with_a_deadline(
     assert seen[0].get("activeDeadlineSeconds") == limit
 
 
-def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(
-    pods: Pods, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_session_for_a_job_is_refused_and_leaves_the_first(pods, cluster, ddpjob, monkeypatch):
     """A second session for a job must be refused. It would send other code, and its end would delete the job."""
     monkeypatch.chdir(pods.source)
     code, _, err = ddpjob("dev", "--cluster", "--name", "digits", "train.py")
@@ -225,7 +220,6 @@ def test_only_an_agent_that_handles_the_signal_gets_it() -> None:
     ]
     try:
         for process in started:
-            assert process.stdout is not None
             process.stdout.readline()
         found = set(in_pod.agents(RERUN_SIGNAL))
         assert [process.pid in found for process in started] == [True, False, False]

@@ -1,7 +1,5 @@
 """What `make dist` packs. A user who checks a release builds it again and compares."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What README and docs/ show: links lead somewhere, YAML is valid, commands and their options exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -21,7 +19,6 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_an_existing_file_and_heading(page: Path) -> None:
-    """Every link must lead to an existing file and heading."""
     broken = []
     for link in LINK.findall(documents.prose(page)):
         if re.match(r"[a-z]+:", link):
@@ -115,7 +112,6 @@ def commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_command_in_a_page_has_the_shown_options(place: str, words: list[str]) -> None:
-    """Every command in a page must have the options that the page shows."""
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"{place}: no such command: {words[0]}"
     command.make_context(words[0], words[1:])  # raises an error for an unknown option

@@ -1,7 +1,5 @@
 """Observed facts about a pod are kept, because the kubelet's later reports about a deleted pod contain less."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import Any
 

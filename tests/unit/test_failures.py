@@ -1,7 +1,5 @@
 """Ranks, agents and operator write and read the same Failure, whose size is bounded."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -63,7 +61,6 @@ def test_long_texts_are_cut() -> None:
 
 
 def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> None:
-    """A long message must be cut between words, and keep its last sentence."""
     text = "RuntimeError: " + "a long explanation of how this came about " * 12 + "is there. The parameters are 4 and 5"
     short = failures.abridged(text, failures.BRIEF_MAX)
     assert short.startswith("RuntimeError: a long explanation")

@@ -1,7 +1,5 @@
 """Which lines of a node's output a local run shows, and which it only counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A training script becomes a DDPJob: the first minute of a user with a script and no YAML."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -113,9 +111,7 @@ LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b",
         ('"--local-rank", "--local_rank"', LAUNCH),
     ],
 )
-def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(
-    names: str, command: list[str], default: str
-) -> None:
+def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accepts_the_job(names, command, default):
     """A script that needs its local rank as an option must get it: otherwise each rank trains alone or exits with 2."""
     script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
     text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
@@ -137,7 +133,6 @@ def test_a_script_that_needs_its_local_rank_as_an_option_gets_it_and_check_accep
     ],
 )
 def test_a_library_that_forms_the_group_by_itself_gets_no_warning_about_training_alone(line: str) -> None:
-    """A library that forms the group by itself must cause no warning about ranks that train alone."""
     notes = from_script.read("train.py", f"{line}\n").notes
     assert notes[0] == "A framework forms the group: torchrun starts its processes."
 
@@ -246,7 +241,6 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
 def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
-    """Options in bytes that are not UTF-8 must be refused without a traceback."""
     with pytest.raises(InputError, match="not UTF-8"):
         sources.load(Source(str(mine), **words))
 
@@ -426,7 +420,6 @@ def test_stdin_may_be_a_script_or_a_yaml_file(typed: str) -> None:
 
 
 def test_stdin_that_is_not_utf_8_is_an_error_of_one_line(tmp_path: Path) -> None:
-    """Stdin that is not UTF-8 must give an error of one line, not a traceback."""
     words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")

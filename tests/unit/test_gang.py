@@ -1,7 +1,5 @@
 """All pods of a job or none: which scheduler or queue admits them, and what users see while the job waits."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

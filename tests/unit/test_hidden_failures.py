@@ -1,7 +1,5 @@
 """An exit code 0 that hides a failure fails the attempt, or makes the success suspicious."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -195,9 +193,7 @@ def test_findings_of_many_nodes_are_one_line() -> None:
         ("", None, False),
     ],
 )  # fmt: skip
-def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_follows(
-    log: str, trusted: bool | None, is_found: bool
-) -> None:
+def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_follows(log, trusted, is_found):
     found = list(termination_message.findings(log, trusted=trusted))
     assert [f.reason for f in found] == (["FailureInLog"] if is_found else [])
 

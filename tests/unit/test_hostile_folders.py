@@ -1,7 +1,5 @@
 """Folders to check, convert or submit may be a stranger's: nothing in them is executed or blocks the command."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

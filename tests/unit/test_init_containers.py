@@ -1,7 +1,5 @@
 """The status must name a failed init container, because the trainer never ran."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """A spec may become invalid while its job is running: the job continues, and its message names the mistake."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -108,9 +106,7 @@ def test_events_do_not_repeat_the_remark() -> None:
         ({"ttlSecondsAfterFinished": -5}, {"ttl_seconds_after_finished": 0}),
     ],
 )
-def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest_allowed_one(
-    spec: dict[str, Any], read: dict[str, Any]
-) -> None:
+def test_a_number_that_a_newer_operator_no_longer_allows_is_read_as_the_nearest_allowed_one(spec, read):
     """A number that a newer operator forbids must be read as the nearest allowed one, and not as the default."""
     world = becomes(digits().running(), **spec).settle()
     assert {name: getattr(world.job.spec, name) for name in read} == read

@@ -1,7 +1,5 @@
 """The kind of a file without a suffix: one rule for run, init, submit and check."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -81,9 +79,7 @@ def test_a_script_without_a_suffix_is_run_and_checked(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("command", ["run", "init", "submit"])
-def test_a_program_that_is_not_python_is_refused_with_the_advice_to_give_a_command(
-    tmp_path: Path, command: str
-) -> None:
+def test_a_program_that_is_not_python_is_refused_with_the_advice_to_give_a_command(tmp_path, command):
     """Many people start torchrun from a train.sh, and type that name first. It must not be called wrong Python."""
     for name, text in (("run", PROGRAMS["bash"]), ("run.sh", "torchrun train.py\n")):
         path = tmp_path / name

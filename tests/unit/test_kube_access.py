@@ -1,7 +1,5 @@
 """At its start the operator logs which rights it lacks."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, cast
 

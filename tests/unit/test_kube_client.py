@@ -1,7 +1,5 @@
 """The client of the API server: refused and unanswered requests, expired credentials, and large lists."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
@@ -288,9 +286,7 @@ def test_a_resource_version_that_is_too_old_is_reported() -> None:
     assert raised.value.status == 410
 
 
-def test_without_credentials_the_error_lists_where_they_were_searched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_without_credentials_the_error_lists_where_they_were_searched(monkeypatch, tmp_path):
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(LoginError, match="neither KUBECONFIG, nor a service account's token, nor"):

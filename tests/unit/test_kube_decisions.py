@@ -1,7 +1,5 @@
 """The operator's log names each decision about a job and its reason, for administrators who read it a day later."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -162,9 +160,7 @@ def test_as_json_each_decision_is_an_object_with_job_attempt_and_pod() -> None:
 
 
 @pytest.mark.parametrize("error", [ApiError(500, "InternalError", "etcd is away"), KeyError("a bug")], ids=repr)
-def test_a_failing_reconcile_is_a_line_with_job_attempt_and_pod(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_reconcile_is_a_line_with_job_attempt_and_pod(error, caplog):
     """A failing reconcile must be a line with job, attempt and pod, so that a search finds it."""
 
     async def story() -> None:

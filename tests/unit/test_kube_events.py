@@ -1,7 +1,5 @@
 """Each Event is sent once, delays no pod, and cannot flood the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 from typing import Any
@@ -115,7 +113,6 @@ DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=
 
 
 def test_a_job_that_just_trains_has_no_events_and_a_job_with_any_event_has_all() -> None:
-    """A job that trains must have no Events at the level Brief, and a job with any Event all of them."""
     assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
     started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
     assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]

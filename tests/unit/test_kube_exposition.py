@@ -1,7 +1,5 @@
 """A scraper of /metrics always gets its answer, even if other clients misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import time

@@ -1,7 +1,5 @@
 """A slow job delays no other job, and an overloaded API server is not made worse. All tests are in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib
@@ -68,9 +66,7 @@ def test_small_jobs_start_at_once_next_to_a_job_of_a_thousand_pods() -> None:
     ],
     ids=str,
 )
-def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(
-    slow: dict[str, float], jobs: int, nodes: int
-) -> None:
+def test_a_slow_webhook_in_one_namespace_delays_no_other_namespace(slow, jobs, nodes):
     """A slow webhook in one namespace must delay no other namespace, nor make the liveness probe restart the
     operator."""
 
@@ -321,9 +317,7 @@ def test_progress_of_many_jobs_is_written_ten_times_a_second_and_delays_nothing(
     st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 20)), max_size=120),
     st.lists(st.integers(0, 119), max_size=20),
 )
-def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(
-    calls: list[tuple[str, float]], cancelled: list[int]
-) -> None:
+def test_the_limit_of_requests_in_flight_holds_even_if_some_are_cancelled(calls, cancelled):
     """A cancelled request must free its slot. Otherwise the limit would shrink until the operator restarts."""
     served: list[int] = []
 

@@ -1,7 +1,5 @@
 """The feed decides which events of DDPJobs kopf gets, and which go directly into our copy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

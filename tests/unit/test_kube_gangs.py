@@ -1,7 +1,5 @@
 """The gang watch finds the API version that the server has, requests it, and keeps a copy of its objects."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping

@@ -1,7 +1,5 @@
 """The lines that `helm test` prints about an installation, and its advice if a check fails."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 from typing import Any, cast
@@ -92,9 +90,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("answers", "said"), BROKEN.values(), ids=BROKEN)
-def test_a_failed_check_is_named_with_the_command_that_shows_the_reason(
-    answers: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_check_is_named_with_the_command_that_shows_the_reason(answers, said, capsys):
     """The log of a failed check must have the reason and a command: `helm test` only names the pod."""
     assert run(answers) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]

@@ -1,7 +1,5 @@
 """The operator's memory of a job: the times at which it first observed something."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """The leader's pod has a label by which reports find it. It follows the Lease, even if the former leader hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

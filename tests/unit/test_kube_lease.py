@@ -1,8 +1,6 @@
 """Two operators never act at the same time, whatever happens to requests and clocks. After a failure one of them acts
 again soon."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -57,9 +55,7 @@ WAITS: dict[str, tuple[list[tuple[float, Lease | None]], float]] = {
 
 
 @pytest.mark.parametrize(("seen", "free_at"), WAITS.values(), ids=WAITS)
-def test_a_lease_is_taken_only_after_it_did_not_change_for_its_whole_duration(
-    seen: list[tuple[float, Lease | None]], free_at: float
-) -> None:
+def test_a_lease_is_taken_only_after_it_did_not_change_for_its_whole_duration(seen, free_at):
     one = candidate()
     assert not one.may_take(START + 1000), "nothing was seen"
     for at, there in seen:
@@ -370,9 +366,7 @@ operators = st.fixed_dictionaries(
 @given(
     lives=st.lists(operators, min_size=2, max_size=3), deleted_at=st.one_of(st.none(), st.floats(0, TROUBLE_SECONDS))
 )
-def test_two_operators_never_hold_the_lease_at_once_and_one_holds_it_after_the_faults_end(
-    lives: list[dict[str, Any]], deleted_at: float | None
-) -> None:
+def test_two_operators_never_hold_the_lease_at_once_and_one_holds_it_after_the_faults_end(lives, deleted_at):
     async def story() -> None:
         server = Server()
         alive: dict[str, Process] = {}

@@ -1,7 +1,5 @@
 """The operator's knowledge of the cluster's nodes, and when it does not count them as lost."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 from typing import Any
@@ -39,7 +37,6 @@ def nodes(changes: list[str]) -> NodeCache:
 
 def lost(nodes: NodeCache) -> list[str]:
     seen = nodes.seen()
-    assert seen is not None
     return sorted(name for name, node in seen.items() if not node.with_most)
 
 
@@ -83,9 +80,7 @@ def test_before_the_first_list_no_node_is_known(nodes: NodeCache) -> None:
     assert nodes.seen() is None
 
 
-def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_call_the_listener(
-    nodes: NodeCache, changes: list[str]
-) -> None:
+def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_call_the_listener(nodes, changes):
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("a"))
     assert (lost(nodes), changes) == (["b"], ["b"])
@@ -97,7 +92,6 @@ def test_the_time_a_node_is_not_ready_is_counted_by_our_own_clock(nodes: NodeCac
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("b", "False"))
     seen = nodes.seen()
-    assert seen is not None
     assert seen["b"].since == NOW
 
 
@@ -184,9 +178,7 @@ def test_the_api_server_is_queried_once_for_each_missing_node(nodes: NodeCache) 
     assert nodes.unknown({"b"}) == ["b"], "it may have come back once more"
 
 
-def test_no_node_counts_as_lost_if_most_are_silent_at_once(
-    nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_node_counts_as_lost_if_most_are_silent_at_once(nodes, changes, caplog):
     """No node may count as lost if most are silent at once: the control plane is at fault, and jobs are healthy."""
     taken(nodes, [node(n) for n in "abcde"], 1)
     nodes.put(node("a", "Unknown"))

@@ -1,7 +1,5 @@
 """What the operator reads of pods and Services, in the forms that API servers and kubelets produce."""
 
-from __future__ import annotations
-
 import datetime as dt
 from typing import Any
 
@@ -102,9 +100,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], Container]] = {
 
 
 @pytest.mark.parametrize(("status", "want"), TRAINERS.values(), ids=TRAINERS)
-def test_the_state_of_the_trainer_is_that_of_its_container_or_of_what_blocks_it(
-    status: dict[str, Any], want: Container
-) -> None:
+def test_the_state_of_the_trainer_is_that_of_its_container_or_of_what_blocks_it(status, want):
     assert observe.pod(pod(status, ("trainer", "sidecar"))).trainer == want
 
 
@@ -160,9 +156,7 @@ def test_a_deletion_was_requested_one_grace_period_before_its_timestamp() -> Non
         ("True", "", "", None),
     ],
 )
-def test_the_message_of_the_scheduler_is_kept_while_it_searches_for_a_node(
-    status: str, reason: str, shown: str, since: dt.datetime | None
-) -> None:
+def test_the_message_of_the_scheduler_is_kept_while_it_searches_for_a_node(status, reason, shown, since):
     """The scheduler's message must count from the search for a node: a queue may hold the pod for hours before it."""
     condition = {"type": "PodScheduled", "status": status, "reason": reason, "lastTransitionTime": AT}
     seen = observe.pod(pod({"conditions": [condition | {"message": "0/3 nodes are available"}]}))

@@ -1,7 +1,5 @@
 """The operator's settings, the pods whose reports it accepts, and the wait after a refused create."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import subprocess
@@ -119,7 +117,6 @@ def test_only_reports_of_a_pod_of_the_current_job_are_accepted() -> None:
     async def run() -> None:
         made = operator()
         found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
-        assert found is not None
         assert (found.namespace, found.job, found.node_rank, found.attempt) == ("default", "digits", 1, 1)
         assert made.locate(BoundPod("default", "digits-1-1", "another uid")) is None
         assert made.locate(BoundPod("other", "digits-1-1", "uid-digits-1-1")) is None
@@ -300,7 +297,6 @@ def test_a_standby_knows_the_pods_of_a_recreated_job_and_forgets_deleted_jobs() 
         made.caches.jobs.put(after)
         made.caches.pods.put(pod(1))
         found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
-        assert found is not None
         assert found.node_rank == 1
         made.job_told("DELETED", after["metadata"])
         assert made.states._parsed == {}

@@ -1,7 +1,5 @@
 """A release for all namespaces ignores each namespace that another release has marked with a ConfigMap."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Set
 from typing import cast
@@ -53,9 +51,7 @@ class World:
         return await self.operator.reconciler.reconcile(KEY)
 
 
-def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_gone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_namespace_with_its_own_release_is_left_alone_until_that_release_is_gone(caplog):
     """A namespace with its own release must be left alone, or both releases restart its jobs and delete their pods."""
     marks = Marks(team="team/theirs")
 

@@ -1,7 +1,5 @@
 """Pods that still exist after their deletion, and pods that a watch reports as gone although they exist."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import datetime as dt
@@ -91,7 +89,6 @@ class Cluster:
     @property
     def status(self) -> Raw:
         raw = self.caches.jobs.get(KEY)
-        assert raw is not None
         return dict(raw["status"])
 
     def send(self, *_: Any) -> None:

@@ -2,8 +2,6 @@
 limits, a pod could exhaust both operators' memory or block their liveness probe. The ports run on uvloop, as in the
 operator."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 import socket
@@ -23,7 +21,6 @@ from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.metrics.meter import Meter, Moment
 
 REPORT = b'{"step": 1}'
-CHUNK = b"b\r\n%s\r\n0\r\n\r\n" % REPORT
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 
 
@@ -271,9 +268,7 @@ def test_a_client_that_opens_endless_connections_locks_out_nobody(port: Port, at
         assert len(port.server.connections) <= bounded_server.CONNECTIONS_PER_ADDRESS_MAX + 1
 
 
-def test_all_addresses_together_have_a_limit_and_the_probe_still_connects(
-    port: Port, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_addresses_together_have_a_limit_and_the_probe_still_connects(port, monkeypatch):
     monkeypatch.setattr(type(port.server), "connections_max", 100)
     with ExitStack() as stack:
         for number in range(600):

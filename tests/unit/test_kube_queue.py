@@ -1,8 +1,6 @@
 """The schedule of reconciles: one at a time for a job, the earliest request counts, and the wait grows with each
 failure."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -86,9 +84,7 @@ def test_the_wait_after_failures_doubles_up_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("asked", "waits"), [(7.0, 7.0), (3600.0, BACK_OFF_SECONDS_MAX)])
-def test_a_failing_job_waits_as_long_as_the_server_demands_within_the_limit_despite_events(
-    asked: float, waits: float
-) -> None:
+def test_a_failing_job_waits_as_long_as_the_server_demands_within_the_limit_despite_events(asked, waits):
     """A job must wait as long as the server demands, but at most to the limit: a proxy may say Retry-After: 3600."""
     jobs = schedule(("a", 0))
     jobs.pop(START)
@@ -241,7 +237,6 @@ def test_a_job_whose_reconcile_alone_was_cancelled_is_reconciled_again() -> None
     async def reconcile(key: str) -> None:
         tries.append(key)
         task = asyncio.current_task()
-        assert task is not None
         if len(tries) == 1:
             task.cancel()
             await asyncio.sleep(0)

@@ -1,7 +1,5 @@
 """All watches of an API server learn together that it answers again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,8 +1,6 @@
 """Progress in a cluster: a report counts for the pod that its token proves, and no client can forge it or exhaust the
 receiver."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json
@@ -140,9 +138,7 @@ def test_a_pod_of_the_job_is_told_who_leads_and_no_stranger_is(world: World, tmp
     assert ask("token-of-rank-1") == b"", "an operator that does not lead may know an older status"
 
 
-def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_report(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_report(world, tmp_path, monkeypatch):
     """The library must keep its connection, because a new one costs the operator more than a report."""
     (tmp_path / "token").write_text("token-of-rank-0\n")
     with closing(Library(world.url, {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")})) as library:
@@ -156,10 +152,7 @@ def test_reports_of_the_library_share_a_connection_and_a_closed_one_loses_no_rep
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_a_connection_beyond_the_limit_is_closed_with_its_answer(
-    world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
-) -> None:
-    """A connection beyond the limit must be closed with its answer, not at any time while another client connects."""
+def test_a_connection_beyond_the_limit_is_closed_with_its_answer(world, monkeypatch, bound):
     monkeypatch.setattr(*bound, 2)  # so one connection is kept open: three quarters of the limit
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
@@ -239,9 +232,7 @@ def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connecti
     assert world.post({"step": 1}, "forged")[0] == 401
 
 
-def test_an_internal_error_is_answered_and_the_next_report_is_accepted(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_internal_error_is_answered_and_the_next_report_is_accepted(world, caplog):
     world.broken = True
     assert world.post({"step": 1})[0] == 500
     assert "a progress report was lost" in caplog.text
@@ -265,9 +256,7 @@ def test_rate_limits_of_ended_pods_are_forgotten(world: World, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_connections_beyond_the_limit_are_cut_while_all_others_are_being_answered(
-    world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
-) -> None:
+def test_connections_beyond_the_limit_are_cut_while_all_others_are_being_answered(world, monkeypatch, bound):
     monkeypatch.setattr(*bound, 3)
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(world.connect())) for _ in range(3)]
@@ -281,9 +270,7 @@ def test_connections_beyond_the_limit_are_cut_while_all_others_are_being_answere
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_an_idle_connection_makes_room_for_one_with_a_report(
-    world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
-) -> None:
+def test_an_idle_connection_makes_room_for_one_with_a_report(world, monkeypatch, bound):
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(world.client())) for _ in range(3)]
         assert [world.post_on(client, {"step": 1})[0] for client in clients] == [204] * 3
@@ -299,9 +286,7 @@ async def proven(world: World, connections: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_token_is_never_logged_whatever_is_wrong_with_the_request(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_is_never_logged_whatever_is_wrong_with_the_request(world, caplog):
     caplog.set_level(logging.DEBUG)
     secret = "eyJhbGciOiJSUzI1NiJ9.secret"
     world.post({"step": 1}, secret)

@@ -1,7 +1,5 @@
 """A reflector's copy stays correct whatever API servers do to watches. All tests are in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import weakref
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 from cancelling import running
 from slow_server import play
-from virtual_time import VirtualLoop
 
 from ddpjob_operator.kube.api.api_error import bad_answer
 from ddpjob_operator.kube.api.client import ApiError, Page
@@ -147,9 +144,7 @@ def test_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -
     assert sum(waits[8:]) < 5
 
 
-def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_briefly_failing_watch_is_logged_only_after_seconds_and_a_missing_right_at_once(caplog):
     """A watch that fails briefly must be logged only after seconds, so that the line about a missing right is seen."""
     busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
     follow([([], 10)], [[busy], [busy]])
@@ -251,7 +246,6 @@ class Neglected:
 
         async def story() -> None:
             loop = asyncio.get_running_loop()
-            assert isinstance(loop, VirtualLoop)
             about = {"runtime": Runtime(clock=loop.time), "meter": self.meter}
             reflector = Reflector(self.server, "services", "team", "", self.copy, **about)  # type: ignore[arg-type]
             running = asyncio.create_task(reflector.run())
@@ -276,9 +270,7 @@ def neglected() -> Neglected:
     return made
 
 
-def test_a_change_missed_by_the_watch_is_found_named_and_counted(
-    neglected: Neglected, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_change_missed_by_the_watch_is_found_named_and_counted(neglected, caplog):
     """A change that the watch missed must be found by a list: otherwise a job whose pods have ended runs for ever."""
     assert neglected.missed() == 0
 

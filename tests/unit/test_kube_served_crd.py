@@ -1,7 +1,5 @@
 """A CRD older than the operator: Helm never upgrades it, and the API server drops fields that it does not know."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging
@@ -97,7 +95,5 @@ def test_only_a_few_of_many_missing_fields_are_named(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("answer", [ApiError(403, "Forbidden", "no"), None], ids=["refused", "no answer"])
-def test_a_server_that_does_not_publish_its_schema_delays_nothing(
-    answer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_does_not_publish_its_schema_delays_nothing(answer, caplog):
     assert [line for line in reported(answer, caplog, 0.01) if "was not compared" not in line] == []

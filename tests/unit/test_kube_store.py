@@ -1,7 +1,5 @@
 """Our copy of the cluster: newer objects win, deleted ones stay gone, and only real differences are reported."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
@@ -97,9 +95,7 @@ def test_all_objects_of_a_list_count_as_seen_at_once_and_events_of_other_jobs_ke
     assert in_order == sorted(set(in_order))
 
 
-def test_a_job_continues_when_its_object_becomes_readable_again_unchanged(
-    store: Store[str], changes: list[Any]
-) -> None:
+def test_a_job_continues_when_its_object_becomes_readable_again_unchanged(store, changes):
     """A job must be reconciled when its object is readable again, even if it is the same as before the mistake."""
     store.put(raw(version=5))
     unreadable, store._cut = store._cut, refuses

@@ -1,7 +1,5 @@
 """The check of a pod's token: which tokens are accepted, how a refusal reads, and when the cluster's keys are read."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

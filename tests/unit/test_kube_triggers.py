@@ -1,7 +1,5 @@
 """Which changes of a pod or a node cause a reconcile, and how soon."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import msgspec
@@ -70,9 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("old", "new", "others", "seconds"), CASES.values(), ids=CASES)
-def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_collected(
-    old: Pod | None, new: Pod | None, others: list[Pod], seconds: float | None
-) -> None:
+def test_failures_and_deletions_are_reconciled_at_once_and_good_news_is_collected(old, new, others, seconds):
     """Good news must be collected, because a reconcile may write the status. Failures must be reconciled at once."""
     pods = others if new is None else [new, *others]
     assert pod_changed(old, new, pods, nodes=2) == seconds

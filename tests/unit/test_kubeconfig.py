@@ -1,7 +1,5 @@
 """The client reads a kubeconfig as kubectl does: CAs, certificates, plugins, several files, proxies."""
 
-from __future__ import annotations
-
 import base64
 import datetime as dt
 import json
@@ -133,9 +131,7 @@ def ask(config: str, context: str | None = None) -> None:
     connect(context, file=config).get("/version")
 
 
-def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(
-    server: Server, cluster: dict[str, Any], authority: Authority, tmp_path: Path
-) -> None:
+def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(server, cluster, authority, tmp_path):
     """Certificates (kubeadm), inside the file or next to it, tokens and plugins must all identify the user."""
     pem, key = authority.sign("jane")
     for name, content in (("jane.crt", pem), ("jane.key", key), ("token", b"from-file\n"), ("ca.crt", authority.pem)):
@@ -161,9 +157,7 @@ def test_every_kind_of_credentials_in_a_kubeconfig_identifies_the_user(
     ask(write(tmp_path / "config", beside, {"token": "secret"}))
 
 
-def test_a_server_without_a_trusted_certificate_gets_no_request(
-    server: Server, cluster: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_server_without_a_trusted_certificate_gets_no_request(server, cluster, tmp_path):
     """A server without a trusted certificate must get no request, because it would get the user's token."""
     wrong = base64.b64encode(Authority().pem).decode()
     for other in (
@@ -178,9 +172,7 @@ def test_a_server_without_a_trusted_certificate_gets_no_request(
     assert server.users == ["Bearer secret"]
 
 
-def test_the_token_of_a_plugin_is_requested_again_only_when_it_has_expired(
-    server: Server, cluster: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_token_of_a_plugin_is_requested_again_only_when_it_has_expired(server, cluster, tmp_path):
     """A plugin must run again when its token expires: tokens are valid for minutes, and logs are followed for days."""
     for expires, calls in (("2999-01-01T00:00:00Z", "x"), ("2020-01-01T00:00:00Z", "xxxx")):
         status = {"token": "fresh", "expirationTimestamp": expires}
@@ -191,9 +183,7 @@ def test_the_token_of_a_plugin_is_requested_again_only_when_it_has_expired(
         assert (tmp_path / "login.calls").read_text() == calls
 
 
-def test_a_plugin_gets_the_cluster_information_if_it_requests_it(
-    server: Server, cluster: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_plugin_gets_the_cluster_information_if_it_requests_it(server, cluster, tmp_path):
     own = {"name": "client.authentication.k8s.io/exec", "extension": {"audience": "x"}}
     user = plugin(tmp_path / "login", {"token": "{info}"}, provideClusterInfo=True)
     ask(write(tmp_path / "config", {**cluster, "extensions": [own]}, user))
@@ -201,10 +191,7 @@ def test_a_plugin_gets_the_cluster_information_if_it_requests_it(
     assert told["cluster"] == {**cluster, "config": {"audience": "x"}}
 
 
-def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(
-    server: Server, cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files in `KUBECONFIG=a:b` must form one kubeconfig, in which the first value wins."""
+def test_several_files_form_one_kubeconfig_in_which_the_first_value_wins(server, cluster, tmp_path, monkeypatch):
     first = write(tmp_path / "a", cluster, {"token": "a"}, "one")
     other = write(tmp_path / "b", cluster, {"token": "b"}, "two")
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")
@@ -240,9 +227,7 @@ def test_a_pod_uses_its_service_account(authority: Authority, tmp_path: Path, mo
         ("127.0.0.1", {"proxy-url": "http://bastion:8080"}, "bastion"),
     ],
 )
-def test_the_proxy_of_a_kubeconfig_or_of_the_environment_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_proxy: str, own: dict[str, str], through: str | None
-) -> None:
+def test_the_proxy_of_a_kubeconfig_or_of_the_environment_is_used(tmp_path, monkeypatch, no_proxy, own, through):
     """The proxy of the kubeconfig or of the environment must be used, for example for a cluster behind a bastion."""
     monkeypatch.setenv("https_proxy", "http://proxy.corp:3128")
     monkeypatch.setenv("no_proxy", no_proxy)

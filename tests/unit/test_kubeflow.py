@@ -1,7 +1,5 @@
 """Reports in Kubeflow's progress protocol are accepted as ours. Hugging Face's Trainer and Kubeflow's SDK send them."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any

@@ -2,8 +2,6 @@
 schemas of kubernetes-validate refuse unknown fields and wrong types. They cannot tell what an API server checks in its
 code, such as name lengths; tests/api checks that with the version it gets."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

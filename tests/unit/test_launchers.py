@@ -1,7 +1,5 @@
 """The launcher of a script is ddprun unless something needs torchrun. Then one line names the reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ def run(cli: Cli, script: str, *options: str, name: str = "train.py") -> tuple[l
 
 
 def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
-    """ddprun must start a script by default, without a line about it."""
     assert run(cli, INIT) == run(cli, INIT, "--nodes", "1:2") == (["ddprun", "train.py"], "")
     assert run(cli, INIT, "--launcher", "torchrun") == (["torchrun", "train.py"], "")
     assert run(cli, INIT, "-m", "train") == (["ddprun", "-m", "train"], "")
@@ -52,9 +49,7 @@ def test_ddprun_starts_a_script_without_a_message_about_it(cli: Cli) -> None:
         (STORE + "TCPStore(host, port, 2, False)\n", [], "line 4 connects to a store that torchrun serves"),
     ],
 )  # fmt: skip
-def test_torchrun_starts_scripts_that_ddprun_cannot_and_one_line_gives_the_reason(
-    cli: Cli, script: str, options: list[str], why: str
-) -> None:
+def test_torchrun_starts_scripts_that_ddprun_cannot_and_one_line_gives_the_reason(cli, script, options, why):
     """torchrun must start a script that hangs or loses a setting under ddprun, and a line must give the reason."""
     command, said = run(cli, script, *options)
     assert command[0] == "torchrun"
@@ -130,9 +125,7 @@ def test_ddprun_starts_ranks_only_with_the_python_that_torchrun_would_use(tmp_pa
         (["--launcher", "torchrun"], "torchrun"),
     ],
 )
-def test_submit_writes_ddprun_only_for_an_image_that_is_known_to_have_it(
-    cli: Cli, options: list[str], command: str
-) -> None:
+def test_submit_writes_ddprun_only_for_an_image_that_is_known_to_have_it(cli, options, command):
     """A pod whose image lacks ddprun never starts, so submit must not assume ddprun in an unknown image."""
     (cli.folder / "train.py").write_text(INIT)
     done = cli.here("submit", "--dry-run", *options, "train.py")

@@ -1,7 +1,5 @@
 """Every command in docs/launching.md is accepted as written, and what the page calls refused is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -119,7 +117,5 @@ def test_a_running_launcher_that_waits_in_vain_is_named(words: str, environ: dic
         ("python train.py", OF_JOB[0]),
     ],
 )
-def test_a_running_launcher_that_may_meet_others_or_trains_alone_on_purpose_is_not(
-    words: str, environ: dict[str, str]
-) -> None:
+def test_a_running_launcher_that_may_meet_others_or_trains_alone_on_purpose_is_not(words, environ):
     assert in_vain(("torchrun train.py", OF_JOB[0]), (words, environ)) == []

@@ -1,7 +1,5 @@
 """The message quotes a script that refuses its options or says why it stops. An exit code alone explains nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks and node ranks follow from the members of a generation, never from the numbers of their pods."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddpjob_core.members import Members

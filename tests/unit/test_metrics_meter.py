@@ -1,8 +1,6 @@
 """The metrics that a scraper reads: each series once, in both formats, none of a deleted job, and no label of unbounded
 length."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import itertools
@@ -15,7 +13,6 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from slow_server import SlowServer, Town, play
 
-import metrics_page
 from ddpjob_core import budget
 from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.job import api, reasons
@@ -113,7 +110,6 @@ def test_the_dashboard_of_kubebuilder_has_data_in_each_panel() -> None:
 
 
 def test_the_time_in_the_current_state_is_counted_while_it_lasts() -> None:
-    """The time in the current state must be counted while it lasts, and not only at its end."""
     running = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=api.Goodput(starting_seconds=30))
     found = scraped(Meter(), moment(running, seconds=100))
     assert found['ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'] == 100
@@ -143,7 +139,6 @@ def trained(seconds: float, created: float = 5, *, name: str = "digits", over: b
 
 
 def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
-    """A job that begins and ends between two scrapes must be counted."""
     meter = Meter()
     meter.leads(NOW)
     meter.spends(trained(5), at(5))
@@ -220,7 +215,6 @@ def test_a_restarted_operator_does_not_recount_what_was_already_counted(first: M
 
 
 def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -> None:
-    """A job's time must be counted by one release only."""
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[SPENT] == 30
@@ -231,7 +225,6 @@ def test_time_of_a_job_under_another_release_is_counted_only_by_that_release() -
 
 
 def test_all_time_of_a_new_job_is_counted() -> None:
-    """All time of a job must be counted, from its first minute on, and also for a short job."""
     meter = Meter()
     scraped(meter, moment())
     new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
@@ -397,9 +390,3 @@ def test_an_api_server_that_refuses_every_write_shows_as_reconcile_errors() -> N
         pytest.fail("no error is counted within 100 s")
 
     play(story)
-
-
-def test_the_page_of_metrics_is_generated_from_the_table() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_page.to_markdown() + "\n", (
-        "docs/metrics.md differs from metrics/names.py or the alerts: `make generate`"
-    )

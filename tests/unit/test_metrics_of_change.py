@@ -112,7 +112,6 @@ def test_replacing_a_single_pod_counts_as_a_pod_restart() -> None:
 
 @pytest.mark.parametrize("kind", ["application", "infrastructure", "stall"])
 def test_ranks_restarted_by_an_agent_are_timed_from_the_failure_that_it_saw(kind: str) -> None:
-    """A restart by an agent must be timed from the failure that it saw, not from its later report."""
     counted = Counted(digits(**DDPRUN)).runs().steps(10)
     world = counted.world
     failed_at = world.now.timestamp()
@@ -148,7 +147,6 @@ def test_a_wrong_node_clock_makes_no_duration_negative_or_huge(ahead: float) -> 
 
 
 def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_but_the_next_one_is() -> None:
-    """If the clock is set back, this restart must not count with 0 s, and the next restart must be timed."""
     counted = Counted(digits()).runs().steps(10)
     counted.world.exits(1, 3).after(2)
     counted.settle().world.after(3).stops_all()

@@ -1,7 +1,5 @@
 """A waiting job's message says for what, for how long, and how to find out why. A Warning follows after ten minutes."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import pytest
@@ -43,7 +41,6 @@ def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_comma
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) -> None:
-    """A container that is not created for ten minutes must cause one Warning, CannotStart, and no WaitsLong."""
     world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
     lives_on(world, 700)
     assert warnings(world) == ["CannotStart"]
@@ -108,7 +105,6 @@ def test_a_silent_node_is_named_before_it_is_given_up(nodes: int) -> None:
 
 
 def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_an_unready_one() -> None:
-    """A node whose object was deleted must be named as gone, and be given up after the time of an unready one."""
     world = digits().running().after(5).node_deleted(1).settle()
     assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
     assert world.plan().requeue_at == START + dt.timedelta(seconds=35)

@@ -1,7 +1,5 @@
 """Images and CI pin their dependencies, so that a replaced package, image or Action is noticed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Under ddprun only a lost pod is replaced. The other pods stay, with torch imported, and wait for the new one."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any
@@ -222,8 +220,7 @@ def counted(world: World) -> tuple[int, int]:
 
 def test_a_restart_in_place_is_counted_reported_and_named_while_the_job_keeps_running() -> None:
     world = trained()
-    world.agent = charged(1)
-    world.settle()
+    world.agent_reports(charged(1)).settle()
     assert (world.status.state, world.status.attempt, counted(world)) == ("Running", 1, (1, 0))
     failure = world.status.last_failure
     assert (failure.rank, failure.pod, failure.signal, failure.step) == (2, "digits-1-2", "SIGKILL", 41)
@@ -234,7 +231,6 @@ def test_a_restart_in_place_is_counted_reported_and_named_while_the_job_keeps_ru
 
 
 def test_a_restart_in_place_reported_late_is_charged_to_the_attempt_before_the_resume() -> None:
-    """A restart in place that is reported after a resume must be charged to the attempt before it."""
     world = trained().change(suspend=True).settle().stops_all().settle()
     world.agent = charged(1)
     world.change(suspend=False).settle()
@@ -246,8 +242,7 @@ def test_charges_while_the_pods_of_a_resumed_job_are_still_stopping_count(how: s
     """Restarts that agents report while old pods stop must count, or each resume allows further restarts in place."""
     world = trained().change(suspend=True).settle().change(suspend=False).settle()
     if how == "report":
-        world.agent = charged(1)
-        world.settle()
+        world.agent_reports(charged(1)).settle()
     else:
         counts = {"application": 1, "infrastructure": 0, "stall": 0, "inARow": 1, "chargedInARow": 1}
         agent = {"replacement": 0, "generation": 1, "restarts": counts}
@@ -270,14 +265,12 @@ def test_a_restart_in_place_with_only_complaints_blames_no_rank_and_shows_that_i
         exception=lost,
         symptom=True,
     )
-    world.agent = replace(agent, failures=[failure])
-    world.settle()
+    world.agent_reports(replace(agent, failures=[failure])).settle()
     event = world.events[-1]
     assert event.reason == "RestartedInPlace"
     assert event.message.startswith("rank 2 (pod digits-1-2, node node-2) lost its peers at step 41 (RuntimeError: ")
     assert "and ddprun names the rank (not charged to backoffLimit); restarted all ranks in place" in event.message
-    world.agent = charged(1)
-    world.settle()
+    world.agent_reports(charged(1)).settle()
     assert "not charged" not in world.events[-1].message
 
 
@@ -303,16 +296,14 @@ def test_the_cause_known_to_an_agent_counts_more_than_the_exception_text(known: 
     world = trained()
     agent = charged(infrastructure=1)
     failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
-    world.agent = replace(agent, failures=[failure._replace(charged_to="infrastructure")])
-    world.settle()
+    world.agent_reports(replace(agent, failures=[failure._replace(charged_to="infrastructure")])).settle()
     assert world.status.last_failure.reason == reason
 
 
 def test_a_repeated_report_is_not_charged_again_and_only_new_restarts_count() -> None:
     world = trained()
     for agent, expected in [(charged(2), 2), (charged(2), 2), (charged(1), 2), (charged(3), 3)]:
-        world.agent = agent
-        world.settle()
+        world.agent_reports(agent).settle()
         assert counted(world) == (expected, 0)
     world.agent = None  # a new operator, which has received no report yet
     world.settle()
@@ -321,11 +312,9 @@ def test_a_repeated_report_is_not_charged_again_and_only_new_restarts_count() ->
 
 def test_the_agent_that_replaces_node_0_counts_from_zero() -> None:
     world = trained(backoffLimit=9)
-    world.agent = charged(2)
-    world.settle().exits(0, code=137).settle().after(400).settle().runs(0).settle()
+    world.agent_reports(charged(2)).settle().exits(0, code=137).settle().after(400).settle().runs(0).settle()
     assert counted(world) == (3, 0), "two in place, and the pod"
-    world.agent = charged(1, replacement=1)
-    world.settle()
+    world.agent_reports(charged(1, replacement=1)).settle()
     assert counted(world) == (4, 0)
     assert words(world).count("RestartedInPlace") == 2
     assert "restarted in place 3 times" in world.status.message, "of the attempt, not of an agent"
@@ -349,15 +338,13 @@ def test_a_late_report_of_a_restart_does_not_count_for_a_replacement_pod() -> No
     """A late report of a restart must not mark a replacement pod as started: its absence would count as a loss."""
     world = trained().exits(2, code=137).settle()
     assert "2" in world.status.replacements
-    world.agent = charged(1)
-    world.settle()
+    world.agent_reports(charged(1)).settle()
     assert world.status.started_nodes == "0-1"
 
 
 def test_reports_from_before_a_suspension_are_not_counted_again_after_it() -> None:
     world = trained()
-    world.agent = charged(1)
-    world.settle().change(suspend=True).settle().stops_all().settle()
+    world.agent_reports(charged(1)).settle().change(suspend=True).settle().stops_all().settle()
     world.change(suspend=False).step()
     assert (world.status.attempt, counted(world)) == (2, (1, 0))
 
@@ -373,8 +360,7 @@ def test_restarts_in_the_last_message_of_an_agent_without_a_receiver_are_counted
 
 def test_reports_about_an_older_failure_do_not_settle_the_current_one() -> None:
     world = trained().deleted_first(1).settle()
-    world.agent = charged(1)
-    world.settle()
+    world.agent_reports(charged(1)).settle()
     assert world.status.last_failure.pod == "digits-1-1"
     assert world.events[-1].message == "restarted all ranks in place (restart 1)"
     assert counted(world) == (1, 0)
@@ -416,8 +402,7 @@ def variables(world: World, rank: int = 0, replacement: int = 0) -> dict[str, st
 
 def test_a_new_pod_gets_the_remaining_budgets() -> None:
     world = trained(backoffLimit=5, stall={"timeoutSeconds": 90})
-    world.agent = charged(2, in_a_row=2)
-    world.settle().exits(1, code=137).settle()
+    world.agent_reports(charged(2, in_a_row=2)).settle().exits(1, code=137).settle()
     env = variables(world, rank=1, replacement=1)
     assert json.loads(env["DDPJOB_RESTARTS_LEFT"]) == {
         "application": 2,
@@ -444,8 +429,7 @@ def test_agents_get_the_restart_grace_set_by_the_user() -> None:
 def test_steps_that_agents_already_counted_are_no_new_progress_for_the_operator() -> None:
     """Steps that agents have counted must not count again as progress: a bad checkpoint may be tried 3 times, not 9."""
     world = trained(backoffLimit=9).reports_step(100).settle()
-    world.agent = charged(3, in_a_row=3)
-    world.settle()
+    world.agent_reports(charged(3, in_a_row=3)).settle()
     assert world.status.furthest_step == 100
     assert json.loads(variables(world, rank=1)["DDPJOB_RESTARTS_LEFT"])["step"] == 100
     for rank in range(3):

@@ -1,7 +1,5 @@
 """A success is suspicious if ranks trained alone, or if their replicas differed during the whole training."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Jobs and pods that operators of earlier commits left in a cluster, under the present operator.
 tests/unit/data/recordings has a file for each commit, written there by tests/support/recordings.py."""
 
-from __future__ import annotations
-
 import datetime as dt
 import functools
 import json
@@ -68,7 +66,6 @@ def test_the_current_crd_has_every_field_of_the_stored_objects(commit: str, mome
 
 @pytest.mark.parametrize(("commit", "moment"), [one for one in RECORDED if one[1] in HEALTHY])
 def test_an_upgrade_neither_stops_nor_creates_pods_of_a_healthy_job(commit: str, moment: str) -> None:
-    """An upgrade of the operator must not stop or create a pod of a healthy job."""
     world = taken_over(commit, moment)
     state, attempt, names = world.status.state, world.status.attempt, world.names()
     done = [action for _ in range(3) for action in world.step().actions]

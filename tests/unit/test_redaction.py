@@ -1,7 +1,5 @@
 """Texts that look like credentials never reach a status, and all other text stays unchanged."""
 
-from __future__ import annotations
-
 import datetime as dt
 import time
 

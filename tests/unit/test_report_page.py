@@ -1,7 +1,5 @@
 """The HTML report of a run is one file, for any run and for any output of its script."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 import xml.etree.ElementTree as ET
@@ -180,7 +178,6 @@ def test_a_series_stays_small_and_keeps_the_spikes() -> None:
 
 
 def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: Path) -> None:
-    """The report of a week with many metrics must be below a megabyte."""
     history = History()
     for i in range(5_000):
         values = {f"metric {n}": repr(0.1234567890123 * i * n) for n in range(16)}

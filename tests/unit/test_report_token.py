@@ -1,7 +1,5 @@
 """A pod gets a token with which its trainer reports. The user's own settings have precedence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddpjob_operator.pods import report_token

@@ -1,7 +1,5 @@
 """The step from which a training resumes is shown in the line about a restart, at the end of a run, and in describe."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any
@@ -44,7 +42,6 @@ def fails(world: World, place: int = 1) -> World:
 
 
 def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
-    """The message of a restart must show the step from which it resumes, and so how many steps are lost."""
     world = trains(CLAIM)
     assert world.status.progress.saved_step == 500
     assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
@@ -62,9 +59,7 @@ def test_a_restart_message_shows_the_step_from_which_it_resumes() -> None:
     ],
 )
 @pytest.mark.parametrize("own_tmp", [False, True], ids=["", "an empty /tmp"])
-def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(
-    volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
-) -> None:
+def test_a_checkpoint_that_may_be_lost_with_its_pod_is_not_promised(volume, local, where, own_tmp):
     """A checkpoint that is lost with its pod, as in an emptyDir, must not be promised. An emptyDir at /tmp, for a
     read-only root, is only for temporary files."""
     world = trains(volume, own_tmp=own_tmp)
@@ -129,7 +124,6 @@ def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
 
 
 def test_a_restart_from_memory_repeats_no_step_and_every_line_shows_it() -> None:
-    """A restart from memory must repeat no step, and every line must show this and the step."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
@@ -170,7 +164,6 @@ def test_a_restart_from_the_folder_also_repeats_steps_that_were_never_reported(f
 
 
 def test_a_failure_reported_after_the_next_ranks_have_started_counts_its_steps_once() -> None:
-    """A failure that is reported again after the next start must count its lost steps once."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "saved_step": 500}
     world.reports_step(501, generation=1, **resumed).settle()
@@ -190,7 +183,6 @@ def test_a_state_loaded_at_the_beginning_counts_no_step_as_kept() -> None:
 
 
 def test_ranks_that_start_from_scratch_in_their_pods_do_not_show_an_earlier_resume() -> None:
-    """Ranks that start from scratch in their pods must not show an earlier resume at the end of the job."""
     world = trains(command="ddprun").after(3)
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1}
     world.reports_step(535, **resumed).settle().after(3).reports_step(540, **resumed).settle()
@@ -311,7 +303,6 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
     ],
 )
 def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why: str) -> None:
-    """If a stop saved nothing, the output must give the reason."""
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
     said = told.stopped("digits", api.Status(progress=progress), 12, ended)

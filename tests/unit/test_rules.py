@@ -1,14 +1,12 @@
 """A failure's class and budget, and when a restart is useless: the same rules in the operator and in the agents."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import pytest
 
 from ddpjob_core import budget, rules
 from ddpjob_core.budget import Attempt, Limits, RestartHistory
-from ddpjob_core.failure_policy import Action, PolicyRule
+from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import Failure
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -171,9 +169,7 @@ def test_the_failure_class_follows_from_kubernetes_and_the_process(failure: Fail
         "exception: ",
     ],
 )
-def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(
-    raised: str, error: str, found: rules.Class
-) -> None:
+def test_a_cuda_error_has_one_class_whatever_its_type_and_is_retried(raised, error, found):
     exception = f"{raised}CUDA error: {error}"
     assert rules.classify(Failure(exit_code=1, exception=exception)) == found
     assert not rules.is_symptom(exception)
@@ -320,14 +316,7 @@ def test_a_failure_that_no_lost_peer_explains_is_not_a_symptom(exception: str) -
         ("FailJob", {143}, False, 143, "stall", "stall"),
     ],
 )
-def test_a_failure_policy_rule_applies_to_the_exit_of_a_process(
-    action: Action,
-    codes: set[int],
-    inverted: bool,
-    exit_code: int | None,
-    found: rules.Class,
-    want: rules.Class,
-) -> None:
+def test_a_failure_policy_rule_applies_to_the_exit_of_a_process(action, codes, inverted, exit_code, found, want):
     rule = PolicyRule(action, frozenset(codes), inverted)
     assert rules.with_policy(found, exit_code, [rule]) == want
 

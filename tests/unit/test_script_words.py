@@ -1,7 +1,5 @@
 """`ddpjob run`, `submit` and `init` separate their own arguments from those of the script, as torchrun does."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -83,9 +81,7 @@ def test_all_words_from_the_first_unknown_word_on_belong_to_the_script(cli: Cli,
         "--nproc_per_node 2 --max-restarts=1 train.py --nnodes 3 -- --lr 1",
     ],
 )
-def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_after_the_script(
-    cli: Cli, typed: str
-) -> None:
+def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_after_the_script(cli, typed):
     spec = made(cli, typed)
     assert (spec["nodes"], spec["nprocPerNode"], spec["backoffLimit"]) == (3, 2, 1)
     assert spec["template"]["spec"]["containers"][0]["command"] == ["torchrun", "train.py", "--lr", "1"]
@@ -106,9 +102,7 @@ def test_torchrun_spellings_of_our_options_are_accepted_before_and_directly_afte
         ("-m package.train --env A=1", "--env A=1 -m package.train", "-m package.train -- --env A=1"),
     ],
 )
-def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(
-    cli: Cli, typed: str, ours: str, theirs: str
-) -> None:
+def test_an_option_that_the_script_has_too_is_refused_with_both_spellings(cli, typed, ours, theirs):
     """An option that the script has, too, such as --env, must be refused with both spellings."""
     done = cli.here("run", *typed.split())
     assert done.returncode == 2

@@ -1,7 +1,5 @@
 """`ddpjob.submit` from a user's program: functions are sent to a job, and results come back."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -80,9 +78,7 @@ WORK = "import random\nclass Point:\n    x = 3\ndef work(y): return Point.x + y\
     ],
     ids=["of __main__ with a class", "lambda", "closure", "object", "partial"],
 )
-def test_the_result_of_a_function_in_the_cluster_is_returned(
-    cluster: FakeCluster, tmp_path: Path, code: str, args: tuple[Any, ...], answer: object
-) -> None:
+def test_the_result_of_a_function_in_the_cluster_is_returned(cluster, tmp_path, code, args, answer):
     """The result of a function must be returned, also from an image without cloudpickle and ddpjob."""
     job = ddpjob.submit(in_main(code), args=args, name="work")
     ends(cluster, tmp_path)
@@ -154,9 +150,7 @@ def test_a_cell_that_is_edited_while_its_job_runs_changes_nothing_of_it(cluster:
     assert job.result(timeout=20).x == 1
 
 
-def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(
-    cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(cluster, tmp_path, monkeypatch):
     """The function's module must be sent, because the image lacks it, even if its name equals the job's."""
     (tmp_path / "work.py").write_text("FACTOR = 3\ndef helper(x): return x * FACTOR\ndef work(x): return helper(x)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -166,9 +160,7 @@ def test_a_function_in_a_module_of_the_user_is_sent_with_its_module(
     assert job.result(timeout=20) == 6
 
 
-def test_a_function_finds_its_other_modules_in_the_sent_folder(
-    cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_finds_its_other_modules_in_the_sent_folder(cluster, tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "shards.py").write_text("COUNT = 4\n")
     job = ddpjob.submit(in_main("def work():\n    import shards\n    return shards.COUNT"), code=tmp_path / "lib")
@@ -226,9 +218,7 @@ def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
         ("def work(): pass", {"launcher": "mpirun"}, "--launcher"),
     ],
 )
-def test_what_would_train_nothing_is_refused(
-    cluster: FakeCluster, code: str, options: dict[str, Any], why: str
-) -> None:
+def test_what_would_train_nothing_is_refused(cluster, code, options, why):
     """A function that would train nothing must be refused: its job would succeed, or fail only in its pods."""
     for start in (ddpjob.submit, ddpjob.run):
         with pytest.raises(ddpjob.InputError, match=why):
@@ -246,9 +236,7 @@ def test_what_would_train_nothing_is_refused(
         ),
     ],
 )
-def test_a_result_that_cannot_be_returned_is_reported_and_the_job_succeeds(
-    cluster: FakeCluster, tmp_path: Path, code: str, why: str
-) -> None:
+def test_a_result_that_cannot_be_returned_is_reported_and_the_job_succeeds(cluster, tmp_path, code, why):
     """The job must succeed although its result cannot be sent, because the long training itself was correct."""
     job = ddpjob.submit(in_main(code))
     ends(cluster, tmp_path)

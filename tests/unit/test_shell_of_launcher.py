@@ -1,7 +1,5 @@
 """Warnings about the shell script around a launcher: lost exit codes, and SIGTERM that is not forwarded."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

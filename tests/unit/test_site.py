@@ -1,7 +1,5 @@
 """The documents as a site: read in a browser, from a server or from the disk."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import re
@@ -62,9 +60,7 @@ def test_all_links_of_all_pages_lead_to_files_of_the_site(site: Path) -> None:
         ("tutorial.html", "import ddpjob", "/search/search_index.json"),
     ],
 )
-def test_a_browser_shows_a_page_with_its_pictures_and_the_search(
-    server: Site, tmp_path: Path, page: str, words: str, loaded: str
-) -> None:
+def test_a_browser_shows_a_page_with_its_pictures_and_the_search(server, tmp_path, page, words, loaded):
     shown = browser.drawn(f"http://127.0.0.1:{server.server_port}/{page}", tmp_path)
     assert words in re.sub(r"</?(?:span|a)\b[^>]*>", "", shown)
     assert server.answers.get(loaded) == 200

@@ -200,7 +200,6 @@ def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
     group.ask()
     assert not group.answered(0, STANDS, [Position(0, 42)], {0, 1})
     found = group.settle()
-    assert found is not None
     assert found.rank == 0
 
 
@@ -216,7 +215,6 @@ def test_without_the_library_only_a_rank_that_waits_for_another_proves_a_hang() 
 
 @pytest.mark.parametrize(("idle", "found"), [([True, True], True), ([True, False], False), ([False, False], False)])
 def test_without_the_library_a_rank_that_waits_for_nobody_hangs_if_it_idles(idle: list[bool], found: bool) -> None:
-    """Without the library, an idle rank that waits for nobody must count as hanging; a busy rank must not."""
     stalled = StallReport(BY_COLLECTIVES, True, 300.0, "train")
     group = Standstill()
     group.heard(0, stalled)
@@ -313,11 +311,8 @@ BEHIND = at(3, 1041, done=True, where="train.py:41 in load_batch")
         ),
     ],
 )
-def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(
-    failures: list[Failure], positions: list[Position], sentence: str
-) -> None:
+def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(failures, positions, sentence):
     found = kept_waiting(failures, positions)
-    assert found is not None
     assert (found.rank, found.stalled, found.symptom) == (3, True, False)
     assert found.exception == f"made no progress until rank 0 timed out: {sentence}"
 
@@ -353,9 +348,7 @@ def test_a_rank_that_others_waited_for_until_their_timeouts_is_named(
         "where it is, is not known",
     ],
 )
-def test_no_rank_is_named_if_it_is_unclear_whom_the_others_waited_for(
-    failures: list[Failure], positions: list[Position]
-) -> None:
+def test_no_rank_is_named_if_it_is_unclear_whom_the_others_waited_for(failures, positions):
     assert kept_waiting(failures, positions) is None
 
 

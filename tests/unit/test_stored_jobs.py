@@ -1,7 +1,5 @@
 """What the operator keeps of idle jobs, when it reads them again, and which jobs wait for memory."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import datetime as dt
@@ -123,10 +121,6 @@ class Cluster:
 
     def send(self, *_: Any) -> None:
         pass
-
-
-def _job_of(raw: Any) -> Key:
-    return raw["metadata"]["namespace"], raw["metadata"]["labels"]["training.ddpjob.io/job"]
 
 
 def kept(cluster: Cluster, key: Key) -> int:
@@ -321,7 +315,6 @@ def test_jobs_that_find_no_room_at_all_are_served_by_later_lists() -> None:
 
 
 def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None:
-    """A job that has pods must be read for its reconcile even if it is not kept, so that its pods are stopped."""
     cluster, keys = crowded("j")
     (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
     assert cluster.reconciles(left_out) == []
@@ -333,10 +326,8 @@ def test_a_job_that_is_not_kept_but_has_pods_is_read_for_its_reconcile() -> None
     assert cluster.changed == [], "it would be read again and again"
 
 
-def test_large_jobs_are_planned_one_at_a_time_with_pauses_and_namespaces_take_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Large jobs must be planned one at a time: 32 threads would make each turn of the event loop 150 ms longer."""
+def test_large_jobs_are_planned_one_at_a_time_with_pauses_and_namespaces_take_turns(monkeypatch):
+    """With 32 threads that plan, each turn of the event loop would take 150 ms longer, and a restart has many turns."""
     planned: list[str] = []
     planning: set[str] = set()
     pauses: list[float] = []

@@ -1,7 +1,5 @@
 """`ddpjob submit`: what is sent with a job, what is left out, and what a cluster gets."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import io
@@ -23,7 +21,7 @@ import click
 import pytest
 import yaml
 from fake_cluster import FakeCluster, pod
-from shell import Ddpjob, Done
+from shell import Ddpjob, Done, eventually
 
 from ddpjob_cli.client import pack
 from ddpjob_cli.commands.main import cli
@@ -192,7 +190,6 @@ def test_files_that_vanish_while_a_folder_is_read_are_left_out(tmp_path: Path) -
 
 
 def test_a_folder_of_2_gb_is_refused_at_once_with_its_largest_files(folder: Path) -> None:
-    """A folder of 2 GB must be refused at once, with its largest files named, and without reading them."""
     (folder / "data").mkdir()
     with (folder / "data/train.bin").open("wb") as file:
         file.truncate(2 << 30)
@@ -248,18 +245,14 @@ def test_the_job_is_valid_and_meets_the_restricted_profile(folder: Path, cluster
     assert spec["initContainers"][0]["resources"] == {"limits": {}}, "a GPU is not needed to unpack"
 
 
-def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_two_jobs_with_the_same_code_share_it_until_the_last_is_deleted(folder, cluster, ddpjob):
     assert ddpjob("submit", "train.py", "--name", "a").code == 0
     assert ddpjob("submit", "train.py", "--name", "b").code == 0
     assert len(cluster.find("configmaps")["metadata"]["ownerReferences"]) == 2
     assert len([path for path in cluster.objects if "configmaps" in path]) == 1
 
 
-def test_code_of_the_same_name_with_another_content_is_refused(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_code_of_the_same_name_with_another_content_is_refused(folder, cluster, ddpjob):
     """Code of the same name with other content must be refused, because somebody else's code would run."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
@@ -273,9 +266,7 @@ def test_a_refused_submit_leaves_nothing_behind(folder: Path, cluster: FakeClust
     assert cluster.objects == {}
 
 
-def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_job_whose_creation_is_uncertain_is_reported_as_uncertain(folder, cluster, ddpjob):
     """A job whose creation is uncertain must be named: it may exist, without its code."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
@@ -292,16 +283,12 @@ def test_a_refusal_uses_the_field_names_of_the_server(folder: Path, cluster: Fak
     ddpjob("submit", "train.py", code=1, says="spec.nodes: must be at most 3")
 
 
-def test_a_name_in_use_is_reported_with_the_state_of_the_existing_job(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_name_in_use_is_reported_with_the_state_of_the_existing_job(folder, cluster, ddpjob):
     ddpjob("submit", "train.py")
     ddpjob("submit", "train.py", code=2, says=("--name train-2", "ddpjob delete train"))
 
 
-def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
-    folder: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(folder, ddpjob, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", "/not/there")
     done = ddpjob("submit", "train.py", "--dry-run", code=0)
     config_map, job = yaml.safe_load_all(done.out)
@@ -319,7 +306,6 @@ def test_an_image_that_is_loaded_onto_the_nodes_is_not_pulled(folder: Path, ddpj
 
 
 def test_a_script_that_saves_to_a_folder_lost_with_the_pod_gets_a_warning(folder: Path, ddpjob: Ddpjob) -> None:
-    """A script that saves to a folder lost with the pod must get a warning, or its model is lost."""
     (folder / "train.py").write_text(SOUND + "\nimport torch\ntorch.save(1, 'model.pt')\n")
     lost = f"Line {len(SOUND.splitlines()) + 3} saves files, which are lost when the pod ends: mount a volume"
     assert lost in ddpjob("submit", "train.py", "--dry-run").err
@@ -339,9 +325,7 @@ def test_a_dry_run_quotes_words_that_kubectl_would_misread(folder: Path, ddpjob:
     assert [command[-5:] for command in found] == [words] * len(found)
 
 
-def test_a_yaml_file_is_submitted_unchanged_and_with_code_on_request(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_yaml_file_is_submitted_unchanged_and_with_code_on_request(folder, cluster, ddpjob):
     trainer = {"name": "trainer", "image": "mine", "command": ["torchrun", "train.py"], "workingDir": "/app"}
     spec = {"nodes": 2, "template": {"spec": {"containers": [trainer]}}}
     kind = {"apiVersion": "training.ddpjob.io/v1alpha1", "kind": "DDPJob"}
@@ -361,9 +345,7 @@ JOB = (
 )
 
 
-def test_a_job_printed_by_the_cluster_is_submitted_again_under_another_name(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_job_printed_by_the_cluster_is_submitted_again_under_another_name(folder, cluster, ddpjob):
     """A job printed by the cluster must be accepted: fields that only the API server may set are removed."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml").code == 0
@@ -392,9 +374,7 @@ def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluste
     assert cluster.find("ddpjobs", "mine")
 
 
-def test_yaml_may_come_from_stdin_and_arguments_replace_those_of_the_file(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_yaml_may_come_from_stdin_and_arguments_replace_those_of_the_file(folder, cluster, ddpjob, monkeypatch):
     """`submit -` reads a job from stdin, and arguments replace those of the file, as with `ddpjob run`."""
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml", "--", "--epochs", "9").code == 0
@@ -418,9 +398,7 @@ def notebook(*cells: str) -> str:
     return json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]})
 
 
-def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(folder, cluster, ddpjob):
     """submit must send the code cells as a script, as `ddpjob run` does, and not read the JSON as a DDPJob."""
     (folder / "try it.ipynb").write_text(notebook("%pip list\nimport train", "print(train)"))
     ddpjob("submit", "try it.ipynb", "--", "--epochs", "5", code=0)
@@ -430,9 +408,7 @@ def test_a_notebook_is_sent_as_the_script_of_its_cells_with_its_folder(
     assert code_of(cluster.find("configmaps")) == {"train.py": SOUND, "try it.py": "pass\nimport train\nprint(train)\n"}
 
 
-def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(folder, cluster, ddpjob):
     """The script of train.ipynb must not replace the train.py next to it."""
     (folder / "src").mkdir()
     (folder / "src/train.ipynb").write_text(notebook("x = 1"))
@@ -456,9 +432,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
         (notebook("import torch.distributed as d", f"\n{LOCAL_RANK}"), [], "nb.ipynb:cell 2:2: error[rank-is-local"),
     ],
 )  # fmt: skip
-def test_an_error_in_a_notebook_is_reported_with_its_cell(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, text: str, words: list[str], says: str
-) -> None:
+def test_an_error_in_a_notebook_is_reported_with_its_cell(folder, cluster, ddpjob, text, words, says):
     """An error in a notebook must be reported with its cell, because the script in /tmp is deleted."""
     (folder / "nb.ipynb").write_text(text)
     (folder / "sub").mkdir()
@@ -468,10 +442,7 @@ def test_an_error_in_a_notebook_is_reported_with_its_cell(
     assert cluster.requests == []
 
 
-def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script from stdin must be sent with the job, alone or in the named folder."""
+def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(folder, cluster, ddpjob, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
     assert ddpjob("submit", "-", "--name", "alone").code == 0
     assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["ddprun", "stdin.py"]
@@ -482,9 +453,7 @@ def test_a_script_from_stdin_is_sent_alone_or_in_the_named_folder(
     assert code_of(cluster.find("configmaps")) == {"stdin.py": "print(1)\n", "train.py": SOUND}
 
 
-def test_a_script_in_a_code_folder_elsewhere_is_checked(
-    folder: Path, tmp_path: Path, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_in_a_code_folder_elsewhere_is_checked(folder, tmp_path, ddpjob, monkeypatch):
     """A script must be found in the code folder, although its path in the pod does not exist here."""
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
@@ -502,9 +471,7 @@ def test_a_script_in_a_code_folder_elsewhere_is_checked(
     )
 
 
-def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(folder, cluster, ddpjob):
     """A script that starts its own processes must be started by python, as in the job from `ddpjob init`."""
     (folder / "src").mkdir()
     (folder / "src/spawning.py").write_text(
@@ -538,9 +505,7 @@ def test_contradicting_namespaces_are_refused(folder: Path, cluster: FakeCluster
         (["job.yaml"], "job.yaml"),
     ],
 )
-def test_wrong_input_gives_one_line_and_exit_code_2(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
-) -> None:
+def test_wrong_input_gives_one_line_and_exit_code_2(folder, cluster, ddpjob, words, says):
     (folder / "sub").mkdir()
     (folder / "circle").symlink_to("circle")
     done = ddpjob("submit", *words, code=2)
@@ -548,9 +513,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
     assert cluster.requests == []
 
 
-def test_what_cannot_be_sent_is_named_as_the_user_knows_it(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_sent_is_named_as_the_user_knows_it(folder, cluster, ddpjob, monkeypatch):
     """What cannot be sent must be named as the user knows it, and not by a path in /tmp."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("import torch\ndef f(:\n"))
     assert ddpjob("submit", "-", code=2).err == "stdin:2: not valid Python: invalid syntax\n"
@@ -587,8 +550,7 @@ def test_a_job_with_a_mistake_that_check_finds_is_refused(folder: Path, cluster:
 
 def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {place}") -> None:
     """Act as operator and kubelets do: two pods run, print, and end."""
-    while (job := cluster.find("ddpjobs", "train")) is None:
-        time.sleep(0.01)
+    job = eventually(lambda: cluster.find("ddpjobs", "train"))
     pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
     job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1}
     for place in (0, 1):
@@ -611,9 +573,7 @@ def _followed(cluster: FakeCluster, ddpjob: Ddpjob, *told: Any) -> Done:
 
 
 @pytest.mark.parametrize(("state", "code", "says"), [("Succeeded", 0, "✔ train Succeeded in 38s"), ("Failed", 1, "✖")])
-def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, state: str, code: int, says: str
-) -> None:
+def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(folder, cluster, ddpjob, state, code, says):
     done = _followed(cluster, ddpjob, state, ["epoch 1", "epoch 2"])
     assert done.code == code
     assert sorted(done.out.splitlines()) == ["[0:0] epoch 1 0", "[0:0] epoch 2 0", "[1:1] epoch 1 1", "[1:1] epoch 2 1"]
@@ -621,10 +581,7 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
     assert says in done.err
 
 
-def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
-    """--follow must warn about a success whose log ends with a traceback, as a local run does."""
+def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(folder, cluster, ddpjob):
     lines = ["Traceback (most recent call last):", '  File "train.py", line 7, in <module>', "ValueError: bad shard"]
     done = _followed(cluster, ddpjob, "Succeeded", lines, "")
     doubt = "a rank has failed in train.py:7, although the exit code is 0: ValueError: bad shard"
@@ -635,9 +592,7 @@ def test_follow_warns_about_a_success_whose_log_ends_with_a_traceback(
 @pytest.mark.parametrize(
     ("words", "says"), [([], "was deleted\n"), (["--set", "spec.ttlSecondsAfterFinished=0"], "; it may have finished")]
 )
-def test_the_deletion_of_a_followed_job_is_reported(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
-) -> None:
+def test_the_deletion_of_a_followed_job_is_reported(folder, cluster, ddpjob, words, says):
     """The deletion of a followed job must be reported, as with ttlSecondsAfterFinished 0."""
     cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
     ddpjob("submit", "train.py", *words, "--follow", code=1, says=says)

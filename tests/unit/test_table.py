@@ -1,7 +1,5 @@
 """Lines of the table at the bottom of the terminal during a local run, at three widths."""
 
-from __future__ import annotations
-
 import datetime as dt
 import io
 import re
@@ -81,7 +79,6 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
 
 
 def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
-    """At 120 columns each rank must have its step, its process, and its use of CPU and GPU."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
         "5,210 samples/s  loss 0.484  learning_rate 1.22e-06",
@@ -121,15 +118,12 @@ def test_at_40_columns_lines_are_wrapped_and_processes_omitted() -> None:
         (status("Pending", message="backing off"), 5, None, "Pending  attempt 1: backing off, 4s  elapsed 5s"),
     ],
 )
-def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(
-    what: api.Status, seconds: float, initialized: dt.datetime | None, head: str
-) -> None:
+def test_while_nothing_trains_the_table_shows_what_it_waits_for_and_since_when(what, seconds, initialized, head):
     """Each wait must show its reason and its time. Users press Ctrl-C if a line does not change for 19 s."""
     assert text(moment(what, seconds, initialized=initialized), 120)[0] == head
 
 
 def test_a_script_that_cannot_report_is_not_shown_as_importing() -> None:
-    """A script that cannot report must not be shown as importing while it prints losses."""
     assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: elapsed 11s"
 
 
@@ -180,7 +174,6 @@ def test_after_a_restart_no_figure_of_the_previous_attempt_is_shown() -> None:
 
 
 def test_after_a_restart_in_place_no_figure_of_the_previous_generation_is_shown() -> None:
-    """After a restart in place no figure of the ranks before it may be shown."""
     what = status(progress=progress(200, 19), failures=[FAILURE], furthest_step=200)
     assert text(moment(what, 26), 120)[0] == "Starting  attempt 1: importing, 6s  elapsed 26s"
 
@@ -248,9 +241,7 @@ WORDS = st.text(max_size=12)
 
 
 @given(st.integers(2, 130), st.dictionaries(WORDS, WORDS, max_size=5), WORDS)
-def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(
-    width: int, metrics: dict[str, str], message: str
-) -> None:
+def test_no_line_is_wider_than_the_terminal_or_controlled_by_a_script(width, metrics, message):
     """A metric's name or a message must not move the cursor or wrap a line, or the table moves up the screen."""
     failure = replace(FAILURE, message=message)
     what = status(progress=progress(312, 40, metrics=metrics), failures=[failure])

@@ -1,7 +1,5 @@
 """Mistakes in a pod template that otherwise only an API server finds, named with their field before a job is sent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,6 @@ def test_a_value_that_no_api_server_accepts_is_named_with_its_field(container: d
     ],
 )
 def test_a_value_that_an_api_server_accepts_is_accepted(container: dict[str, Any]) -> None:
-    """A template value that API servers accept must be accepted."""
     assert refused(**container) == []
     assert list(validation.strict(validation.parse(manifest(container=container))[0].spec)) == []
 

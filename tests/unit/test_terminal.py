@@ -1,7 +1,5 @@
 """Scripts print anything: a terminal gets only text and colors, and a pipe gets everything unchanged."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -158,9 +156,7 @@ def test_no_escape_of_a_job_reaches_a_terminal(words: str, tmp_path: Path, monke
     assert "\x9b" not in said
 
 
-def test_an_answer_is_unchanged_only_in_a_pipe(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_unchanged_only_in_a_pipe(capfd, monkeypatch):
     """Only a pipe may get an answer unchanged: the JSON of `ddpjob list -o json` may contain control characters."""
     text = "größe\x9b2J\x1b]0;owned\x07\n"
     output.answer(text)
@@ -177,7 +173,6 @@ def test_every_line_on_stderr_is_printed_by_the_function_that_cleans_it() -> Non
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
 def test_a_name_in_a_script_cannot_add_a_line_to_the_yaml_of_init(end: str) -> None:
-    """The name of an option with a line break must not add a line to the YAML, in which it is a comment."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
     made = from_script.job_yaml(sources.Source("train.py"), text)

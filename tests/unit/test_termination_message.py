@@ -3,8 +3,6 @@ kB of torchrun's output for short scripts: raise, sys.exit(3), SIGSEGV and SIGKI
 ranks that exit at different times, two ranks on gloo of which rank 1 raises (in one pod, and in two pods: peer-gone is
 the other pod's), and SIGTERM to torchrun itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -54,9 +52,7 @@ def of_rank(rank: int, log: str) -> str:
         ("sigterm-to-torchrun", None, 143, "", False),
     ],
 )
-def test_the_final_report_of_torchrun_gives_rank_code_and_exception(
-    name: str, rank: int | None, code: int, exception: str, symptom: bool
-) -> None:
+def test_the_final_report_of_torchrun_gives_rank_code_and_exception(name, rank, code, exception, symptom):
     failure = read((DATA / f"{name}.log").read_text())
     assert (failure.rank, failure.exit_code, failure.exception, failure.symptom) == (rank, code, exception, symptom)
 
@@ -221,9 +217,7 @@ def test_the_message_of_the_library_is_read_completely() -> None:
         ({"exception": PEER}, None, False, True),
     ],
 )
-def test_every_field_of_the_library_message_may_be_missing(
-    fields: dict[str, object], code: int | None, resumable: bool, symptom: bool
-) -> None:
+def test_every_field_of_the_library_message_may_be_missing(fields, code, resumable, symptom):
     failure = read(json.dumps({"ddpjob": 1, **fields}))
     assert (failure.exit_code, failure.resumable, failure.symptom) == (code, resumable, symptom)
 

@@ -1,7 +1,5 @@
 """An unreadable status does not count as empty: the job is left alone, and a condition says why."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import datetime as dt
@@ -184,9 +182,7 @@ def test_an_invalid_rank_in_a_log_does_not_make_the_status_unreadable(rank: str)
     assert world.status.state == "Failed"
 
 
-def test_a_refused_condition_is_retried_with_growing_pauses_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refused_condition_is_retried_with_growing_pauses_and_logged_once(caplog):
     """A refused condition must not cause a request and a line in the operator's log at each event of a pod."""
     cluster = Cluster(broken(attempt=-1), ApiError(422, "Invalid", "status.x: Invalid value"))
     pauses = []

@@ -1,7 +1,5 @@
 """A mistake in a job is named before it costs time: with its field, value and fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +87,6 @@ def command(*words: str, **spec: Any) -> list[str]:
 )
 def test_each_wrong_field_is_named_with_its_value_and_its_fix(spec: dict[str, Any], sentence: str) -> None:
     assert problems(**spec) == [sentence]
-
-
-def test_an_unknown_template_field_that_resembles_no_known_one_is_left_to_a_newer_api_server() -> None:
-    assert problems(container={"quantumEntanglement": True}) == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A rank reports a collective only if it certainly waits in this collective."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any
@@ -90,9 +88,7 @@ def entry(number: int, **known: Any) -> dict[str, Any]:
         ([entry(1), entry(1, pg_id=4)], 1, -1),  # the group was destroyed, and created again with its old name
     ],
 )
-def test_the_newest_collective_of_a_group_is_known_only_if_it_was_begun_last(
-    entries: list[dict[str, Any]], count: int, begun: int
-) -> None:
+def test_the_newest_collective_of_a_group_is_known_only_if_it_was_begun_last(entries, count, begun):
     assert waiting.begun(entries, count) == begun
 
 

@@ -1,7 +1,5 @@
 """The reader of YAML files ends within a second for any file, and names a mistake with its line."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
@@ -99,9 +97,7 @@ def bomb(levels: int, width: int = 10) -> str:
         (GOOD.replace("  nodes: 2", "  nodes: 2\n  " + "x" * 900 + ": 1"), "job.yaml:7: spec.xxx"),
     ],
 )
-def test_a_file_that_is_too_large_or_no_json_is_refused_within_a_second(
-    tmp_path: Path, content: str | bytes, sentence: str
-) -> None:
+def test_a_file_that_is_too_large_or_no_json_is_refused_within_a_second(tmp_path, content, sentence):
     """A large or invalid file must give an error in a sentence within a second, not a traceback of PyYAML."""
     began = time.process_time()
     assert sentence in said(tmp_path / "job.yaml", content)
@@ -220,18 +216,14 @@ PIECES = st.sampled_from(
 @settings(max_examples=400, deadline=None)
 @example("kind: DDPJob\n---\nkind: DDPJob\n")
 @given(st.one_of(st.lists(PIECES, max_size=30).map("".join), st.text(max_size=60), st.binary(max_size=60)))
-def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(
-    tmp_path_factory: pytest.TempPathFactory, content: str | bytes
-) -> None:
+def test_any_text_is_read_or_refused_in_one_sentence_with_its_line(tmp_path_factory, content):
     sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", content)
     assert re.match(r"job\.yaml:\d+: \S", sentence), sentence
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(GOOD)), st.integers(0, 12), PIECES)
-def test_a_good_file_with_a_mistake_anywhere_is_read_or_refused_with_a_line(
-    tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, piece: str
-) -> None:
+def test_a_good_file_with_a_mistake_anywhere_is_read_or_refused_with_a_line(tmp_path_factory, at, cut, piece):
     """A file with one typo must be read, or refused with a line number, but never cause a traceback."""
     sentence = said(tmp_path_factory.getbasetemp() / "job.yaml", GOOD[:at] + piece + GOOD[at + cut :])
     assert sentence == "" or re.match(r"job\.yaml:\d+: \S", sentence), sentence
