@@ -19,7 +19,8 @@ from ddpjob_operator.kube.watch import listing, observe
 from ddpjob_operator.kube.work import executor as execute
 from ddpjob_operator.kube.work import lookup
 from ddpjob_operator.observed import cluster, facts
-from ddpjob_operator.plan import agent_restarts, decide, leadership, lifecycle, pod_replacement, settlement, startup
+from ddpjob_operator.plan import agent_restarts, leadership, lifecycle, pod_replacement, settlement, startup
+from ddpjob_operator.plan import plan as planning
 from ddpjob_operator.plan.actions import CreatePod, CreateService, Decision, DeletePod, Plan
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import environment as pod_environment
@@ -30,8 +31,8 @@ Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def no_fence() -> contextlib.AbstractContextManager[Any]:
     """Bug: a new attempt does not wait for the pods of the previous attempt."""
-    rules = tuple(rule for rule in decide.RULES if rule.__name__ != "attempt_still_ending")
-    return mock.patch.object(decide, "RULES", rules)
+    rules = tuple(rule for rule in planning.RULES if rule.__name__ != "attempt_still_ending")
+    return mock.patch.object(planning, "RULES", rules)
 
 
 def random_names() -> contextlib.AbstractContextManager[Any]:
@@ -182,7 +183,7 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
         return startup.attempt_still_ending(dataclasses.replace(view, older=older), status)
 
     new = {"attempt_still_ending": of_older_attempts, "replacing": at_once}
-    return mock.patch.object(decide, "RULES", tuple(new.get(rule.__name__, rule) for rule in decide.RULES))
+    return mock.patch.object(planning, "RULES", tuple(new.get(rule.__name__, rule) for rule in planning.RULES))
 
 
 def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
@@ -224,7 +225,7 @@ def invalid_spec_first() -> contextlib.AbstractContextManager[Any]:
             return lifecycle.suspended(view, status) or Decision(status)
         return lifecycle.invalid(view, status)
 
-    return mock.patch.object(decide, "RULES", tuple(invalid if r is lifecycle.invalid else r for r in decide.RULES))
+    return mock.patch.object(planning, "RULES", tuple(invalid if r is lifecycle.invalid else r for r in planning.RULES))
 
 
 # Bugs that random seeds find soon. The others need a certain order of events (test_exhaustive.py).
