@@ -43,7 +43,6 @@ from free_port import free_port
 
 NPROC, NODES, SETTLED_STEPS, HUNG_SECONDS, SAMPLES, BATCH = 2, 4, 10, 90.0, 256, 16
 PARTS = ("detection", "rescue", "stop", "restart", "load", "first step")
-PLANNED = ("leave", "come", "delete", "scale")
 LINE_BYTES, ONE_THREAD = 20, {"OMP_NUM_THREADS": "1"}
 TRAIN = """
 import os, sys, time
@@ -212,12 +211,6 @@ def measured(one: dict[str, Any], notes: list[Note], restarts: list[float]) -> d
     steps = [n for n in notes if n.what == "step" and n.rank == 0 and n.at <= settled]
     pairs = [(a, b) for a, b in itertools.pairwise(steps) if a.life != b.life and b.at > at]
     one["cost"] = sum(after.at - max(before.at, at) for before, after in pairs)
-    one["beyond detection"] = one["cost"]
-    if (
-        one["kind"].split()[0] not in PLANNED
-    ):  # from the moment when the first survivor has seen that another rank is lost
-        told = (min((n.at for n in notes if n.what == "told" and a.at < n.at < b.at), default=a.at) for a, b in pairs)
-        one["beyond detection"] = sum(after.at - seen for seen, (_, after) in zip(told, pairs, strict=True))
     ended = [moment for moment in restarts if at < moment < settled]
     if len(pairs) == len(ended) == 1:
         (before, after), times = pairs[0], collections.defaultdict(list)

@@ -7,7 +7,9 @@ without it no node is broken. Each event is two changes: fewer nodes train, and 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -19,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from elastic import NODES, NPROC, Training, measured, summary
+from elastic import NODES, NPROC, Note, Training, summary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
-from clusters import kubectl
+from clusters import kubectl, until
 from pods import Space, job, spread, trainer
 
 NAME, EVENTS = "elastic", ("kill", "delete", "scale", "power", "kill", "cut", "delete", "kill", "scale", "kill")
@@ -57,7 +59,8 @@ class Pods(Training):
 
     def strike(self, event: str, draw: random.Random) -> tuple[int, str, list[str]]:
         """Let something happen. Return how many nodes are left, whether the leader was lost, and how to undo it."""
-        pods = {name: pod["spec"]["nodeName"] for name, pod in self._space.pods(NAME).items()}
+        known = self._space.pods(NAME).items()
+        pods = {name: pod["spec"]["nodeName"] for name, pod in known if pod["status"]["phase"] == "Running"}
         leader = self._space.status(NAME).get("leader", {}).get("place", 0)
         chosen = draw.sample(sorted(pods), draw.randint(1, NODES - 1))
         undo: list[str] = []
@@ -100,9 +103,10 @@ def place(pod: str) -> int:
 
 def kill(pods: list[str]) -> None:
     """Send SIGKILL to all processes of these pods."""
+    names = {f"{NAME}-{place(pod)}" for pod in pods}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("HOSTNAME") in pods:
+            if process.environ().get("HOSTNAME") in names:
                 process.kill()
 
 
@@ -110,32 +114,52 @@ def on_node(*words: str) -> None:
     subprocess.run([*shlex.split(os.environ["DDPJOB_TEST_NODE"]), *words], check=True, capture_output=True, timeout=120)
 
 
+def changes_of(notes: list[Note], events: list[tuple[float, str]]) -> list[dict[str, Any]]:
+    """Return each change of the group: its event, its sizes and its cost. A planned one costs what rank 0 waits for;
+    after a loss the cost beyond detection begins when the first survivor has seen it."""
+    ranks: dict[int, set[int]] = collections.defaultdict(set)
+    for n in notes:
+        if n.what == "step":
+            ranks[n.life].add(n.rank)
+    found = []
+    for before, after in itertools.pairwise(n for n in notes if n.what == "step" and n.rank == 0):
+        if before.life < after.life:
+            sizes, event = (len(ranks[before.life]), len(ranks[after.life])), [e for at, e in events if at < after.at]
+            kind = "come" if sizes[0] < sizes[1] else event[-1] if event else "start"
+            told = [n.at for n in notes if n.what == "told" and before.at < n.at < after.at and not n.step]
+            one = {"launcher": "cluster", "number": len(found), "kind": kind, "from": sizes[0], "to": sizes[1]}
+            one |= {"cost": after.at - before.at, "beyond detection": after.at - min(told, default=before.at)}
+            found.append(one)
+    return found
+
+
 def run(launcher: str, changes: int, given: Any, folder: Path) -> list[dict[str, Any]]:
     """Let a job in the cluster change its size; print and return its changes."""
     space, width = Space("ddpjob-bench"), given.megabytes * 2**20 // (4 * 65)
     kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
-    events = [event for event in EVENTS if event not in ("power", "cut") or os.environ.get("DDPJOB_TEST_NODE")]
-    pods, draw, most = Pods(space, folder, given.snooze, given.pause, width), random.Random(given.seed), NPROC * NODES
-    found: list[dict[str, Any]] = []
+    pods, draw = Pods(space, folder, given.snooze, given.pause, width), random.Random(given.seed)
+    whats = [event for event in EVENTS if event not in ("power", "cut") or os.environ.get("DDPJOB_TEST_NODE")]
+    events: list[tuple[float, str]] = []
     undo: list[str] = []
     end, total = "hung", 0
     try:
-        pods.trains(most)
-        for number in range(changes // 2):
-            event, moments = events[number % len(events)], [time.monotonic()]
-            left, leader, undo = pods.strike(event, draw)
-            pods.trains(NPROC * left)
-            moments.append(time.monotonic())
-            pods.undo(event, undo)
+        pods.trains(NPROC * NODES)
+        while len(changes_of(notes := pods.notes(), events)) < changes:
+            what, last = whats[len(events) % len(whats)], max(n.life for n in notes)
+            began = time.monotonic()
+            left, leader, undo = pods.strike(what, draw)
+            events.append((began, what + leader))
+            until(
+                lambda last=last: any(n.life > last for n in pods.notes()), f"{what} changes the group", pods.patience
+            )
+            if what == "scale":
+                pods.trains(NPROC * left)
+            pods.undo(what, undo)
             undo = []
-            pods.trains(most)
-            moments.append(time.monotonic())
-            for kind, sizes in ((event + leader, (most, NPROC * left)), ("come", (NPROC * left, most))):
-                one = {"launcher": launcher, "number": len(found), "kind": kind, "from": sizes[0], "to": sizes[1]}
-                found.append(one | {"at": moments[len(found) % 2], "settled": moments[len(found) % 2 + 1]})
-            print(f"{event}{leader}: {most}, {NPROC * left}, {most} ranks", flush=True)
-        (folder / "total").write_text(str(last := pods.trains(most) + 100))
-        end, total = pods.finish(), last
+            pods.trains(NPROC * NODES)
+            print(f"{what}{leader}: {NODES - left} nodes, {time.monotonic() - began:.0f} s until all train", flush=True)
+        (folder / "total").write_text(str(step := pods.trains(NPROC * NODES) + 100))
+        end, total = pods.finish(), step
     except TimeoutError as error:
         print(error, space.kubectl("get", "ddp,pods", "-o", "wide", check=False), sep="\n")
     finally:
@@ -144,6 +168,6 @@ def run(launcher: str, changes: int, given: Any, folder: Path) -> list[dict[str,
         space.leaves_nothing()
         space.remove()
     notes = pods.notes()
-    found = [measured(one, notes, []) for one in found]
+    found = changes_of(notes, events)
     summary(launcher, found, notes, end, folder, total, width)
     return found

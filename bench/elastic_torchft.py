@@ -77,6 +77,8 @@ os._exit(0)
 class Replicas(Training):
     """The replicas of a training with torchft."""
 
+    patience = 2 * HUNG_SECONDS
+
     def __init__(self, folder: Path, packages: Path, *script: object) -> None:
         super().__init__(folder)
         (folder / "replica.py").write_text(TRAIN)
