@@ -128,7 +128,7 @@ class Training:
             time.sleep(0.02)
             with contextlib.suppress(OSError), (self.folder / "now").open("rb") as file:
                 file.seek(-LINE_BYTES, os.SEEK_END)
-                before, (size, step) = size, map(int, file.read().split())
+                before, (size, step) = size, map(int, file.read(LINE_BYTES).split())
                 since = since if size == before == ranks else step
         return step
 
