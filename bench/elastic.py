@@ -2,12 +2,15 @@
 
     python bench/elastic.py                                     # 100 changes in 10 minutes, then 4 under torchrun
     python bench/elastic.py --changes 10 --seconds 60 --megabytes 100 --csv changes.csv
+    python bench/elastic.py --torchft FOLDER                    # torchft, from pip install --target FOLDER torchft
+    KUBECONFIG=… DDPJOB_TEST_NODE=… python bench/elastic.py --cluster --changes 20
 
 1 to 4 nodes on this machine, two ranks each; node 0 stays. A change kills nodes, sends SIGTERM to their agents (as
 `ddpjob run --resize` does), or starts nodes. The cost of a change is the time from rank 0's last step before the change
 to its first step after it. Parts of the cost: detection (until a rank writes its state or stops), rescue (until all
 ranks have written), stop (until all have ended), restart (until the last rank runs the script), load, first step. At
-the end one process trains the same steps, for comparison.
+the end one process trains the same steps, for comparison. elastic_cluster.py and elastic_torchft.py describe the other
+two.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import collections
 import contextlib
 import csv
+import importlib
 import itertools
 import os
 import random
@@ -46,7 +50,8 @@ began = time.monotonic()
 import torch, ddpjob
 from ddpjob.checkpoint.in_memory.survivor import Survivor
 rank, life = (os.environ.get(name, "0") for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
-notes, now = (os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in (f"notes-{os.getpid()}", "now"))
+names = f"notes-{os.uname().nodename}-{os.getpid()}", "now"
+notes, now = (os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in names)
 def note(what, step=0, at=None, samples=()):
     os.write(notes, f"{what} {rank} {life} {at or time.monotonic()} {step} {','.join(map(str, samples))}\\n".encode())
 def noted(survivor, save=Survivor.save):
@@ -101,12 +106,46 @@ class Note(NamedTuple):
     samples: str
 
 
-class Job:
+class Training:
+    """A training whose ranks write notes into a folder of this machine."""
+
+    patience = HUNG_SECONDS
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(TRAIN)
+
+    def ended(self) -> str:
+        """Return the end of the log if the training has ended, else ""."""
+        raise NotImplementedError
+
+    def trains(self, ranks: int) -> int:
+        """Wait until this number of ranks has made some steps. Return the last step. Raise TimeoutError."""
+        deadline, size, since, step = time.monotonic() + self.patience, 0, 0, 0
+        while size != ranks or step < since + SETTLED_STEPS:
+            if time.monotonic() > deadline or self.ended():
+                raise TimeoutError(self.ended() or f"{ranks} ranks do not train, but {size}")
+            time.sleep(0.02)
+            with contextlib.suppress(OSError), (self.folder / "now").open("rb") as file:
+                file.seek(-LINE_BYTES, os.SEEK_END)
+                before, (size, step) = size, map(int, file.read(LINE_BYTES).split())
+                since = since if size == before == ranks else step
+        return step
+
+    def notes(self) -> list[Note]:
+        """Return what all ranks have noted, in the order of time."""
+        words = (line.split(" ") for path in self.folder.glob("notes-*") for line in path.read_text().splitlines())
+        return sorted(
+            (Note(w[0], int(w[1]), int(w[2]), float(w[3]), int(w[4]), w[5]) for w in words), key=lambda n: n.at
+        )
+
+
+class Job(Training):
     """The agents of one job on this machine, by node."""
 
     def __init__(self, launcher: str, folder: Path, *script: object) -> None:
-        (folder / "train.py").write_text(TRAIN)
-        self.folder, self._launcher, self._port = folder, launcher, free_port()
+        super().__init__(folder)
+        self._launcher, self._port = launcher, free_port()
         self._words = [f"--nnodes=1:{NODES}", f"--nproc-per-node={NPROC}", "--max-restarts=1000", "--rdzv-id=bench"]
         self._words += ["train.py", *map(str, script)]
         self.agents: dict[int, psutil.Popen] = {}
@@ -148,25 +187,8 @@ class Job:
                     process.send_signal(number)
         agent.wait(HUNG_SECONDS)
 
-    def trains(self, ranks: int) -> int:
-        """Wait until this number of ranks has made some steps. Return the last step. Raise TimeoutError."""
-        deadline, size, since, step = time.monotonic() + HUNG_SECONDS, 0, 0, 0
-        while size != ranks or step < since + SETTLED_STEPS:
-            if time.monotonic() > deadline or self.agents[0].poll() is not None:
-                raise TimeoutError((self.folder / "log-0").read_text()[-3000:])
-            time.sleep(0.02)
-            with contextlib.suppress(OSError), (self.folder / "now").open("rb") as file:
-                file.seek(-LINE_BYTES, os.SEEK_END)
-                before, (size, step) = size, map(int, file.read(LINE_BYTES).split())
-                since = since if size == before == ranks else step
-        return step
-
-    def notes(self) -> list[Note]:
-        """Return what all ranks have noted, in the order of time."""
-        words = (line.split(" ") for path in self.folder.glob("notes-*") for line in path.read_text().splitlines())
-        return sorted(
-            (Note(w[0], int(w[1]), int(w[2]), float(w[3]), int(w[4]), w[5]) for w in words), key=lambda n: n.at
-        )
+    def ended(self) -> str:
+        return "" if self.agents[0].poll() is None else (self.folder / "log-0").read_text()[-3000:]
 
 
 def change(job: Job, draw: random.Random) -> dict[str, Any]:
@@ -203,18 +225,18 @@ def measured(one: dict[str, Any], notes: list[Note], restarts: list[float]) -> d
 
 
 def repeated(notes: list[Note]) -> tuple[int, int]:
-    """Return how many steps a rank has repeated, and in how many epochs a sample is missing or comes twice."""
-    lives: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
+    """Return how many steps were repeated, and in how many epochs a sample is missing or comes twice."""
+    begins, lives = {n.life: n.step for n in notes if n.what == "loaded"}, collections.defaultdict(set)
     for n in notes:
-        lives[n.what, n.step].add(n.life)
-    ended = {step: its for (what, step), its in lives.items() if what == "step"}
+        if n.what == "step":
+            lives[n.step].add(n.life)
     seen: dict[int, list[str]] = collections.defaultdict(list)
-    for n in notes:
-        if n.what == "batch" and n.samples and n.life == max(lives["batch", n.step]):
+    for n in notes:  # a rank may be stopped after a step and before its note, so the next load shows which steps count
+        if n.what == "batch" and n.samples and n.life == max(life for life, step in begins.items() if step < n.step):
             seen[(n.step - 1) * BATCH // SAMPLES] += n.samples.split(",")
-    epochs = (seen[epoch] for epoch in range(max(ended, default=0) * BATCH // SAMPLES))
+    epochs = (seen[epoch] for epoch in range(max(lives, default=0) * BATCH // SAMPLES))
     wrong = sum(len(epoch) != SAMPLES or len(set(epoch)) != SAMPLES for epoch in epochs)
-    return sum(len(its) - 1 for its in ended.values()), wrong
+    return sum(len(its) - 1 for its in lives.values()), wrong
 
 
 def difference(folder: Path, total: int, width: int) -> float:
@@ -230,7 +252,8 @@ def difference(folder: Path, total: int, width: int) -> float:
 def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Let a job change its size; print and return its changes."""
     width = given.megabytes * 2**20 // (4 * 65)
-    job, draw, found, end = Job(launcher, folder, given.pause, width), random.Random(given.seed), [], "hung"
+    job, draw, found = Job(launcher, folder, given.pause, width), random.Random(given.seed), []
+    end, total = "hung", 0
     try:
         for node in range(NODES):
             job.start(node)
@@ -239,9 +262,8 @@ def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) ->
         for number in range(changes):
             found.append({"launcher": launcher, "number": number, **change(job, draw)})
             time.sleep(max(0.0, began + given.seconds / given.changes * (number + 1) - time.monotonic()))
-        (folder / "total").write_text(str(total := job.trains(NPROC * len(job.agents)) + 100))
-        codes = [agent.wait(HUNG_SECONDS) for agent in job.agents.values()]
-        end = f"exit codes {codes}; relative L2 to one undisturbed process {difference(folder, total, width):.1e}"
+        (folder / "total").write_text(str(last := job.trains(NPROC * len(job.agents)) + 100))
+        end, total = f"exit codes {[agent.wait(HUNG_SECONDS) for agent in job.agents.values()]}", last
     except (TimeoutError, psutil.TimeoutExpired) as error:
         print(error)
     finally:
@@ -249,18 +271,30 @@ def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) ->
             job.end(node, signal.SIGKILL)
     notes = job.notes()
     found = [measured(one, notes, job.restarts) for one in found]
-    for kind, part in itertools.product(("kill", "leave", "come"), ("cost", *PARTS)):
+    summary(launcher, found, notes, end, folder, total, width)
+    return found
+
+
+def summary(
+    launcher: str, found: list[dict[str, Any]], notes: list[Note], end: str, folder: Path, total: int, width: int
+) -> None:
+    """Print the medians by kind of change, and what happened to the steps, the samples and the parameters."""
+    kinds = sorted({one["kind"] for one in found})
+    for kind, part in itertools.product(kinds, ("cost", "beyond detection", *PARTS)):
         if known := [one[part] for one in found if one["kind"] == kind and part in one]:
             print(
                 f"  {kind}: {part} {statistics.median(known):.2f} s (median of {len(known)}), {max(known):.2f} s (max)"
             )
+    steps = [n.at for n in notes if n.what == "step" and n.rank == 0]
+    goodput = 1 - sum(one["cost"] for one in found) / (steps[-1] - steps[0]) if len(steps) > 1 else 0.0
+    if total:
+        end += f"; relative L2 to one undisturbed process {difference(folder, total, width):.1e}"
     print(
-        "{}: {} changes; {} steps repeated, {} epochs with a sample missing or twice; {}".format(
-            launcher, len(found), *repeated(notes), end
+        "{}: {} changes, goodput {:.1%}; {} steps repeated, {} epochs with a sample missing or twice; {}".format(
+            launcher, len(found), goodput, *repeated(notes), end
         ),
         flush=True,
     )
-    return found
 
 
 def main() -> None:
@@ -272,13 +306,23 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--csv", default=os.devnull, help="file for a line per change")
+    parser.add_argument("--cluster", action="store_true", help="in the cluster of KUBECONFIG, instead of here")
+    parser.add_argument(
+        "--snooze", type=float, default=30.0, help="with --cluster: of ddprun, in seconds (%(default)s)"
+    )
+    parser.add_argument("--torchft", type=Path, metavar="FOLDER", help="also with torchft, which is in this folder")
     given, rows = parser.parse_args(), []
-    for launcher, changes in (("ddprun", given.changes), ("torchrun", given.torchrun)):
+    runs = {"ddprun": given.changes, "torchrun": given.torchrun, "torchft": given.changes if given.torchft else 0}
+    print(machine.line())
+    for launcher, changes in ({"cluster": given.changes} if given.cluster else runs).items():
+        do = run if launcher in ("ddprun", "torchrun") else importlib.import_module(f"elastic_{launcher}").run
+        with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as folder:
+            rows += do(launcher, changes, given, Path(folder)) if changes else []
         print(machine.line())
-        with tempfile.TemporaryDirectory() as folder:
-            rows += run(launcher, changes, given, Path(folder)) if changes else []
     with open(given.csv, "w") as file:
-        writer = csv.DictWriter(file, ["launcher", "number", "kind", "from", "to", "cost", *PARTS], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, ["launcher", "number", "kind", "from", "to", "cost", "beyond detection", *PARTS], lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
 

@@ -213,6 +213,25 @@ def test_a_node_that_still_imports_torch_stops_nobody() -> None:
     assert found.deadline == T0 + 110 + SNOOZE
 
 
+def test_no_rank_waits_for_a_node_that_still_imports_torch_if_enough_others_can_go_on() -> None:
+    """On a slow node the import takes minutes. If another node is lost meanwhile, all ranks would wait for it."""
+    found = running(2, 4, 0, 1, 2)
+    found.joined(3, T0 + 100, is_ready=False)
+    found.lost(1, T0 + 101)
+    stops(found, T0 + 101, patient=False)
+    assert taken(found) == [start(found, 1)]
+    assert found.members == (0, 2)
+    found.ready(3, T0 + 160)
+    assert found.deadline == T0 + 160 + SNOOZE
+    found.joined(1, T0 + 161, 0, 1, is_ready=False)
+    found.lost(2, T0 + 162)
+    stops(found, T0 + 162, patient=False)
+    assert (taken(found), found.members) == ([start(found, 2)], (0, 3)), "the new pod of a former member imports, too"
+    found.lost(3, T0 + 163)
+    stops(found, T0 + 163, patient=False)
+    assert found.members == (0, 1), "at least two train"
+
+
 def test_nodes_that_come_together_stop_the_others_once_when_all_have_imported_torch() -> None:
     found = running(1, 5, 0, 1)
     found.joined(2, T0 + 100)
@@ -321,7 +340,7 @@ def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
 
 
 LEADER, NEWCOMERS = leader_state, newcomers
-PRESENT = "Members(sorted(chosen, key=lambda place: (place != self._leader, place)))"
+PRESENT = "Members(sorted(chosen[: self._size], key=lambda place: (place != self._leader, place)))"
 STOPPING = "self._stopping = self._here.intersection(self.members)"
 CHARGE = "return self._charge(Failure(exit_code=75, vanished=True, node_rank=0), now)"
 ENTER = 'self._enter("stopping", now, None)'
@@ -336,10 +355,15 @@ BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
         "for place in ():",
     ),
     "a lost node that only waited stops all": (LEADER, "if node not in self.members:\n            return None", ""),
-    "a spare starts": (LEADER, "in self._here][: self._size]", "in self._here]"),
+    "a spare starts": (LEADER, "chosen[: self._size]", "chosen"),
     "a spare is waited for": (LEADER, "here >= self._size or", "here == len(self.places) or"),
     "a spare stops all": (LEADER, " or self.is_full:\n            return None", ":\n            return None"),
     "a spare takes the place of a node that is here": (LEADER, "*self.members, *sorted", "*sorted"),
+    "ranks wait for a node that imports torch": (
+        LEADER,
+        "ready + rest[: max(0, self._least - len(ready))]",
+        "ready + rest",
+    ),
     "nobody ever joins": (LEADER, 'if self.state != "running" or', "if True or"),
     "ranks are killed for a node that joins": (LEADER, "self._stop([], now, patient=True)", "self._stop([], now)"),
     "a node that joined is charged": (LEADER, "self.said = self._current.reruns\n", f"{CHARGE}\n"),
@@ -360,9 +384,9 @@ BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
         "if self._current.finished.issuperset(self.members)",
         "if self._current.finished",
     ),
-    "no snooze": (NEWCOMERS, "now + self._snoozes[place])\n\n    def left", "now)\n\n    def left"),
+    "no snooze": (NEWCOMERS, "now + self._snoozes[place])\n\n    def is", "now)\n\n    def is"),
     "a snooze that does not double": (NEWCOMERS, "2 ** self._departures(place, now)", "1"),
-    "a snooze for ever": (NEWCOMERS, "now + self._snoozes[place])\n\n    def left", "now + 1e5)\n\n    def left"),
+    "a snooze for ever": (NEWCOMERS, "now + self._snoozes[place])\n\n    def is", "now + 1e5)\n\n    def is"),
 }
 
 

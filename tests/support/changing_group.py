@@ -35,6 +35,8 @@ class Node:
     stopping: bool = False
     """True if the node was ordered to stop its ranks, and has not answered."""
     told: bool = False
+    ready: bool = False
+    """True if its ranks would start at once: it has imported torch."""
     failed: bool = False
     departures: list[float] = field(default_factory=list)
 
@@ -100,6 +102,7 @@ class Walk:
         answering = self._stopping()
         choices: list[tuple[float, Any, list[int]]] = [
             (4, self._come, self._away()),
+            (2, self._import, [place for place in here if not self.nodes[place].ready]),
             (1.5, self._lose, here),
             (0.2, self._tell, [place for place in here if not self.nodes[place].told]),
             (0.3, self._fail, training if self.lead.state == "running" else []),
@@ -118,7 +121,8 @@ class Walk:
         """Let all nodes come, answer and stay; the group must then train with all of them but the spares."""
         until = self.now + 2 * STABLE_SECONDS
         while (self.now < until or self._stopping()) and not self.over:
-            for what, places in ((self._answer, self._stopping()), (self._come, self._away())):
+            slow = [place for place, node in enumerate(self.nodes) if node.is_here and not node.ready]
+            for what, places in ((self._answer, self._stopping()), (self._come, self._away()), (self._import, slow)):
                 for place in places:
                     self._do(what, place)
             self._do(self._wait, 0)
@@ -149,9 +153,15 @@ class Walk:
         is_same_pod = self.random.random() < 0.5 and not node.told
         node.pod += not is_same_pod and bool(node.departures)
         node.linked_at, node.told, node.failed, node.has_ranks, node.finished = self.now, False, False, False, False
-        self._tell_story(f"node {place} comes as pod {node.pod}")
+        node.ready = place == 0 or self.random.random() < 0.6
+        self._tell_story(f"node {place} comes as pod {node.pod}{'' if node.ready else ' and imports torch'}")
         self._may_be_charged |= bool(node.departures) and self.lead.state != "running"
-        self.lead.joined(place, self.now, node.generation, node.pod)
+        self.lead.joined(place, self.now, node.generation, node.pod, is_ready=node.ready)
+
+    def _import(self, place: int) -> None:
+        self._tell_story(f"node {place} has imported torch")
+        self.nodes[place].ready = True
+        self.lead.ready(place, self.now)
 
     def _lose(self, place: int) -> None:
         node = self.nodes[place]
@@ -243,9 +253,13 @@ class Walk:
             raise Wrong(f"generation {order.generation} after {sorted(self.members)}")
         if len(members) < self.least:
             raise Wrong(f"{members} start, and at least {self.least} train")
-        if not set(members) <= present or len(members) != min(self.size, len(present)) or 0 not in members:
+        able = {place for place in present if self.nodes[place].ready or not self.members}
+        wanted = min(self.size, max(len(able), self.least))
+        if not set(members) <= present or len(members) != wanted or 0 not in members:
             raise Wrong(f"{members} start, and {sorted(present)} are here, {self.spares} of them as spares")
-        if displaced := present.intersection(self.members.get(order.generation - 1, ())) - set(members):
+        if not (able <= set(members) or set(members) <= able):
+            raise Wrong(f"{members} start, and wait for imports, although {able} have imported torch")
+        if displaced := able.intersection(self.members.get(order.generation - 1, ())) - set(members):
             raise Wrong(f"{members} start, and nodes {displaced} of the last generation became spares")
         if [rank for place in members for rank in members.ranks(place, 2)] != list(range(members.world_size(2))):
             raise Wrong(f"the ranks of {members} have gaps")
@@ -261,6 +275,7 @@ class Walk:
         for place in members:
             node = self.nodes[place]
             node.has_ranks, node.finished, node.failed, node.generation = True, False, False, order.generation
+            node.ready = True
         self._stop_has_reason = self._may_be_charged = False
 
     def _check_charges(self) -> None:

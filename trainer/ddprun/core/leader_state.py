@@ -548,9 +548,16 @@ class LeaderState:
         return self._gather(now)
 
     def _start(self, now: float) -> None:
+        """Start the next generation. Nodes that still import torch join later, if enough others can go on at once."""
         first = dict.fromkeys((self._leader, *self.members, *sorted(self._here)))  # a spare displaces no member
-        chosen = [place for place in first if place in self._here][: self._size]
-        self.members = Members(sorted(chosen, key=lambda place: (place != self._leader, place)))
+        chosen = [place for place in first if place in self._here]
+        if max(self.generation, self._known_generation) >= 0:  # else all nodes import torch
+            ready = [place for place in chosen if self._newcomers.is_ready(place)]
+            rest = [place for place in chosen if place not in ready]
+            chosen = ready + rest[: max(0, self._least - len(ready))]
+        self.members = Members(sorted(chosen[: self._size], key=lambda place: (place != self._leader, place)))
+        for place in self.members:
+            self._newcomers.ready(place, now)
         self._calls, self._uncharged = False, None
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:

@@ -32,6 +32,10 @@ class Newcomers:
         """Begin the snooze. Until then the node imports what its ranks need, and all ranks would wait for that."""
         self._joins_at.setdefault(place, now + self._snoozes[place])
 
+    def is_ready(self, place: int) -> bool:
+        """True if the ranks of this connected node would start at once."""
+        return place in self._joins_at
+
     def left(self, place: int, now: float) -> None:
         """Record that a node is lost or leaves, so its next snooze is longer."""
         self._left[place] = now, self._departures(place, now) + 1
