@@ -86,7 +86,7 @@ def growing_scenario(seed: int) -> Scenario:
         slots=1,
         rates={**jobs[0].rates, **swarm_of_queues(rng)},
         deeds=tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times),
-        quota=rng.randrange(max(one.spec["minNodes"] for one in jobs), nodes),
+        quota=rng.randrange(max(one.spec.get("minNodes", one.spec["nodes"]) for one in jobs), nodes),
         kueue=rng.choice(("v1beta1", "v1beta2")),
         more=tuple(jobs[1:]),
     )
