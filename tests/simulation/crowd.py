@@ -74,10 +74,12 @@ def growing_scenario(seed: int) -> Scenario:
         ddprun = (other for other in itertools.count(seed + 10_000_019 * number) if is_ddprun(elastic_scenario(other)))
         found, priority = elastic_scenario(next(ddprun)), "high" if rng.random() < 0.5 else "low"
         labels = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: priority}
-        spec = {name: value for name, value in found.spec.items() if name != "ttlSecondsAfterFinished"}
+        spec = {name: value for name, value in found.spec.items() if name not in ("ttlSecondsAfterFinished", "gang")}
         found = replace(found, name=f"job-{number}", spec=spec, labels=labels, reports=False, failures={})
         jobs.append(replace(found, starts_at=number * rng.choice((0.0, 30.0, 60.0))))
-    nodes = sum(one.spec["nodes"] for one in jobs)
+    nodes = sum(one.spec["nodes"] + one.spec.get("spares", 0) for one in jobs)
+    # A job with spares is admitted whole.
+    least = max(o.spec["nodes"] + o.spec["spares"] if "spares" in o.spec else o.spec["minNodes"] for o in jobs)
     kinds = (*CALM, *OF_QUEUES, "suspend", *["scaled"] * 6)
     times = sorted(rng.uniform(0, 0.7 * FAULTS_SECONDS) for _ in range(rng.choice((1, 2, 4, 8))))
     return replace(
@@ -86,7 +88,7 @@ def growing_scenario(seed: int) -> Scenario:
         slots=1,
         rates={**jobs[0].rates, **swarm_of_queues(rng)},
         deeds=tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times),
-        quota=rng.randrange(max(one.spec.get("minNodes", one.spec["nodes"]) for one in jobs), nodes),
+        quota=rng.randrange(least, nodes),
         kueue=rng.choice(("v1beta1", "v1beta2")),
         more=tuple(jobs[1:]),
     )
