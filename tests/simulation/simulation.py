@@ -571,7 +571,7 @@ class Simulation:
                 self.loop.call_later(deed.seconds if deed.number % 2 else 0.0, self._apply, name)
 
     def _scale(self, job: Raw, least: int | None, number: int) -> None:
-        if least is None:
+        if least is None or "spares" in job["spec"]:  # a job with spares keeps its size
             return
         nodes = least + number % (self.scenario.cluster_nodes - least + 2)
         self.tell("user", f"scales to {nodes}")
