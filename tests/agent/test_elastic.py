@@ -225,20 +225,6 @@ def test_the_others_go_on_without_node_0_once_the_operator_appoints_a_leader(lau
     launcher.forget_killed()
 
 
-def test_an_appointed_node_starts_the_group_if_node_0_has_never_come(
-    launcher: Launcher, appointments: Appointments
-) -> None:
-    """Nodes that wait for node 0 must follow an appointed leader: the pod of node 0 may fit nowhere."""
-    job = Job(launcher, "2:3", last_call=1)
-    env = {"DDPJOB_RESTARTS_LEFT": LEFT, **appointments.env}
-    appointments.appoint(2, 1)
-    job.start(1, 2, **env)
-    assert job.up(0) == [1, 2]
-    job.start(0, replacement=1, DDPJOB_LEADER_APPOINTED="1", **env)
-    assert job.up(1) == [1, 0, 2]
-    assert {d.returncode for d in job.done().values()} == {0}
-
-
 def test_a_leader_that_was_taken_for_lost_follows_the_new_one(launcher: Launcher, appointments: Appointments) -> None:
     job = Job(launcher, "1:2")
     job.start(0, 1, DDPJOB_RESTARTS_LEFT=LEFT, **appointments.env)

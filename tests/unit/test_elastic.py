@@ -283,30 +283,6 @@ def test_a_job_that_grows_again_makes_new_pods_for_the_places_that_it_had_left()
     assert world.runs(2).settle().status.reason == "AllNodesRun"
 
 
-def test_another_node_leads_if_the_pod_of_node_0_finds_no_node_at_the_start() -> None:
-    """Enough nodes must not wait for node 0 for ever: its pod may be the one that fits nowhere."""
-    world = elastic(container=DDPRUN, minNodes=2).started().unschedulable(0, "no room").runs(1, 2).settle()
-    due = world.plan().requeue_at
-    assert due is not None
-    assert (world.status.state, (due - world.now).total_seconds()) == ("Pending", 30)
-    world.after(30).settle()
-    assert world.status.leader == api.JobLeader(term=2, place=1)
-    world.stops(0).settle()
-    assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
-    assert world.names() == ["digits-1-0-r1", "digits-1-1", "digits-1-2"]
-    assert agent_environment.environment(world.job, 1)["DDPJOB_LEADER_APPOINTED"] == "1", "it asks before it leads"
-    assert world.runs(0).settle().status.reason == "AllNodesRun"
-
-
-@pytest.mark.parametrize("why", ["too few", "nobody asks", "torchrun"])
-def test_node_0_is_waited_for_if_no_other_node_can_lead(why: str) -> None:
-    world = elastic(container=DDPRUN if why != "torchrun" else None).started().unschedulable(0, "no room").runs(1)
-    world.agents_ask = why != "nobody asks"
-    world = world if why == "too few" else world.runs(2)
-    assert world.after(3600).settle().status.leader is None
-    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
-
-
 def led_by_node_2() -> World:
     world = trains_under_ddprun(nodes=3, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.leader is not None

@@ -49,7 +49,6 @@ RULES: tuple[Rule, ...] = (
     startup.name_taken,
     startup.create_refused,
     startup.nodes_missing,
-    startup.leader_unplaced,
     startup.avoidance_over,
     startup.waiting_for_nodes,
     gang.growing,

@@ -176,27 +176,6 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
     return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing, view.now if more else None)
 
 
-def leader_unplaced(view: View, status: api.Status) -> Decision | None:
-    """Let another node lead if enough nodes run, but the leader's pod finds no node. The pod is made again: a pod that
-    was made before the appointment would lead a second group until it has asked who leads."""
-    if not is_past(_led_without_it_at(view), view.now):
-        return None
-    place, number = view.leader, naming.replacement(status, view.leader) + 1
-    later = replace(status, replacements={**status.replacements, str(place): number})
-    later = leadership.after_loss(view, later, {place})
-    leads = leadership.leader(view.job, later).place
-    text = f"{view.pods[place].name} finds no node: node {leads} leads, and another pod of node {place} joins later"
-    return Decision(enter(later, status.state or "Pending", reasons.REPLACING, text, view.now))
-
-
-def _led_without_it_at(view: View) -> dt.datetime | None:
-    """Return when another node leads; None if the leader's pod has a node, or the other nodes are too few."""
-    pod, least = view.pods.get(view.leader), view.spec.facts.min_nodes
-    if least is None or not view.appoints or pod is None or not pod.unschedulable or not pod.live:
-        return None
-    return after(pod.unschedulable_since, LAST_CALL_SECONDS) if len(view.staying) >= least else None
-
-
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
     """Create an unschedulable pod again if its node is no longer avoided, or if the pod fits nowhere else."""
     waiting = _unschedulable(view)
@@ -255,8 +234,7 @@ def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
     unschedulable = any(p.unschedulable for p in not_running)
     again_at = pending.next_creating_text_at(view, status, not_running)
-    later = (avoided, _led_without_it_at(view), pending.waited_for_nodes(view, status)[1])
-    again_at = earliest(*later) if unschedulable else again_at
+    again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
     return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
 
 
