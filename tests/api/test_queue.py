@@ -192,7 +192,7 @@ def test_an_elastic_ddprun_job_grows_and_shrinks_with_its_quota_while_its_nodes_
         until(lambda: {n.partition("-r")[0] for n in queue.namespace.pod_names() if "digits" in n} == names, str(names))
         queue.namespace.runs(*(n for n in queue.namespace.pod_names() if "digits" in n))
 
-    queue.submit("other", gpus=2)
+    queue.submit("other", gpus=2, priority="low")
     queue.runs("other")
     queue.submit(gpus=1, nodes=8, minNodes=2, launcher="ddprun", priority="low")
     queue.runs(nodes=4)
