@@ -12,8 +12,7 @@ import torch
 from memory_node import Node, begin, parts, rescue, saved, settle, steps
 
 import ddpjob
-from ddpjob import process
-from ddpjob.checkpoint.in_memory import room
+from ddpjob import limits, process
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
@@ -114,7 +113,7 @@ def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
         return process.current.not_kept, process.current.limit_needed
 
     enough = memory.needed(memory.area_bytes(node.run(0, size_of_state)))
-    monkeypatch.setattr(room, "_limits", lambda *_: iter([(enough - short, 0)]))
+    monkeypatch.setattr(limits, "_limits", lambda *_: iter([(enough - short, 0)]))
     not_kept, limit_needed = node.run(1, train, ranks=2)
     assert (node.step, limit_needed) == ((None, enough) if short else (6, None))
     assert not_kept.startswith("the container's memory limit is 0 MiB" if short else "")

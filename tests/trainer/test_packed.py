@@ -169,10 +169,10 @@ def test_a_parameter_changed_without_the_optimizer_is_noticed() -> None:
     """A parameter that changes without an optimizer step must be noticed, because it belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
-    before = kept.versions()
+    before = kept.watch.versions()
     with torch.no_grad():
         model[0].weight.add_(1)
-    assert kept.versions() != before
+    assert kept.watch.versions() != before
 
 
 class OwnStateDict(torch.optim.SGD):
