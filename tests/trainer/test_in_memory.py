@@ -3,6 +3,7 @@ is killed: `rescue()` does what a surviving rank does. `tests/agent/test_memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
@@ -1031,6 +1032,80 @@ def test_averaged_weights_swapped_in_for_evaluation_do_not_count_as_those_of_the
 
     assert node.run(0, lambda: train(6, swap)) == 0
     assert node.run(1, lambda: train(6)) == 4
+
+
+def test_moments_changed_through_data_do_not_count_as_those_of_the_step(node: Node) -> None:
+    """Optimizer state that the script changes through `.data` after should_stop() must not be written as the state of
+    that step. No version counter shows such a change."""
+
+    def damp(objects: dict[str, Any]) -> None:
+        for state in objects["optimizer"].state.values():
+            state["exp_avg"].data.mul_(0.1)
+
+    assert node.run(0, lambda: train(6, damp)) == 0
+    assert node.run(1, lambda: train(6)) == 4
+
+
+def test_weights_that_are_perturbed_within_each_step_are_never_those_of_a_step(node: Node) -> None:
+    """Adversarial training perturbs a few rows of an embedding for a second backward pass and puts them back before
+    optimizer.step(). If a rank fails in between, the others must not write the perturbed rows. No version counter and
+    no sample of the weights shows them."""
+
+    def of_state() -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Embedding(100, 64)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def attack() -> list[torch.Tensor]:
+        objects, weights = of_state(), []
+        model, optimizer = objects["model"], objects["optimizer"]
+        ddpjob.Snapshot("snapshots").load(**objects)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            model(torch.tensor([50])).square().sum().backward()
+            before = model.weight.data.clone()
+            model.weight.data.add_(model.weight.grad)
+            model(torch.tensor([50])).square().sum().backward()
+            if step == 8:
+                rescue()
+            model.weight.data = before
+            optimizer.step()
+            weights.append(model.weight.detach().clone())
+            ddpjob.should_stop(step)
+            settle()
+        return weights
+
+    def load() -> tuple[int, torch.Tensor]:
+        objects = of_state()
+        return ddpjob.Snapshot("snapshots").load(**objects), objects["model"].weight.detach()
+
+    weights = node.run(0, attack)
+    step, found = node.run(1, load)
+    assert step == 0 or torch.equal(found, weights[step - 1])
+
+
+@pytest.mark.parametrize("what", ["a copy of the model", "a layer without parameters"])
+def test_a_module_that_the_script_has_replaced_is_not_kept_in_its_old_state(node: Node, what: str) -> None:
+    """If a script replaces averaged weights, or a layer that has only buffers, a restart must not use the old ones."""
+
+    def replace() -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8, affine=False), torch.nn.Linear(8, 1))
+        optimizer, average = torch.optim.Adam(model.parameters()), copy.deepcopy(model)
+        snapshot = ddpjob.Snapshot("snapshots")
+        snapshot.load(model=model, optimizer=optimizer, average=average)
+        steps(0, 6, model, optimizer)
+        saved(snapshot, 6, model=model, optimizer=optimizer, average=average)
+        if what == "a copy of the model":
+            average = copy.deepcopy(model)
+        else:
+            model[1] = torch.nn.BatchNorm1d(8, affine=False)
+        steps(6, 7, model, optimizer)
+        model(torch.ones(4, 4))  # the next step has begun
+        rescue()
+
+    node.run(0, replace)
+    assert node.step is None
 
 
 def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_path: Path) -> None:

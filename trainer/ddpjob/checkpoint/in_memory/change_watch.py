@@ -8,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import operator
+import random
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,8 @@ SAMPLES = 32  # number of sampled parameters; 32 are enough, because different m
 SAMPLED_BYTES = 8192  # total size of all samples, in bytes
 RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
 READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
-_DENSE = (torch.Tensor, torch.nn.Parameter)
 PARAMETERS = "parameters"
-version_of = operator.attrgetter("_version")
+_version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 
 
@@ -59,13 +59,19 @@ def views(before: Views, tensors: Sequence[torch.Tensor], most: int) -> Views:
 class ChangeWatch:
     """Finds changes of parameters and optimizer state that no optimizer step has made."""
 
-    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], parameters: Sequence[torch.Tensor]) -> None:
-        """parameters: of all modules and optimizers."""
+    def __init__(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        averages: Mapping[str, torch.nn.Module],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        """averages: modules that no optimizer trains. parameters: of all modules and optimizers."""
         self._parameters = parameters
         left = {id(each): each for each in parameters}
         self._counters = [_Counters(name, each, left) for name, each in optimizers.items()]
         self._counters.append(_Counters(PARAMETERS, None, left))
-        dense = [p for p in parameters if type(p) in _DENSE and p.layout is torch.strided]
+        self._averages = {name: (weakref.ref(each), [*each.parameters()][:SAMPLES]) for name, each in averages.items()}
+        dense = list(filter(_is_dense, parameters))
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = NO_VIEWS
         self._sampled = b""  # bytes of the samples at the end of the last step
@@ -93,11 +99,11 @@ class ChangeWatch:
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
-        # Keep the optimizer's state alive after the script's main() has returned.
-        self._held = [own.optimizer() for own in self._counters]
+        # Keep the state of optimizers and averages alive after the script's main() has returned.
+        self._held = [*(own.optimizer() for own in self._counters), *(own() for own, _ in self._averages.values())]
 
     def release(self) -> None:
-        """Drop the references to optimizers, to notice an optimizer that the script drops."""
+        """Drop the references to optimizers and averages, to notice that the script drops one."""
         self._held = []
 
     def changed(self) -> str:
@@ -114,9 +120,13 @@ class ChangeWatch:
         self._stateful = sum(len(optimizer.state) for optimizer in living if optimizer is not None)
         return self._stateful > before
 
+    def averages(self) -> dict[str, list[int]]:
+        """Return version counters of each module that no optimizer trains."""
+        return {name: list(map(_version_of, tensors)) for name, (_, tensors) in self._averages.items()}
+
     def counters(self) -> list[Any]:
         """Return the version counter of each parameter."""
-        return list(map(version_of, self._parameters))
+        return list(map(_version_of, self._parameters))
 
     def sample(self) -> int:
         """Return a checksum of the parameter samples at the last `record`, to compare parameters of ranks."""
@@ -144,6 +154,10 @@ class ChangeWatch:
         return b"".join(self._first.views)
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
 class _Counters:
     """Version counters of an optimizer's parameters and state.
 
@@ -165,6 +179,8 @@ class _Counters:
         self._moves: list[int] | None = None
         self._few: list[torch.Tensor] = []
         self._few_moves: list[tuple[int, int]] = []  # (counter, increase per step) for each tensor in `_few`
+        self._states: list[torch.Tensor] = []  # some tensors of the optimizer's state
+        self._views, self._sampled = NO_VIEWS, b""  # their first bytes, now and at the end of the last step
 
     @property
     def is_recorded(self) -> bool:
@@ -172,14 +188,18 @@ class _Counters:
         return self._counters is not None
 
     def record(self) -> None:
-        """Remember the version counters as they are now."""
+        """Remember version counters and samples of the state as they are now."""
+        self._record_counters()
+        self._sampled = self._sample_now()
+
+    def _record_counters(self) -> None:
         self._boundaries += 1
         if self._moves is not None and self._boundaries < RECORD_STEPS:
             expected = [counter + self.steps * move for counter, move in self._few_moves]
-            if list(map(version_of, self._few)) == expected:
+            if list(map(_version_of, self._few)) == expected:
                 return
         tensors, before, moves, steps = self._now(), self._counters, self._moves, self.steps
-        is_same, counters = before is not None and self._is_of(tensors), list(map(version_of, tensors))
+        is_same, counters = before is not None and self._is_of(tensors), list(map(_version_of, tensors))
         self._tensors, self._counters, self.steps, self._boundaries, self._moves = tensors, counters, 0, 0, None
         if before is None or not is_same:
             return
@@ -191,6 +211,9 @@ class _Counters:
         if is_known:
             self._moves, stride = moves, max(1, len(tensors) // READ_AT_EACH)
             self._few, self._few_moves = tensors[::stride], list(zip(counters, moves, strict=True))[::stride]
+            states = [each for each in tensors[len(self._parameters) :] if _is_dense(each) and each.dim()]
+            # drawn, because every n-th tensor may be the same moment of each parameter
+            self._states = random.Random(0).sample(states, min(READ_AT_EACH, len(states)))  # noqa: S311
 
     def changed(self) -> str:
         """Return what has changed without an optimizer step since `record`: PARAMETERS, "state", or ""."""
@@ -198,10 +221,15 @@ class _Counters:
             return ""
         tensors = self._now()
         expected = self._counters if self._moves is None else _after(self._counters, self._moves, self.steps)
-        counters, own = list(map(version_of, tensors)), len(self._parameters)
+        counters, own = list(map(_version_of, tensors)), len(self._parameters)
         if counters == expected and self._is_of(tensors):
-            return ""
+            return "" if self._sample_now() == self._sampled else "state"
         return "state" if counters[:own] == expected[:own] else PARAMETERS
+
+    def _sample_now(self) -> bytes:
+        """Return the first bytes of some tensors of the state: writes through `.data` move no version counter."""
+        self._views = views(self._views, self._states, SAMPLED_BYTES // SAMPLES)
+        return b"".join(self._views.views)
 
     def _is_of(self, tensors: list[torch.Tensor]) -> bool:
         return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))

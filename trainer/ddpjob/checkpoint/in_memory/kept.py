@@ -6,7 +6,7 @@ step (`settings`, `buffers`): buffers, learning rates, positions of samplers, st
 `merged` joins both parts when a state is loaded.
 
 Life cycle: `memory.Keeper` creates a Kept when the script passes other objects than before. Kept has only weak
-references to optimizers and most other objects, so that it notices when the script replaces one.
+references to optimizers, averages and most other objects, so that it notices when the script replaces one.
 `change_watch.py` finds changes of large values that no optimizer step has made.
 """
 
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, SAMPLES, ChangeWatch, version_of, views
+from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, views
 from ddpjob.checkpoint.state import packed
 from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
@@ -52,9 +52,10 @@ class Kept:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Raises StateError for objects that cannot be kept in memory, only in a file."""
-        self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
-        # name → module, and for each buffer: state_dict key, dict that holds the buffer, key in that dict
-        self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, dict[str, Any], str]]]] = {}
+        averages = untrained(objects)
+        self._objects = {name: _held(unwrapped(value), is_weak=name in averages) for name, value in objects.items()}
+        # name of a module → for each buffer: state_dict key, dict that holds the buffer, key in that dict
+        self._leaves: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         self.optimizers: list[str] = []
         self._others: list[str] = []
@@ -64,41 +65,34 @@ class Kept:
         """The wrappers that send the buffers of each model."""
         self.wrapped: set[str] = set()
         """Names of models in DistributedDataParallel."""
-        self.called: list[torch.nn.Module] = []
-        """Models as the script calls them: inside their DistributedDataParallel wrapper, if they have one."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module):
                 self._senders[name] = senders(value)
-                self.called.append(outermost(value))
-                if isinstance(self.called[-1], DistributedDataParallel):
+                if isinstance(outermost(value), DistributedDataParallel):
                     self.wrapped.add(name)
             self._add(name, unwrapped(value))
-        parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
+        modules: dict[str, torch.nn.Module] = {name: self._get(name) for name in self._leaves}
+        parameters = {id(each): each for module in modules.values() for each in module.parameters()}
         for optimizer in self._living():
             parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
-        self.watch = ChangeWatch({name: self._get(name) for name in self.optimizers}, list(parameters.values()))
+        optimizers = {name: self._get(name) for name in self.optimizers}
+        self.watch = ChangeWatch(optimizers, {name: modules[name] for name in averages}, list(parameters.values()))
         self._seen = NO_VIEWS
         self._parts = self._parts_now()
         self._counts = list(map(len, self._parts[1]))
-        own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
-        self._untrained = {
-            name: [*module.parameters()][:SAMPLES]
-            for name, (module, _) in self._modules.items()
-            if self.optimizers and own.isdisjoint(map(id, module.parameters()))
-        }
-        self.buffered = {f"buffers of {name}": name for name, (_, places) in self._modules.items() if places}
+        self.buffered = {f"buffers of {name}": name for name, leaves in self._leaves.items() if leaves}
         """Names of modules with buffers, by the name under which the log reports that the buffers have changed."""
         others = {name: unwrapped(objects[name]) for name in self._others}
-        self.models = list(self._modules)
+        self.models = list(modules)
         alike = LRScheduler | torch.amp.GradScaler
         ours = [name for name, value in others.items() if isinstance(value, alike) or hasattr(value, "reads_ahead")]
         self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
         schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
-        self.idle = [*self._untrained, *schedulers, *(others.keys() - ours - set(self.by_value))]
+        self.idle = [*averages, *schedulers, *(others.keys() - ours - set(self.by_value))]
         """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers, and
         objects of its own."""
-        trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
+        trained = [[p for p in module.parameters() if p.requires_grad] for module in modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
         """The last parameter of each module: its gradient is usually the first one in a backward pass."""
 
@@ -142,8 +136,8 @@ class Kept:
         return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
 
     def check_gone(self) -> None:
-        """Raise ReplacedError if the script has dropped an optimizer."""
-        for name in self.optimizers:
+        """Raise ReplacedError if the script has dropped an optimizer or an average."""
+        for name in (*self.optimizers, *self._leaves):
             self._get(name)
 
     def _living(self) -> list[torch.optim.Optimizer]:
@@ -171,10 +165,13 @@ class Kept:
         return self._parts == other._parts
 
     def _parts_now(self) -> list[Any]:
-        modules = [module.named_parameters(remove_duplicate=False) for module, _ in self._modules.values()]
-        of_modules = [[(key, id(p), p.shape) for key, p in parameters] for parameters in modules]
+        modules = list(map(self._get, self._leaves))
+        named = [module.named_parameters(remove_duplicate=False) for module in modules]
+        of_modules = [[(key, id(p), p.shape) for key, p in parameters] for parameters in named]
         groups = [group["params"] for optimizer in self._living() for group in optimizer.param_groups]
-        return [of_modules, [list(map(id, parameters)) for parameters in groups]]
+        # A layer without parameters may be replaced, too. `_leaves` has its old dict, so no new one has that id.
+        buffers = [[id(each._buffers) for each in module.modules() if each._buffers] for module in modules]
+        return [of_modules, [list(map(id, parameters)) for parameters in groups], buffers]
 
     def is_of(self, objects: Mapping[str, Any]) -> bool:
         """True if these are the same objects with the same parameters. False if any is a plain value."""
@@ -197,11 +194,13 @@ class Kept:
                     f"{name}: DistributedDataParallel ignores {own[0]}: each rank may train its own, and the "
                     f"surviving ranks do not have that of a lost rank"
                 )
-            self._modules[name] = value, list(_buffers(name, value))
+            self._leaves[name] = list(_buffers(name, value))
             self._keys[name] = list(value.state_dict())
         elif isinstance(value, torch.optim.Optimizer):
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
                 raise StateError(f"{name}: {type(value).__name__} overrides state_dict(), which is not supported")
+            if value._optimizer_state_dict_post_hooks:
+                raise StateError(f"{name}: {type(value).__name__} has a hook that changes its state_dict()")
             packed.dumps(_setting(value, name))
             self.optimizers.append(name)
         else:
@@ -229,16 +228,14 @@ class Kept:
         return {name: value for name, (_, value) in self._settings.items()}
 
     def watched(self, begun: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the small values to compare: begun (random states and buffers), settings, and version counters of
-        modules that no optimizer trains, for example averages of weights."""
-        untrained = {name: list(map(version_of, tensors)) for name, tensors in self._untrained.items()}
-        return {**begun, **(self.settings() if settings is None else settings), **untrained}
+        """Return the small values to compare: begun (random states and buffers), settings, and averages of weights."""
+        return {**begun, **(self.settings() if settings is None else settings), **self.watch.averages()}
 
     def buffers(self, only: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
         """Return the buffers of the modules, not copied. only: (module name, key) pairs to return; None for all."""
         return {
-            name: {key: of_module[leaf] for key, of_module, leaf in places if only is None or (name, key) in only}
-            for name, (_, places) in self._modules.items()
+            name: {key: of_module[leaf] for key, of_module, leaf in leaves if only is None or (name, key) in only}
+            for name, leaves in self._leaves.items()
         }
 
     def large_with_buffers(self, clone: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
@@ -251,9 +248,9 @@ class Kept:
     def large(self) -> dict[str, Any]:
         """Return parameters and optimizer state, not copied. Raises OutgrownError, StateError."""
         large: dict[str, Any] = {}
-        for name, (module, places) in self._modules.items():
-            small = {key for key, _, _ in places}
-            state = module.state_dict()
+        for name, leaves in self._leaves.items():
+            small = {key for key, _, _ in leaves}
+            state = self._get(name).state_dict()
             if list(state) != self._keys[name]:
                 raise OutgrownError(f"{name} has other parameters or buffers")
             if unknown := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
@@ -274,11 +271,11 @@ class Kept:
         """
         if not self.buffered:
             return {}
-        places = [(each, *place) for each, name in self.buffered.items() for place in self._modules[name][1]]
-        tensors = [of_module[leaf] for _, _, of_module, leaf in places]
+        leaves = [(each, *leaf) for each, name in self.buffered.items() for leaf in self._leaves[name]]
+        tensors = [of_module[leaf] for _, _, of_module, leaf in leaves]
         self._seen = seen = views(self._seen, tensors, COMPARED_BYTES)
         found: dict[str, dict[str, Any]] = {each: {} for each in self.buffered}
-        for (each, key, *_), view, is_whole, tensor in zip(places, seen.views, seen.are_whole, tensors, strict=True):
+        for (each, key, *_), view, is_whole, tensor in zip(leaves, seen.views, seen.are_whole, tensors, strict=True):
             found[each][key] = bytes(view) if is_whole else (bytes(view), tensor.data_ptr(), tensor._version)
         return found
 
@@ -288,10 +285,20 @@ class Kept:
         return self.watch.total()
 
 
-def _held(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the object, or None if the script has dropped it. A module is kept alive, and an
-    object that cannot have a weak reference."""
-    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
+def untrained(objects: Mapping[str, Any]) -> list[str]:
+    """Return the names of modules that no optimizer trains, for example averages of weights. Without any optimizer
+    there are none, because the script trains in another way."""
+    optimizers = [value for value in objects.values() if isinstance(value, torch.optim.Optimizer)]
+    own = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    modules = {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+    return [name for name, module in modules.items() if own and own.isdisjoint(map(id, module.parameters()))]
+
+
+def _held(value: Any, *, is_weak: bool) -> Callable[[], Any]:
+    """Return a function that returns the object, or None if the script has dropped it. An object that cannot have a
+    weak reference is kept alive. is_weak: False for a module that is trained. It is kept alive, because the script may
+    make a container of modules for each call."""
+    if hasattr(value, "state_dict") and (is_weak or not isinstance(value, torch.nn.Module)):
         with contextlib.suppress(TypeError):
             return weakref.ref(value)
     return lambda: value

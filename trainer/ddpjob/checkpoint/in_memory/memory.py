@@ -44,11 +44,13 @@ from ddpjob.checkpoint.in_memory.streams import Streams
 from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import moved
+from ddpjob.checkpoint.state.of_each_rank import outermost
 from ddpjob.errors import StateError
 from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROVEN, Held
 
 PROOF_STEPS = 3
+SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the whole state
 LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
 
 
@@ -94,7 +96,8 @@ class Keeper:
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
         self._proofs_left = self._proofs_needed
-        self._sum: tuple[int, int] | None = None  # (step, sum of all bits of its state), checked before the next step
+        # (step, sum of all bits of its state, number of backward passes that check it); the next step checks it, too
+        self._sum: tuple[int, int, int] | None = None
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
@@ -138,9 +141,6 @@ class Keeper:
             self._prove_again()
         elif self.now.kept is not None:
             kept.watch.goes_on_from(self.now.kept.watch)
-        self._keep(kept)
-
-    def _keep(self, kept: Kept) -> None:
         if self.now.kept is None or not kept.has_parts_of(self.now.kept):  # otherwise only plain values are new
             self._slots.forget_early()
         with self.now.lock:
@@ -155,7 +155,8 @@ class Keeper:
             last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
             for last in kept.first_gradients
         ]
-        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
+        models = [outermost(each) for each in objects.values() if isinstance(each, torch.nn.Module)]
+        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in models]
         if kept.by_value and self.now.has_folder:
             self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so memory has it only until the next optimizer step; "
@@ -424,10 +425,13 @@ class Keeper:
             }
         }
 
-    def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state from now on, because parameters change after the end of a step. why: for the log."""
+    def _copy_because_of_changes(self, step: int | None = None) -> None:
+        """Copy the state from now on, because parameters change after the end of a step. step: None if another rank, or
+        an earlier generation, has found this."""
+        changed = f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
         self.now.copies, self._sum = self.now.copies or self._new_copies(), None
-        self.now.copies.begin_with_changes(why)
+        self._shared.node[PROVEN] = 0
+        self.now.copies.begin_with_changes(copies.CHANGES if step is None else changed)
         self.now.to("changes")
         self._shared.forget_slot(EARLY)  # copies do not use it
 
@@ -452,7 +456,7 @@ class Keeper:
         if now.mode is not Mode.READY or not self._has_room_for(kept):
             self._arm(kept, step)
         elif memory.proves_again(step, shared.reserved()):
-            self._sum = step, kept.total()
+            self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
@@ -466,10 +470,10 @@ class Keeper:
     def _is_proven(self, kept: Kept, step: int) -> bool:
         """True if only optimizers change parameters. If that is not known yet, sum the bits of this state."""
         if self._shared.node[COPIES]:
-            self._copy_because_of_changes(copies.CHANGES)
+            self._copy_because_of_changes()
             return False
         if self.now.mode is Mode.PROVING:  # on each rank: equal sums show that the ranks are replicas
-            self._sum = step, kept.total()
+            self._sum = step, kept.total(), SUMS_IN_BACKWARD
         return self.now.mode is not Mode.PROVING
 
     def _has_room_for(self, kept: Kept) -> bool:
@@ -545,7 +549,7 @@ class Keeper:
             raise ReplacedError("an optimizer that save() was not given makes steps")
         self._leave(kept)
         if self._sum is not None:
-            self._compare(kept, *self._sum)
+            self._compare(kept, *self._sum[:2])
         if self.now.copies is not None:
             self.now.copies.before_step(kept)
             if self.now.copies.changes:
@@ -578,10 +582,7 @@ class Keeper:
         loaded = self._shared.loaded
         counted = not kept.watch.changed() or (loaded is not None and step == loaded.version.step)
         if kept.total() != before or not counted:
-            self._shared.node[PROVEN] = 0
-            self._copy_because_of_changes(
-                f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
-            )
+            self._copy_because_of_changes(step)
             return
         self._proofs_left = max(0, self._proofs_left - 1)
         if self._proofs_left == 0:
@@ -601,7 +602,18 @@ class Keeper:
         self._makers.backward(has_stepped=self._stepped)
         self._places.has_begun |= not self._stepped
         if not self.now.copies_instead:
-            self._safely(self._slots.write_early, kept, in_backward=True)
+            self._safely(self._in_backward, kept)
+
+    def _in_backward(self, kept: Kept) -> None:
+        """Write EARLY. In the first backward passes of a step that is proved compare the sum, too: adversarial training
+        changes weights for one backward pass, and puts them back before the optimizer's step."""
+        if self._sum is not None and self._sum[2]:
+            step, total, left = self._sum
+            self._sum = step, total, left - 1
+            if kept.watch.total() != total:  # does not check for new parameters: the last save must count before that
+                self._copy_because_of_changes(step)
+                return
+        self._slots.write_early(kept, in_backward=True)
 
     def _safely(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call this function. After an error the state is not kept: a training that would succeed without memory must
