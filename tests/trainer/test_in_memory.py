@@ -1046,7 +1046,10 @@ def test_moments_changed_through_data_do_not_count_as_those_of_the_step(node: No
     assert node.run(1, lambda: train(6)) == 4
 
 
-def test_weights_that_are_perturbed_within_each_step_are_never_those_of_a_step(node: Node) -> None:
+@pytest.mark.parametrize(("first", "by_value"), [(1, {}), (6, {}), (6, {"loss": 0.1})])
+def test_weights_that_are_perturbed_within_a_step_are_never_those_of_a_step(
+    node: Node, first: int, by_value: dict[str, float]
+) -> None:
     """Adversarial training perturbs a few rows of an embedding for a second backward pass and puts them back before
     optimizer.step(). If a rank fails in between, the others must not write the perturbed rows. No version counter and
     no sample of the weights shows them."""
@@ -1059,19 +1062,21 @@ def test_weights_that_are_perturbed_within_each_step_are_never_those_of_a_step(n
     def attack() -> list[torch.Tensor]:
         objects, weights = of_state(), []
         model, optimizer = objects["model"], objects["optimizer"]
-        ddpjob.Snapshot("snapshots").load(**objects)
+        snapshot = ddpjob.Snapshot("snapshots")
+        snapshot.load(**objects)
         for step in range(1, 9):
             optimizer.zero_grad()
             model(torch.tensor([50])).square().sum().backward()
-            before = model.weight.data.clone()
-            model.weight.data.add_(model.weight.grad)
-            model(torch.tensor([50])).square().sum().backward()
-            if step == 8:
-                rescue()
-            model.weight.data = before
+            if step >= first:
+                before = model.weight.data.clone()
+                model.weight.data.add_(model.weight.grad)
+                model(torch.tensor([50])).square().sum().backward()
+                if step == 8:
+                    rescue()
+                model.weight.data = before
             optimizer.step()
             weights.append(model.weight.detach().clone())
-            ddpjob.should_stop(step)
+            snapshot.keep(step, **objects, **by_value)
             settle()
         return weights
 
@@ -1499,6 +1504,38 @@ def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_ar
 
     found = [node.run_all(generation, train, ranks=2) for generation in range(2)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("what", "keeps"), [("random numbers", False), ("random numbers", True), ("buffers", False)])
+def test_a_first_change_after_the_gradients_is_not_lost_with_a_rank_that_dies_before_it(
+    node: Node, what: str, keeps: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank may be killed between its backward pass and the first noise that the script ever draws there. The others
+    complete the step. A restart must not use their state with random states from before the noise."""
+
+    def train() -> None:
+        world = ddpjob.init()
+        objects, snapshot, _ = begin()
+        model = world.wrap(objects["model"])
+        for step in range(1, 9):
+            model(torch.randn(4, 4)).square().sum().backward()
+            if step == 8:
+                if world.rank == 1:
+                    return
+                if what == "buffers":
+                    objects["model"][1].running_mean.add_(1)
+                else:
+                    torch.rand(())
+            objects["optimizer"].step()
+            ddpjob.should_stop(step)
+            if keeps:
+                snapshot.keep(step, **objects)
+            settle()
+        rescue()
+
+    node.run_all(0, train, ranks=2)
+    assert node.run_all(1, lambda: begin()[2], ranks=2) == [0, 0]
+    assert f"{what} changed after the gradients of step 8" in capfd.readouterr().err
 
 
 def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_buffers(

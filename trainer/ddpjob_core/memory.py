@@ -214,9 +214,10 @@ class Left(NamedTuple):
     """Names of small objects in its slot EARLY: its own ones are not lost."""
 
 
-SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
+SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER, AFTER = "sample", "objects", "named", "moved", "known", "later", "after"
 """NAMED: who recorded the objects: 0 should_stop(), 1 keep(), 2 save(). KNOWN: names of objects that are equal on all
-ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary."""
+ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary.
+AFTER: those that it has changed for the first time between its gradients and this boundary."""
 
 
 def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
@@ -235,6 +236,8 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     # hashes of earlier boundaries, for ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
+    if late and (after := {name for one in present for name in one[AFTER]}):
+        return f"{min(after)} changed after the gradients of step {step}, and a rank was lost before that change"
     if missed := missed.union(*(one[LATER] for one in late)):
         return f"{min(missed)} may change after should_stop({step}), and a rank was lost before that change"
     if name := _of_two_moments(present):

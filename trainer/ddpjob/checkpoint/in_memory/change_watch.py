@@ -20,6 +20,7 @@ from ddpjob.checkpoint.state import packed
 
 SAMPLES = 32  # number of sampled parameters; 32 are enough, because different models differ in every parameter
 SAMPLED_BYTES = 8192  # total size of all samples, in bytes
+REBINDS = 3  # number of steps that are checked again, because the script has assigned `.data` within the step before
 RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
 READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
 PARAMETERS = "parameters"
@@ -75,8 +76,9 @@ class ChangeWatch:
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = NO_VIEWS
         self._sampled = b""  # bytes of the samples at the end of the last step
+        self._is_rebound, self._rebinds_left = False, REBINDS
         self._stateful = 0  # number of parameters with optimizer state at the last call of `has_grown`
-        self._held: list[Any] = []
+        self._held: dict[str, Any] = {}
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if this optimizer changes parameters that are kept."""
@@ -89,22 +91,29 @@ class ChangeWatch:
             if own.optimizer() is optimizer:
                 own.steps += 1
 
-    def goes_on_from(self, other: "ChangeWatch") -> None:
-        """Copy the version counters from another ChangeWatch with the same optimizers."""
-        if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
-            self._counters, self._sampled, self._stateful = other._counters, other._sampled, other._stateful
+    def living(self) -> dict[str, Any]:
+        """Return optimizers and averages by name; None for those that the script has dropped."""
+        return {own.name: own.optimizer() for own in self._counters} | {
+            n: own() for n, (own, _) in self._averages.items()
+        }
 
     def record(self) -> None:
         """Remember version counters and samples of parameters and optimizer state at the end of a step."""
         for own in self._counters:
             own.record()
-        self._sampled = self._sample_now()
-        # Keep the state of optimizers and averages alive after the script's main() has returned.
-        self._held = [*(own.optimizer() for own in self._counters), *(own() for own, _ in self._averages.values())]
+        before, self._sampled = self._first, self._sample_now()
+        self._is_rebound = before is not NO_VIEWS and self._first is not before
+        self._held = self.living()  # keeps their state alive after the script's main() has returned
 
     def release(self) -> None:
         """Drop the references to optimizers and averages, to notice that the script drops one."""
-        self._held = []
+        self._held = {}
+
+    def was_rebound(self) -> bool:
+        """True if the script has assigned `.data` of a sampled parameter within the last step, as in adversarial
+        training. Only REBINDS times, because each time all bits of the state are summed."""
+        self._rebinds_left -= self._is_rebound
+        return self._is_rebound and self._rebinds_left >= 0
 
     def changed(self) -> str:
         """Return what has changed without an optimizer step since `record`: PARAMETERS, an optimizer's name, or ""."""

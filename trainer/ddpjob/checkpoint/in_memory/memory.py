@@ -139,8 +139,8 @@ class Keeper:
             self._forget_assumed()  # the check begins again, because save() may get more objects than load() did
         elif self.now.kept is not None and not kept.has_parts_of(self.now.kept):
             self._prove_again()
-        elif self.now.kept is not None:
-            kept.watch.goes_on_from(self.now.kept.watch)
+        elif self.now.kept is not None and kept.watch.living() == self.now.kept.watch.living():
+            kept.watch = self.now.kept.watch
         if self.now.kept is None or not kept.has_parts_of(self.now.kept):  # otherwise only plain values are new
             self._slots.forget_early()
         with self.now.lock:
@@ -417,6 +417,7 @@ class Keeper:
                 "moved": sorted(places.moved),
                 "sample": 0 if self.now.on_device else kept.watch.sample(),
                 LEARNED: places.learned,
+                "after": sorted(self._slots.changed),
                 "later": [name for name in [RANDOM, *kept.buffered] if places.suspects(name)],
                 "of_0": of_0,
                 "own": sorted(kept.wrapped.difference(of_0)),
@@ -455,7 +456,7 @@ class Keeper:
             shared.cells[CLOCK] = 2 * step
         if now.mode is not Mode.READY or not self._has_room_for(kept):
             self._arm(kept, step)
-        elif memory.proves_again(step, shared.reserved()):
+        elif memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
@@ -506,8 +507,7 @@ class Keeper:
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
-        if self.now.kept is not None:
-            self.now.kept.watch.release()
+        self.now.release()
         if self.now.is_off:
             return
         is_own = None if self.now.kept is None else self.now.kept.has(optimizer)
@@ -630,7 +630,7 @@ class Keeper:
         if not isinstance(error, OutgrownError | ReplacedError):
             self.turn_off(str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}")
             return
-        kept = self.now.kept
+        kept, self._is_unnamed = self.now.kept, False
         self._prove_again()
         if isinstance(error, ReplacedError):
             until = ": the state is kept in memory again from the next save() or keep() on; until then"

@@ -269,6 +269,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.MOVED: place["moved"],
         memory.KNOWN: [*place["known"], *buffers],
         memory.LATER: place["later"],
+        memory.AFTER: place["after"],
         memory.OBJECTS: {
             name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)
         },

@@ -33,6 +33,8 @@ class Slots:
         """Step of the last boundary that was written."""
         self._last: int | None = None  # slot of that boundary
         self._has = {RANDOM, FORWARDED}
+        self.changed: set[str] = set()
+        """Names of values that changed after the gradients of the last step, for the first time."""
         self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
         self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the end of the last step
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
@@ -68,15 +70,18 @@ class Slots:
         """Return the dict that is written to a slot."""
         return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
 
-    def give_up_early(self, why: str, *what: str) -> None:
-        """Stop writing random states or buffers to EARLY, because they change after the backward pass."""
-        if self._of[0] == 0 and not self._has.isdisjoint(what):
+    def give_up_early(self, why: str, *what: str) -> set[str]:
+        """Stop writing random states or buffers to EARLY, because they change after the backward pass. Return the names
+        of those that were written before."""
+        given_up = self._has & {*what}
+        if self._of[0] == 0 and given_up:
             process.log(
                 f"{why}: a rank that is killed between its backward pass and should_stop() loses its "
                 f"{' and '.join(what)}"
             )
-        self._has -= {*what}
+        self._has -= given_up
         self._shared.forget_slot(EARLY)
+        return given_up
 
     def forget_early(self) -> None:
         """Forget random states and buffers of the last step, because other objects are kept now."""
@@ -88,16 +93,16 @@ class Slots:
         content: content of the buffers at the end of the last step. rng: random states at the end of the last step.
         """
         if RANDOM in self._has and self._rng is not None and rng != self._rng:
-            self.give_up_early("random numbers are drawn after the gradients", RANDOM)
+            self.changed |= self.give_up_early("random numbers are drawn after the gradients", RANDOM)
         if any(content.get(each, {}).get(key) != was for (each, key), was in self._forwarded.items()):
-            self.give_up_early("buffers change after the gradients", FORWARDED)
+            self.changed |= self.give_up_early("buffers change after the gradients", FORWARDED)
         self._rng, self._content, self._forwarded = None, content, {}
 
     def write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
         """Write random states and buffers to EARLY if they have changed.
 
         in_backward: a later micro-batch may have changed buffers without drawing random numbers."""
-        rng = random_states.compact() if RANDOM in self._has else None
+        self.changed, rng = set(), random_states.compact() if RANDOM in self._has else None
         if rng == self._rng and not (in_backward and FORWARDED in self._has and kept.buffered):
             return
         self._rng = rng

@@ -78,6 +78,11 @@ class Present:
         if before is not self.mode or event == "dropped":
             self.shared.cells[PID] = self.pid if self.mode is Mode.READY and not self.is_asked else 0
 
+    def release(self) -> None:
+        """Drop the references to optimizers and averages, to notice that the script drops one."""
+        if self.kept is not None:
+            self.kept.watch.release()
+
     def watched(self, kept: Kept) -> dict[str, Any]:
         """Small values by name, to see what the script has changed after the end of a step.
 
@@ -122,8 +127,7 @@ class Survivor:
         with contextlib.suppress(OSError):
             os.read(self._now.shared.pipe, 1)
             self._now.is_asked = True
-            if self._now.kept is not None:
-                self._now.kept.watch.release()
+            self._now.release()
             self.save()
 
     def _at_exit(self) -> None:
@@ -132,6 +136,8 @@ class Survivor:
         # Write the state also after a requested stop: if only one pod ends, the other pods keep it in their memory.
         is_saved = self._now.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
+            if failed:  # the traceback has the variables of the script, so it has replaced what is dropped
+                self._now.release()
             self._ends = True
             self.save()
         if os.getpid() == self._now.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
