@@ -210,6 +210,35 @@ def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says
     assert "the state in memory is not used: the state is of step" in capfd.readouterr().err
 
 
+def test_a_rank_that_marks_only_its_saves_resumes_with_its_own_random_states(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If only rank 0 calls should_stop(), rank 1 may have begun the next step when rank 0 fails. A restart must not use
+    random states of that step."""
+
+    def train() -> None:
+        objects, snapshot, _ = begin()
+        model = torch.nn.parallel.DistributedDataParallel(objects["model"])
+        for step in range(1, 9):
+            model(torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if step % 5 == 0:
+                saved(snapshot, step, **objects)
+            if os.environ["RANK"] == "0":
+                ddpjob.should_stop(step)
+                snapshot.keep(step, **objects)
+            settle()
+        if os.environ["RANK"] == "0":
+            rescue()
+        else:
+            with model.no_sync():
+                objects["model"](torch.randn(4, 4)).square().sum().backward()
+
+    node.run(0, train, ranks=2)
+    assert node.run(1, lambda: begin()[2], ranks=2) == 5
+    assert "rank 1 does not call should_stop() after each step" in capfd.readouterr().err
+
+
 def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tmp_path: Path) -> None:
     """After a save within a gradient accumulation, memory must have random states and running means of the last
     complete step, because a restart repeats all micro-batches of the next step."""

@@ -517,13 +517,14 @@ class Keeper:
         kept = self.now.kept
         if kept is None or self._stepped:
             self._other_step(optimizer)
-            self._stepped = True
+            self._stepped, self._slots.made = True, self._slots.made + 1
             if kept is None and optimizer is not None:
                 self._makers.saw(optimizer)
             if kept is not None:
                 kept.watch.count_step(optimizer)
             return
         self._safely(self._end_boundary, kept, None if is_own else optimizer)
+        self._slots.made += 1
         self._makers.first(optimizer)
         self._places.has_begun = False
         kept.watch.count_step(optimizer)

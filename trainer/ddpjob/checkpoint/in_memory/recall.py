@@ -121,8 +121,9 @@ def fetch(
     version = found.held.version
     own, early, boundaries, numbering = _that_count(shared, version, rank, world_size)
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
-    rows = _exchanged([own is not None, early is not None, rng is not None], world_size)
-    trouble: list[str] = []
+    made = (own or early or {}).get("made", 0)
+    rows = _exchanged([own is not None, early is not None, rng is not None, made], world_size)
+    trouble = [why] if (why := _why_not_early(rows, version.step)) else []
     has_early = own is None and early is not None and not numbering.resized
     lefts = _of_all(memory.Left(own is not None, boundaries, [*_flat(early["small"])] if has_early else ()), numbering)
     if why := memory.mixed_up(lefts, version.step, resized=numbering.resized):
@@ -155,6 +156,14 @@ def fetch(
         random_states.seed(random_states.expanded(first["rng"]), version.step, rank)
     seeded = [number for number, row in enumerate(rows) if not row[2]]
     return Fetched(state, first["by_value"], seeded, numbering.resized)
+
+
+def _why_not_early(rows: list[list[Any]], step: int) -> str:
+    """Return why a rank's slot EARLY is not of the step that the others have completed; "" if it is. A rank that calls
+    should_stop() less often than the others has written it again in a later step."""
+    made = [row[3] for row in rows if row[0]]
+    late = [rank for rank, row in enumerate(rows) if row[1] and not row[0] and made and row[3] >= min(made) > 0]
+    return f"rank {late[0]} does not call should_stop() after each step, as others do after step {step}" if late else ""
 
 
 def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, is_kept: bool) -> str:

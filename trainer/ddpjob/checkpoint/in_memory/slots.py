@@ -32,6 +32,8 @@ class Slots:
         self.step = 0
         """Step of the last boundary that was written."""
         self._last: int | None = None  # slot of that boundary
+        self.made, self._made_before = 0, 0
+        """Numbers of optimizer steps after the last boundary, and between that boundary and the one before it."""
         self._has = {RANDOM, FORWARDED}
         self.changed: set[str] = set()
         """Names of values that changed after the gradients of the last step, for the first time."""
@@ -40,9 +42,11 @@ class Slots:
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
-    def write(self, slot: int, step: int, kept: Kept, rng: dict[str, Any] | None, small: dict[str, Any]) -> None:
+    def write(
+        self, slot: int, step: int, kept: Kept, rng: dict[str, Any] | None, small: dict[str, Any], made: int = 0
+    ) -> None:
         """Write the small values of this step to a slot. Raises StateError, OSError."""
-        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small)))
+        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small) | {"made": made}))
 
     def write_boundary(self, step: int, kept: Kept, rng: dict[str, Any], small: dict[str, Any]) -> None:
         """Write the small values of this step to the slot with the older of the last two steps. A step that is repeated
@@ -52,7 +56,7 @@ class Slots:
             self._last, self.step = int(one is None or (other is not None and one < other)), -1
         if step != self.step:
             self._last, self.step = 1 - self._last, step
-        self.write(self._last, step, kept, rng, small)
+        self.write(self._last, step, kept, rng, small, self._made_before)
 
     def read_boundary(self) -> Any:
         """Return the value of the last boundary; None if none was written. Raises StateError, OSError."""
@@ -92,6 +96,8 @@ class Slots:
 
         content: content of the buffers at the end of the last step. rng: random states at the end of the last step.
         """
+        if self.made:  # False at a second call for the same step
+            self.made, self._made_before = 0, self.made
         if RANDOM in self._has and self._rng is not None and rng != self._rng:
             self.changed |= self.give_up_early("random numbers are drawn after the gradients", RANDOM)
         if any(content.get(each, {}).get(key) != was for (each, key), was in self._forwarded.items()):
@@ -119,4 +125,4 @@ class Slots:
             if kept.buffered[each] in own or what != before.get(each, {}).get(key)
         }
         forwarded = {(kept.buffered[each], key) for each, key in self._forwarded if FORWARDED in self._has}
-        self.write(EARLY, self._shared.cells[CLOCK] // 2 + 1, kept, rng, kept.buffers(forwarded))
+        self.write(EARLY, self._shared.cells[CLOCK] // 2 + 1, kept, rng, kept.buffers(forwarded), self.made)
