@@ -303,11 +303,12 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
     assert order.failure.failure_class == "permanent"
 
 
-@pytest.mark.parametrize(("step", "at"), [(1, T0), (0, T0 + 61)])
-def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float) -> None:
-    """A mistake must be tried again once the job has trained, for example one for a rare batch."""
+@pytest.mark.parametrize(("step", "loaded", "at"), [(1, 0, T0), (0, 9, T0), (0, 0, T0 + 61)])
+def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, loaded: int, at: float) -> None:
+    """A mistake must be tried again once the job has trained, for example one for a rare batch. An agent that is
+    started again knows from the loaded step that the job has trained."""
     found = running(1)
-    found.reached(step)
+    found.reached(step, loaded)
     fail(found, [failure(exception=TYPO)], at)
     assert isinstance(taken(found)[0], StartOrder)
 

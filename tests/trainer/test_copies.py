@@ -195,9 +195,11 @@ def test_facts_that_rank_0_learned_about_save_survive_a_restart(nodes):
 
 def test_copies_that_do_not_fit_are_reported_with_the_reason(node, monkeypatch, capfd):
     """If two copies exceed the container's memory limit, none is made, and the log must give the reason."""
-    from ddpjob.checkpoint.in_memory import room
+    from ddpjob import limits
 
-    monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
+    monkeypatch.setattr(
+        limits, "shortage", lambda size, with_later: limits.Shortage(f"{size} bytes are too many", size)
+    )
 
     def train() -> Any:
         clipped(16, "first")
@@ -210,17 +212,17 @@ def test_copies_that_do_not_fit_are_reported_with_the_reason(node, monkeypatch, 
 
 def test_a_single_rank_without_room_for_copies_reports_it_in_the_status(node, monkeypatch):
     """If copies exceed the memory limit, the job's status must show that a killed rank loses steps."""
-    from ddpjob.checkpoint.in_memory import room
+    from ddpjob import limits
 
     with_copies: list[bool] = []
 
-    def shortage(size: int, *, with_later: int) -> room.Shortage | None:
+    def shortage(size: int, *, with_later: int) -> limits.Shortage | None:
         if not with_later:
-            return room.Shortage("the limit is too small", size)
+            return limits.Shortage("the limit is too small", size)
         with_copies.append(with_later == 2 * size)
         return None
 
-    monkeypatch.setattr(room, "shortage", shortage)
+    monkeypatch.setattr(limits, "shortage", shortage)
 
     def train() -> Any:
         objects, _, _ = begin()

@@ -3,6 +3,7 @@ is killed: `rescue()` does what a surviving rank does. `tests/agent/test_memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
@@ -1033,6 +1034,85 @@ def test_averaged_weights_swapped_in_for_evaluation_do_not_count_as_those_of_the
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_moments_changed_through_data_do_not_count_as_those_of_the_step(node: Node) -> None:
+    """Optimizer state that the script changes through `.data` after should_stop() must not be written as the state of
+    that step. No version counter shows such a change."""
+
+    def damp(objects: dict[str, Any]) -> None:
+        for state in objects["optimizer"].state.values():
+            state["exp_avg"].data.mul_(0.1)
+
+    assert node.run(0, lambda: train(6, damp)) == 0
+    assert node.run(1, lambda: train(6)) == 4
+
+
+@pytest.mark.parametrize(("first", "by_value"), [(1, {}), (6, {}), (6, {"loss": 0.1})])
+def test_weights_that_are_perturbed_within_a_step_are_never_those_of_a_step(
+    node: Node, first: int, by_value: dict[str, float]
+) -> None:
+    """Adversarial training perturbs a few rows of an embedding for a second backward pass and puts them back before
+    optimizer.step(). If a rank fails in between, the others must not write the perturbed rows. No version counter and
+    no sample of the weights shows them."""
+
+    def of_state() -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Embedding(100, 64)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def attack() -> list[torch.Tensor]:
+        objects, weights = of_state(), []
+        model, optimizer = objects["model"], objects["optimizer"]
+        snapshot = ddpjob.Snapshot("snapshots")
+        snapshot.load(**objects)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            model(torch.tensor([50])).square().sum().backward()
+            if step >= first:
+                before = model.weight.data.clone()
+                model.weight.data.add_(model.weight.grad)
+                model(torch.tensor([50])).square().sum().backward()
+                if step == 8:
+                    rescue()
+                model.weight.data = before
+            optimizer.step()
+            weights.append(model.weight.detach().clone())
+            snapshot.keep(step, **objects, **by_value)
+            settle()
+        return weights
+
+    def load() -> tuple[int, torch.Tensor]:
+        objects = of_state()
+        return ddpjob.Snapshot("snapshots").load(**objects), objects["model"].weight.detach()
+
+    weights = node.run(0, attack)
+    step, found = node.run(1, load)
+    assert step == 0 or torch.equal(found, weights[step - 1])
+
+
+@pytest.mark.parametrize("what", ["a copy of the model", "a layer without parameters"])
+def test_a_module_that_the_script_has_replaced_is_not_kept_in_its_old_state(node: Node, what: str) -> None:
+    """If a script replaces averaged weights, or a layer that has only buffers, a restart must not use the old ones."""
+
+    def replace() -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8, affine=False), torch.nn.Linear(8, 1))
+        optimizer, average = torch.optim.Adam(model.parameters()), copy.deepcopy(model)
+        snapshot = ddpjob.Snapshot("snapshots")
+        snapshot.load(model=model, optimizer=optimizer, average=average)
+        steps(0, 6, model, optimizer)
+        saved(snapshot, 6, model=model, optimizer=optimizer, average=average)
+        if what == "a copy of the model":
+            average = copy.deepcopy(model)
+        else:
+            model[1] = torch.nn.BatchNorm1d(8, affine=False)
+        steps(6, 7, model, optimizer)
+        model(torch.ones(4, 4))  # the next step has begun
+        rescue()
+
+    node.run(0, replace)
+    assert node.step is None
+
+
 def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_path: Path) -> None:
     """A state in memory must be preferred to a folder of another job, although that job was at attempt 7."""
     assert node.run(0, lambda: train(4)) == 0
@@ -1439,6 +1519,38 @@ def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_ar
 
     found = [node.run_all(generation, train, ranks=2) for generation in range(2)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("what", "keeps"), [("random numbers", False), ("random numbers", True), ("buffers", False)])
+def test_a_first_change_after_the_gradients_is_not_lost_with_a_rank_that_dies_before_it(
+    node: Node, what: str, keeps: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank may be killed between its backward pass and the first noise that the script ever draws there. The others
+    complete the step. A restart must not use their state with random states from before the noise."""
+
+    def train() -> None:
+        world = ddpjob.init()
+        objects, snapshot, _ = begin()
+        model = world.wrap(objects["model"])
+        for step in range(1, 9):
+            model(torch.randn(4, 4)).square().sum().backward()
+            if step == 8:
+                if world.rank == 1:
+                    return
+                if what == "buffers":
+                    objects["model"][1].running_mean.add_(1)
+                else:
+                    torch.rand(())
+            objects["optimizer"].step()
+            ddpjob.should_stop(step)
+            if keeps:
+                snapshot.keep(step, **objects)
+            settle()
+        rescue()
+
+    node.run_all(0, train, ranks=2)
+    assert node.run_all(1, lambda: begin()[2], ranks=2) == [0, 0]
+    assert f"{what} changed after the gradients of step 8" in capfd.readouterr().err
 
 
 def test_a_rank_that_dies_repeatedly_while_loading_keeps_its_random_states_and_buffers(

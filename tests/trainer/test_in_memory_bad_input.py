@@ -12,8 +12,7 @@ import torch
 from memory_node import Node, begin, parts, rescue, saved, settle, steps
 
 import ddpjob
-from ddpjob import process
-from ddpjob.checkpoint.in_memory import room
+from ddpjob import limits, process
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
@@ -114,7 +113,7 @@ def test_a_limit_that_is_one_byte_too_small_is_reported_with_the_sufficient_one(
         return process.current.not_kept, process.current.limit_needed
 
     enough = memory.needed(memory.area_bytes(node.run(0, size_of_state)))
-    monkeypatch.setattr(room, "_limits", lambda *_: iter([(enough - short, 0)]))
+    monkeypatch.setattr(limits, "_limits", lambda *_: iter([(enough - short, 0)]))
     not_kept, limit_needed = node.run(1, train, ranks=2)
     assert (node.step, limit_needed) == ((None, enough) if short else (6, None))
     assert not_kept.startswith("the container's memory limit is 0 MiB" if short else "")
@@ -209,6 +208,35 @@ def test_ranks_that_mark_different_steps_resume_from_the_folder_and_the_log_says
 
     assert [node.run(generation, train, ranks=2) for generation in range(2)] == [0, 4]
     assert "the state in memory is not used: the state is of step" in capfd.readouterr().err
+
+
+def test_a_rank_that_marks_only_its_saves_resumes_with_its_own_random_states(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If only rank 0 calls should_stop(), rank 1 may have begun the next step when rank 0 fails. A restart must not use
+    random states of that step."""
+
+    def train() -> None:
+        objects, snapshot, _ = begin()
+        model = torch.nn.parallel.DistributedDataParallel(objects["model"])
+        for step in range(1, 9):
+            model(torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if step % 5 == 0:
+                saved(snapshot, step, **objects)
+            if os.environ["RANK"] == "0":
+                ddpjob.should_stop(step)
+                snapshot.keep(step, **objects)
+            settle()
+        if os.environ["RANK"] == "0":
+            rescue()
+        else:
+            with model.no_sync():
+                objects["model"](torch.randn(4, 4)).square().sum().backward()
+
+    node.run(0, train, ranks=2)
+    assert node.run(1, lambda: begin()[2], ranks=2) == 5
+    assert "rank 1 does not call should_stop() after each step" in capfd.readouterr().err
 
 
 def test_a_save_within_an_accumulation_restores_the_complete_step(node: Node, tmp_path: Path) -> None:

@@ -165,10 +165,10 @@ def test_a_parameter_changed_without_the_optimizer_is_noticed() -> None:
     """A parameter that changes without an optimizer step must be noticed, because it belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
-    before = kept.versions()
+    before = kept.watch.versions()
     with torch.no_grad():
         model[0].weight.add_(1)
-    assert kept.versions() != before
+    assert kept.watch.versions() != before
 
 
 class OwnStateDict(torch.optim.SGD):
@@ -178,6 +178,9 @@ class OwnStateDict(torch.optim.SGD):
 
 def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
     """An optimizer with its own state_dict() must be refused, because its moments may be of an older step."""
-    model, _ = model_and_optimizer()
+    model, optimizer = model_and_optimizer()
     with pytest.raises(StateError, match="OwnStateDict overrides state_dict"):
         Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"mine": 1})
+    with pytest.raises(StateError, match="AdamW has a hook that changes its state_dict"):
+        Kept({"optimizer": optimizer})

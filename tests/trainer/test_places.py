@@ -4,7 +4,7 @@ import torch
 
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.state.alike import digest, same
-from ddpjob_core.memory import KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
+from ddpjob_core.memory import AFTER, KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops_counting() -> None:
@@ -92,7 +92,7 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
-        return found | {LATER: list(later)}
+        return found | {LATER: list(later), AFTER: []}
 
     draws, said = ("random numbers",), "random numbers may change after should_stop(20), and a rank was lost before"
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
@@ -112,6 +112,7 @@ def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_chang
             MOVED: [],
             KNOWN: ["sampler"],
             LATER: [],
+            AFTER: [],
             OBJECTS: {"sampler": "2", "reader": reader},
         }
         return Left(True, {20: found})

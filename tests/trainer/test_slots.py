@@ -12,7 +12,7 @@ import torch
 from ddpjob.checkpoint.in_memory import recall
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
+from ddpjob.checkpoint.in_memory.slots import PLACE, Slots
 from ddpjob.checkpoint.state import random_states
 from ddpjob.errors import StateError
 from ddpjob_core.memory import EARLY
@@ -158,50 +158,52 @@ def test_a_rank_that_lost_its_own_buffers_does_not_get_those_of_another() -> Non
 
 def test_an_average_of_weights_that_starts_after_the_first_step_loses_no_random_states() -> None:
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
-    rank, early = Rank(average=average), Early(0)
+    rank = Rank(average=average)
     for _ in range(2):
-        early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+        rank.slots.write_early(rank.kept, in_backward=True)
         average.n_averaged.add_(1)
-        early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
+        rank.slots.begin(rank.kept.buffers_as_they_are(), random_states.compact())
     assert rank.shared.slot_version(EARLY) is not None
 
 
 def test_numbers_drawn_before_a_first_save_of_other_objects_lose_no_random_states() -> None:
     """If save() gets more objects than load(), EARLY must keep the random states of the next step."""
-    rank, early = Rank(), Early(0)
-    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    rank = Rank()
+    rank.slots.write_early(rank.kept, in_backward=True)
     random.random()
-    early.forget()
-    early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
-    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    rank.slots.forget_early()
+    rank.slots.begin(rank.kept.buffers_as_they_are(), random_states.compact())
+    rank.slots.write_early(rank.kept, in_backward=True)
     assert rank.shared.slot_version(EARLY) is not None
 
 
 def test_random_numbers_drawn_after_the_gradients_do_not_lose_the_buffers_of_a_killed_rank(capfd):
     """If random numbers are drawn after the backward pass, EARLY must lose only the random states, not the buffers."""
-    rank, early = Rank(), Early(0)
+    rank = Rank()
     for _ in range(3):
         rank.model(torch.ones(2, 4))
-        early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+        rank.slots.write_early(rank.kept, in_backward=True)
         random.random()
-        early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
+        rank.slots.begin(rank.kept.buffers_as_they_are(), random_states.compact())
     rank.model(torch.ones(2, 4))
-    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    rank.slots.write_early(rank.kept, in_backward=True)
     found = rank.shared.read_slot(EARLY)
     assert found["rng"] is None
     assert described(found["small"]["model"]) == described(rank.kept.buffers()["model"])
     assert capfd.readouterr().err.count("should_stop() loses its random numbers") == 1
 
 
-def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(capfd):
-    rank, early = Rank(), Early(0)
+def test_buffers_changed_after_the_gradients_do_not_lose_the_random_numbers_of_a_killed_rank(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    rank = Rank()
     for _ in range(3):
         rank.model(torch.ones(2, 4))
-        early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+        rank.slots.write_early(rank.kept, in_backward=True)
         rank.model(torch.ones(2, 4))
-        early.boundary(rank.kept.buffers_as_they_are(), random_states.compact(), rank.shared)
+        rank.slots.begin(rank.kept.buffers_as_they_are(), random_states.compact())
     random.random()
-    early.write(rank.kept, rank.slots, rank.shared, in_backward=True)
+    rank.slots.write_early(rank.kept, in_backward=True)
     found = rank.shared.read_slot(EARLY)
     assert described(random_states.expanded(found["rng"])) == described(random_states.current())
     assert not found["small"]["model"]

@@ -1,6 +1,7 @@
 """A snapshot restores every accepted value unchanged. Any other value is refused by name when it is saved."""
 
 import collections
+import copy
 import enum
 import math
 import types
@@ -262,6 +263,25 @@ def test_an_optimizer_with_its_own_state_dict_format_is_restored() -> None:
     one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
     state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
     assert one.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_moments_of_another_dtype_than_their_parameter_are_restored_exactly(dtype: torch.dtype) -> None:
+    """float32 moments of bfloat16 parameters must not be rounded. Those of a parameter that now has another dtype must
+    follow it, as torch does."""
+
+    def made(of: torch.dtype) -> dict[str, Any]:
+        model = torch.nn.Linear(4, 1, dtype=of)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.weight]["moment"] = torch.full((1, 4), 1 / 3)
+        return {"model": model, "optimizer": optimizer}
+
+    state = {name: copy.deepcopy(each.state_dict()) for name, each in made(torch.bfloat16).items()}
+    objects = made(dtype)
+    state_dicts.restore(objects, state, "here")
+    moment = objects["optimizer"].state[objects["model"].weight]["moment"]
+    assert moment.dtype is (torch.float32 if dtype is torch.bfloat16 else dtype)
+    assert moment.tolist() == torch.full((1, 4), 1 / 3, dtype=torch.float32).tolist()
 
 
 def optimizers() -> Iterator[type[torch.optim.Optimizer]]:

@@ -300,7 +300,8 @@ def _plain_for(data: str, save: str) -> dict[str, str]:
 def _repeats_unseen(recipe: Recipe) -> bool:
     """True if work at the end of an epoch must not be repeated, but the library cannot see that it was done."""
     is_average = recipe["average_at"] == "epoch_end" and recipe["average"] != "averaged_model"
-    return is_average or recipe["extra"] == "early_stop"
+    draws = recipe["evaluation_at"] == "epoch_end" and recipe["evaluation_by"] != "computed"
+    return is_average or draws or recipe["extra"] == "early_stop"
 
 
 BY_WORKERS = ("workers", "persistent_workers")

@@ -57,18 +57,18 @@ AREA_EVERY      maximum number of steps until the next copy; 0: the state was wr
 """
 CHANGED, PLACED = 1, 2
 
-PID, CLOCK, ANSWER, PROOF_GENERATION, PROOF_STEP, PROOF_SUM, FIRST_SLOT = range(7)
+PID, CLOCK, ANSWER, PROOF_STEP, PROOF_GENERATION, PROOF_SUM, FIRST_SLOT = range(7)
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES = range(3)
-MARK_GENERATION, MARK_STEP, MARK_BEFORE = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 3)
+MARK_STEP, MARK_GENERATION, MARK_BEFORE = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 3)
 LOADED_STEP, LOADED_FROM, LOADED_BY, LOOSE, RANK_CELLS = range(MARK_BEFORE + 1, MARK_BEFORE + 6)
 """Cells of a rank.
 
 PID             of the process that takes part; 0: none
 CLOCK           2 × step at a boundary, 1 more after the next optimizer.step(); it only grows within a generation
 ANSWER          after a failure, one of the answers below
-PROOF_GENERATION, PROOF_STEP, PROOF_SUM  of a boundary; the sum of the bits of parameters and optimizer state
+PROOF_STEP, PROOF_GENERATION, PROOF_SUM  of a boundary; the sum of the bits of parameters and optimizer state
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, and 0 if the slot is empty
-MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last two boundaries, if the rank does not write a slot at each boundary
+MARK_STEP, MARK_GENERATION, MARK_BEFORE  its last two boundaries, if the rank does not write a slot at each boundary
 LOADED_STEP, LOADED_FROM, LOADED_BY  a loaded step, the generation that wrote the state, and the last generation that
                 loaded it. A rank that dies while loading leaves the slots of LOADED_FROM, which are of the same state
 LOOSE           step of its last boundary, if the rank then draws random numbers that a folder would have; else 0
@@ -223,9 +223,10 @@ class Left(NamedTuple):
     """Names of small objects in its slot EARLY: its own ones are not lost."""
 
 
-SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER = "sample", "objects", "named", "moved", "known", "later"
+SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER, AFTER = "sample", "objects", "named", "moved", "known", "later", "after"
 """NAMED: who recorded the objects: 0 should_stop(), 1 keep(), 2 save(). KNOWN: names of objects that are equal on all
-ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary."""
+ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary.
+AFTER: those that it has changed for the first time between its gradients and this boundary."""
 
 
 def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
@@ -244,6 +245,8 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     # hashes of earlier boundaries, for ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
+    if late and (after := {name for one in present for name in one[AFTER]}):
+        return f"{min(after)} changed after the gradients of step {step}, and a rank was lost before that change"
     if missed := missed.union(*(one[LATER] for one in late)):
         return f"{min(missed)} may change after should_stop({step}), and a rank was lost before that change"
     if name := _of_two_moments(present):

@@ -104,15 +104,19 @@ class Leader:
         return self.tick(now)
 
     def failed(self, failures: list[Failure], now: float) -> None:
-        self._lead.reached(self._agent.node.furthest_step)
+        self._reached()
         self._furthest = max(self._furthest, self._agent.node.clock)
         self._lead.failed(self._options.place, failures, now)
 
     def stopped(self, failures: list[Failure], now: float) -> None:
-        self._lead.reached(self._agent.node.furthest_step)
+        self._reached()
         self._step_in_memory = max(self._step_in_memory, self._agent.node.step_in_memory)
         node = self._agent.node
         self._lead.stopped(self._options.place, failures, now, node.ended_well, lacks_program=node.lacks_program)
+
+    def _reached(self, step: int = 0) -> None:
+        node = self._agent.node
+        self._lead.reached(max(step, node.furthest_step), node.saved_step)
 
     def finished(self, now: float) -> None:
         self._left[self._options.place] = self._agent.node.end_of_ranks()
@@ -286,7 +290,7 @@ class Leader:
         """Return the counts of charged restarts for the status receiver, with the failures; None without any."""
         if not self._lead.charged:
             return None
-        self._lead.reached(self._agent.node.furthest_step)
+        self._reached()
         failures = list(map(reported, self._lead.charged))
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
@@ -394,7 +398,7 @@ class Leader:
             return  # a heartbeat, or a delayed event of an earlier generation
         failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
         event = message.get("event")
-        self._lead.reached(int(message.get("step", 0)))
+        self._reached(int(message.get("step", 0)))
         if event == "failed":
             self._furthest = max(self._furthest, clock_of(message))
             self._lead.failed(node, failures, now)

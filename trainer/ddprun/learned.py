@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator
 from importlib import machinery, util
 from typing import Any, NamedTuple
 
-from ddpjob import own_files
-from ddpjob.checkpoint.in_memory import room
+from ddpjob import limits, own_files
 
 ROUNDS_MAX = 6
 COARSE_AFTER = 3  # after this many rounds leave out whole packages instead of single modules
@@ -122,7 +121,7 @@ def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLim
     """Fork children until the imports of one have no side effects. Return in that child; all others exit."""
     with open(path, encoding="utf-8", opener=own_files.opener) as file:
         order = json.load(file)
-    if shortage := room.shortage(BYTES_EXPECTED):
+    if shortage := limits.shortage(BYTES_EXPECTED):
         raise RuntimeError(shortage.why)
     left: dict[str, str] = {}
     for number in range(ROUNDS_MAX):

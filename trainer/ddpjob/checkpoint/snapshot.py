@@ -57,6 +57,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpjob import own_files, process
 from ddpjob.checkpoint import writers
 from ddpjob.checkpoint.in_memory.door import InMemory
+from ddpjob.checkpoint.in_memory.kept import untrained
 from ddpjob.checkpoint.in_memory.recall import Fetched
 from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.state import half_done, of_each_rank, random_states
@@ -840,16 +841,24 @@ class _Owed:
     def __init__(
         self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
     ) -> None:
-        self.version, self.objects, self.pid = version, objects, os.getpid()
+        self.version, self.pid = version, os.getpid()
+        # Hold averages of weights weakly: otherwise memory would not notice that the script replaces one.
+        self._averages = weakref.WeakValueDictionary({name: objects[name] for name in untrained(objects)})
+        self._others = {name: value for name, value in objects.items() if name not in self._averages}
         self._kept: tuple[int, Mapping[str, Any], int] | None = None  # last keep(): step, state, optimizer_steps
         self._state, self._rng = state, random_states.current()
-        self._knows_all = not by_value and objects.keys() == state.keys()
+        self._by_value = by_value
         self._began = process.current.optimizer_steps
         process.current.marked = None
 
     def keep(self, step: int, state: Mapping[str, Any]) -> None:
         """Record the state that the script has passed to `Snapshot.keep`."""
         self._kept = step, state, process.current.optimizer_steps
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects that the script has loaded and not dropped, by name."""
+        return {**self._others, **self._averages}
 
     @property
     def _has_stepped(self) -> bool:
@@ -862,7 +871,8 @@ class _Owed:
             return self.version.step
         if self._kept is not None and self._kept[2] == now:
             return self._kept[0]
-        return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
+        knows_all = not self._by_value and self.objects.keys() == self._state.keys()
+        return marked[0] if knows_all and marked is not None and marked[1] == now else None
 
     def now(self) -> tuple[int, Mapping[str, Any], dict[str, Any] | None] | None:
         """Return the step number, state and random states of the end of the last step; None if the number is unknown.

@@ -200,7 +200,7 @@ class LeaderState:
         self._wants_preflight = preflight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
-        self._has_trained = False  # True if the job has made a step, or ran so long that it must have trained
+        self._has_trained = False  # True if the job has made or loaded a step, or ran so long that it must have trained
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(self._leader, has_operator or self._least < len(places))
         self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
@@ -388,9 +388,10 @@ class LeaderState:
             self._ask_no_more()
             self._await_no_more()
 
-    def reached(self, step: int) -> None:
-        """Record a step that a rank has made."""
+    def reached(self, step: int, saved: int = 0) -> None:
+        """Record a step that a rank has made. saved: step of the newest checkpoint that was saved or loaded."""
         self.furthest_step = max(self.furthest_step, step)
+        self._has_trained |= saved > 0
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
         """Store a node's stall report, and request the positions of all ranks if the group seems stalled."""

@@ -1,4 +1,6 @@
-"""Copies of the state in the agent's memory, made during normal training (rules: `ddpjob_core/copies.py`).
+"""Copies of the state in the agent's memory, made during normal training.
+
+Rules: `ddpjob_core/copies.py`. At which call of a step a copy is made: docs/dev/state-in-memory.md, "Which weights".
 
 When: no surviving rank could write the state after a failure, because one rank trains alone, or because the script
 changes parameters between the end of a step and the next optimizer step. Without a folder, a state passed to `save` is
@@ -8,10 +10,6 @@ Flow: the shared memory has two areas. A copy is written to the area that does n
 writes its random states, buffers and settings to a slot. The first rank of each node writes parameters and optimizer
 state. The step number that makes the copy valid is written at the next optimizer step: then all ranks have completed
 the copied step. Rank 0 measures the cost of a copy and writes a `CopyPlan` (how often to copy) to the group's store.
-
-At which call: if parameters change after `should_stop`, the next step may start from the values before or after the
-change. The first `save` or `keep` decides: if it finds the same parameters as `should_stop` at the same step, copies
-are made at `should_stop`. Otherwise they are made only at `save` and `keep`.
 
 Life cycle: `memory.Keeper` creates one Copies per process. A daemon thread reserves the areas once.
 
@@ -113,9 +111,12 @@ class Copies:
         return self.instead or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
-        """Copy from now on, because parameters change after the end of a step. why: reason for the log."""
+        """Copy from now on, because parameters change after the end of a step. why: reason for the log. Raises
+        StateError if the group has no store."""
         if self.changes:
             return
+        if self._store is None and self._world_size > 1:
+            raise StateError(why)
         is_placed = self._shared.node[COPIES] == PLACED
         self.changes, self._is_placed, self._is_named = True, is_placed or None, is_placed
         self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
@@ -237,7 +238,8 @@ class Copies:
         if self._is_writer:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                written, versions = self._write(at, every), self._versions_of(at.kept)
+                written = self._write(at.kept, at.step, every, assumed=at.assumed)
+                versions = self._versions_of(at.kept)
                 self._written = None if written is None else _Written(*written, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
                 self.count_saved()  # there is no other rank to wait for
@@ -259,16 +261,16 @@ class Copies:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
-    def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
+    def _write(self, kept: Kept, step: int, every: int, loads: int = 0, *, assumed: bool) -> tuple[int, Held] | None:
         """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;
         None if the state has outgrown the reserved memory.
 
         Raises StateError, OSError.
         """
         shared = self._shared
-        state = packed.pack(self._value(at.kept))
-        version = Version(shared.attempt, shared.generation, at.step)
-        held = Held(version, loads, state.size, packed.total(state.tensors), at.assumed, every)
+        state = packed.pack(self._value(kept))
+        version = Version(shared.attempt, shared.generation, step)
+        held = Held(version, loads, state.size, packed.total(state.tensors), assumed, every)
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
@@ -277,7 +279,7 @@ class Copies:
             shared.write_copy(area, state, held)
             return area, held
 
-    def write_now(self, at: Boundary, loads: int) -> bool:
+    def write_now(self, kept: Kept, step: int, loads: int, *, assumed: bool) -> bool:
         """At the end of a rank that trains alone, write its state over the older copy. Return False if it could not be
         written. Raises StateError, OSError."""
         if self._world_size > 1:
@@ -285,7 +287,7 @@ class Copies:
         with self._lock:
             self._written = None
             may_write = not (self._stopped or self._room is None or self._room.is_alive())
-            written = self._write(at, 0, loads) if may_write else None
+            written = self._write(kept, step, 0, loads, assumed=assumed) if may_write else None
             return written is not None and self._shared.count_copy(*written)
 
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
@@ -336,11 +338,11 @@ class Copies:
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """Return values that show a change of parameters. On a GPU only version counters: a read would block."""
-        return kept.counters() if self._on_device else kept.versions()
+        return kept.watch.counters() if self._on_device else kept.watch.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """True if version counters and samples show no change of parameters after the copy."""
-        is_same = self._versions_of(kept) == versions and not kept.changed()
+        is_same = self._versions_of(kept) == versions and not kept.watch.changed()
         return is_same or (self._plan is not None and self._plan.changes)
 
     # ---- the plan ------------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ class Copies:
         began = time.perf_counter()
         with self._lock:
             self._written = None
-            if self._write(at, 1) is None:
+            if self._write(at.kept, at.step, 1, assumed=at.assumed) is None:
                 return False
         self._costs.append(time.perf_counter() - began)
         return True

@@ -7,11 +7,8 @@ Flow: at the end of a step (`should_stop`, `keep` or `save`) the first rank of e
 stream, from the device into pinned shared memory. The next optimizer.step() waits for the copy on the device, not on
 the host. Buffers are cloned first, because the forward pass changes them before that optimizer step.
 
-A copy becomes valid when its bytes have arrived and the device has finished the next backward pass: its gradients are
-summed over all ranks, so every rank has completed the copied step. Every few steps the host checks this. A check waits
-until the device has finished the step that followed the previous check (`ddpjob_core/copies.py`), so no host is more
-than two checks ahead of another. So all hosts read a new plan (steps between copies) in time, and random states of a
-copy that may still become valid are kept.
+A copy becomes valid after the next backward pass, whose gradients are summed over all ranks. The host checks this every
+few steps; docs/dev/state-in-memory.md, "On GPUs", tells how the checks keep hosts together.
 
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, until
 it is valid or dropped.
@@ -47,8 +44,8 @@ class _Flight:
     """A copy that the device is writing; it becomes valid some steps later."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
-        """in_torch: the lock to hold while a thread computes the checksum."""
-        self.step, self.versions = at.step, at.kept.counters()
+        """in_torch: the lock to hold during the checksum, because a thread may compute it."""
+        self.step, self.versions = at.step, at.kept.watch.counters()
         self._in_torch = in_torch
         self.counts = True
         """False for a trial copy, which only measures the cost."""
@@ -95,16 +92,13 @@ class _Flight:
             self._sum()
             return False
         if self._summing is None:
-            self._summing = threading.Thread(target=self._sum_aside, name="ddpjob-memory-sum", daemon=True)
+            self._summing = threading.Thread(target=self._sum, name="ddpjob-memory-sum", daemon=True)
             self._summing.start()
         return self._summing.is_alive()
 
-    def _sum_aside(self) -> None:
-        with self._in_torch:
-            self._sum()
-
     def _sum(self) -> None:
-        self.total = packed.total(self.parts)
+        with self._in_torch:
+            self.total = packed.total(self.parts)
 
     @property
     def seconds(self) -> float:

@@ -57,6 +57,8 @@ class InMemory:
         """present: version of this generation, with step 0."""
         self._present = present
         self._has_folder = has_folder
+        # Text for the log: where a restart continues if memory has no state.
+        self._otherwise = "a restart goes on from the last save" if has_folder else "a restart begins at step 0"
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
         self._world = world
@@ -67,11 +69,6 @@ class InMemory:
         if self._used and world is not None:  # memory is only for ranks that the agent has started
             place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
             self._used = (world.rank, world.world_size) == place
-
-    @property
-    def _otherwise(self) -> str:
-        """Text for the log: where a restart continues if memory has no state."""
-        return "a restart goes on from the last save" if self._has_folder else "a restart begins at step 0"
 
     def begin(self) -> None:
         """Called by each `load`. The first call starts to keep the state; a second Snapshot turns memory off."""

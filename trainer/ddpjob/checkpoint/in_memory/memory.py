@@ -22,10 +22,10 @@ that change parameters after the end of a step. A state on a GPU is always copie
 """
 
 import contextlib
-import os
+import functools
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -36,20 +36,21 @@ from ddpjob.checkpoint.in_memory import copies
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
-from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
-from ddpjob.checkpoint.in_memory.places import Places
+from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
-from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Early, Slots
+from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
-from ddpjob.checkpoint.in_memory.survivor import Survivor
+from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import moved
+from ddpjob.checkpoint.state.of_each_rank import outermost
 from ddpjob.errors import StateError
 from ddpjob_core import memory
-from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROVEN, Held
 
 PROOF_STEPS = 3
+SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the whole state
 LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
 
 
@@ -57,7 +58,7 @@ def _forward_begins(module: torch.nn.Module, _: Any) -> None:
     """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
     is_step = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if is_step and (keeper := process.current.keeper) is not None:  # a forward pass without gradients is an evaluation
-        keeper.has_called |= keeper.step_begins()
+        keeper.now.places.has_called |= keeper.step_begins()
 
 
 class Keeper:
@@ -78,112 +79,86 @@ class Keeper:
         streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept only in
         memory.
         """
-        own = Copies(shared, rank, world_size, store) if world_size == 1 else None
+        self._new_copies = functools.partial(Copies, shared, rank, world_size, store)
+        own = self._new_copies() if world_size == 1 else None
         if streams is not None:
             own = DeviceCopies(shared, rank, world_size, store, streams)
             process.at_exit(own.keep_out_of_torch, 35)
-        self.shared, self.copies, self.on_device, self.has_folder = shared, own, streams is not None, has_folder
-        self._rank, self._world_size, self._otherwise, self._store = rank, world_size, otherwise, store
-        self.mode = Mode.EMPTY
-        self.kept: Kept | None = None
+        self.now = Present(shared, own, on_device=streams is not None, has_folder=has_folder)
+        self._shared, self._places, self._rank, self._otherwise = shared, self.now.places, rank, otherwise
         self._outgrown: Mapping[str, Any] | None = None  # objects with replaced parameters; kept after this step
-        self.assumed = False
-        self.lock = threading.Lock()
-        self.dirty_since = self.dirty_seconds = 0.0
-        self.names_each_step = False
-        self.places, self.thread, self.pid = Places(), threading.get_ident(), os.getpid()
-        self._slots, self._early = Slots(shared, rank, world_size), Early(rank)
+        self._slots = Slots(shared, rank, world_size)
         if (learned := self._slots.learned()) is not None:
-            self.places.goes_on_from(learned)
-        self._turn: int | None = None  # slot to write at the end of the next step; None before the first step ends
-        self._noted = 0  # the last step whose end was written to a slot
+            self._places.goes_on_from(learned)
         self._stepped = True  # True if an optimizer has stepped, but the script has not reported the end of the step
-        self.has_begun = self.has_called = False
-        self._begun: Mapping[str, Any] | None = None  # random states and buffers when the next step began
-        self._repeated: set[str] | None = None  # names of optimizers whose settings had not changed when the step began
-        self._notices_begin = False  # True after a forward pass or a sampler has shown when a step begins
         self._numbers, self._makers = Numbers(0), Makers()
         # [0] counts optimizer steps between calls of should_stop(), keep() and save(), [1] those without should_stop().
         # The two counts are needed only if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
         self._is_copied = False  # True if the saved state is copied, and no optimizer has stepped after that
-        self._tensors = 0  # number of tensors in the optimizers' state at the last count
-        self._loose_steps = 0  # steps in a row after which a small value changed before the next optimizer step
         self._proofs_left = self._proofs_needed
-        self._sum: tuple[int, int] | None = None  # (step, sum of all bits of its state), checked before the next step
+        # (step, sum of all bits of its state, number of backward passes that check it); the next step checks it, too
+        self._sum: tuple[int, int, int] | None = None
         self._room: threading.Thread | None = None
         self._has_told_of_saves = False
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
-        self.survivor = Survivor(self)
+        self.survivor = Survivor(self.now, self.give_up)
 
     @property
     def _proofs_needed(self) -> int:
-        return 0 if 0 < self.shared.node[PROVEN] <= self.shared.generation else PROOF_STEPS
+        return 0 if 0 < self._shared.node[PROVEN] <= self._shared.generation else PROOF_STEPS
 
     @property
     def is_on(self) -> bool:
         """True if objects are kept in memory."""
-        return self.kept is not None and not self._is_off
-
-    @property
-    def _is_off(self) -> bool:
-        """True if keeping was turned off, or in a forked process, whose objects do not belong to this training."""
-        return self.mode is Mode.OFF or os.getpid() != self.pid
-
-    def _to(self, event: Event) -> None:
-        """Enter the mode that follows this event. The agent waits only for ranks whose mode is READY."""
-        before, self.mode = self.mode, after(self.mode, event)
-        if before is not self.mode or event == "dropped":
-            is_ready = self.mode is Mode.READY and not self.survivor.is_asked
-            self.shared.cells[PID] = self.pid if is_ready else 0
+        return self.now.kept is not None and not self.now.is_off
 
     def turn_off(self, why: str) -> None:
         """Stop keeping the state; from now on a restart loads from the folder."""
-        if not self._is_off:
-            self._to("refused")
-            if self.copies is not None:
-                self.copies.count_saved()
-                self.copies.stop()
-            self.shared.forget_slots(None if self.copies is None else self.copies.saved)
+        if not self.now.is_off:
+            self.now.to("refused")
+            if self.now.copies is not None:
+                self.now.copies.count_saved()
+                self.now.copies.stop()
+            self._shared.forget_slots(None if self.now.copies is None else self.now.copies.saved)
             process.current.not_kept = why
             process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Keep these objects from now on. Plain values are captured only when the script passes them."""
-        if self._is_off:
+        if self.now.is_off:
             return
-        was_assumed, self.assumed, self._is_unnamed = self.assumed, False, False
-        if self.kept is not None and self.kept.is_of(objects):
-            return
-        with self._guarded():
-            kept = Kept(objects)
-            if was_assumed:
-                self._forget_assumed()  # the check begins again, because save() may get more objects than load() did
-            elif self.kept is not None and not kept.has_parts_of(self.kept):
-                self._prove_again()
-            elif self.kept is not None:
-                kept.goes_on_from(self.kept)
-            self._keep(kept)
+        was_assumed, self.now.assumed, self._is_unnamed = self.now.assumed, False, False
+        if self.now.kept is None or not self.now.kept.is_of(objects):
+            self._safely(self._register, objects, was_assumed)
 
-    def _keep(self, kept: Kept) -> None:
-        if self.kept is None or not kept.has_parts_of(self.kept):  # not if only plain values are new
-            self._early.forget()
-        with self.lock:
-            self.kept, self._outgrown, self._stepped = kept, None, True
-            self._to("named")
+    def _register(self, objects: Mapping[str, Any], was_assumed: bool) -> None:
+        kept = Kept(objects)
+        if was_assumed:
+            self._forget_assumed()  # the check begins again, because save() may get more objects than load() did
+        elif self.now.kept is not None and not kept.has_parts_of(self.now.kept):
+            self._prove_again()
+        elif self.now.kept is not None and kept.watch.living() == self.now.kept.watch.living():
+            kept.watch = self.now.kept.watch
+        if self.now.kept is None or not kept.has_parts_of(self.now.kept):  # otherwise only plain values are new
+            self._slots.forget_early()
+        with self.now.lock:
+            self.now.kept, self._outgrown, self._stepped = kept, None, True
+            self.now.to("named")
             if not self._proofs_left:
-                self._to("proven")
-            self.shared.cells[CLOCK] |= 1
+                self.now.to("proven")
+            self._shared.cells[CLOCK] |= 1
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
             last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
             for last in kept.first_gradients
         ]
-        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
-        if kept.by_value and self.has_folder:
+        models = [outermost(each) for each in objects.values() if isinstance(each, torch.nn.Module)]
+        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in models]
+        if kept.by_value and self.now.has_folder:
             self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so memory has it only until the next optimizer step; "
                 f"then {self._otherwise}. Give save() objects with state_dict(), or call keep(step, …) after each step"
@@ -191,34 +166,34 @@ class Keeper:
 
     def assume(self, objects: Mapping[str, Any]) -> None:
         """Keep the objects of `load` until the first `save` or `keep`, unless the script trains other objects."""
-        if self._is_off or self.kept is not None or self.shared.node[MISCOUNTED]:
+        if self.now.is_off or self.now.kept is not None or self._shared.node[MISCOUNTED]:
             return
         with contextlib.suppress(StateError):  # save() will report what is wrong with the objects
             if objects and Kept(objects).may_be_assumed():
                 self.register(objects)
-                self.assumed = self._is_unnamed = True
+                self.now.assumed = self._is_unnamed = True
 
     def forget_assumed(self) -> None:
         """Drop the objects of `load`, because the script trains others. Keep nothing until `save` or `keep`."""
-        if self.assumed and not self._is_off:
-            self.assumed = False
+        if self.now.assumed and not self.now.is_off:
+            self.now.assumed = False
             self._forget_assumed()
 
     def _forget_assumed(self) -> None:
         self._prove_again()
-        self.shared.forget_slots()
-        if self.copies is not None:
-            self.copies.forget()
+        self._shared.forget_slots()
+        if self.now.copies is not None:
+            self.now.copies.forget()
 
     def _prove_again(self) -> None:
         """Repeat the check of the first steps before a state is kept, because the objects are different now."""
-        with self.lock:
-            self.kept, self._outgrown, self._sum, self._stepped = None, None, None, True
-            self.shared.cells[CLOCK] |= 1
-            self.shared.node[PROVEN], self._proofs_left = 0, PROOF_STEPS
-            self._to("dropped")
-        if self.copies is not None:
-            self.copies.give_up_last()
+        with self.now.lock:
+            self.now.kept, self._outgrown, self._sum, self._stepped = None, None, None, True
+            self._shared.cells[CLOCK] |= 1
+            self._shared.node[PROVEN], self._proofs_left = 0, PROOF_STEPS
+            self.now.to("dropped")
+        if self.now.copies is not None:
+            self.now.copies.give_up_last()
 
     def goes_on(self, step: int) -> None:
         """Called when `load` returns this step: forget earlier step numbers."""
@@ -226,9 +201,9 @@ class Keeper:
 
     def resumed(self, held: Held) -> None:
         """Record that all ranks have loaded this state from memory."""
-        if self.shared.proven_elsewhere:
-            self.shared.node[PROVEN] = self.shared.proven_elsewhere
-        self.shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
+        if self._shared.proven_elsewhere:
+            self._shared.node[PROVEN] = self._shared.proven_elsewhere
+        self._shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False, kept_alone: bool = False) -> None:
         """Called at the end of a step: parameters and optimizer state are those of this step.
@@ -239,50 +214,46 @@ class Keeper:
         if self._unmarked:
             for steps in self._unmarked[: 1 + named]:
                 steps.boundary(saved=saved)
-        if self._outgrown is not None and not self._is_off:
-            with self._guarded():
-                self._keep(Kept(self._outgrown))
+        if self._outgrown is not None and not self.now.is_off:
+            self._safely(self._register, self._outgrown, False)
         self._check_number(step, named)
-        kept = self.kept
-        if kept is None or self._is_off:
+        kept = self.now.kept
+        if kept is None or self.now.is_off:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
         # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
-        is_renamed = named and not self.has_begun
-        if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
+        is_renamed = named and not self._places.has_begun
+        if not (self._stepped or self.now.copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # no new state, or the last plain values belong to another step
         if self._has_other(step):
             return
-        if self.assumed and not kept.may_be_assumed():
+        if self.now.assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        try:  # without `_guarded`, which would make each call a tenth slower
-            self._take_in(kept, int(step), named=named, must_copy=must_copy, counts=named and not kept_alone)
-        except Exception as error:
-            self.give_up(error)
+        counts = named and not kept_alone
+        self._safely(self._take_in, kept, int(step), named=named, must_copy=must_copy, counts=counts)
 
     def _has_other(self, step: int) -> bool:
         """True if memory has a copy with this step number, and an optimizer has stepped after it.
 
         The first copy stays: a second copy would mix values and random states of one step with parameters of another.
         """
-        saved = None if self.copies is None else self.copies.saved
+        saved = None if self.now.copies is None else self.now.copies.saved
         return saved is not None and saved.step == step and not self._is_copied
 
     def _must_copy(self, kept: Kept, step: int) -> bool:
         """True if the saved state is lost with the next step unless it is copied now."""
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
-        if not self._copies_instead and memory.step_of(self.shared.cells[CLOCK]) != step:
+        if not self.now.copies_instead and memory.step_of(self._shared.cells[CLOCK]) != step:
             self._stepped = True  # otherwise the state is not copied if should_stop() got another step number for it
-        if self.copies is None:
-            self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
+        self.now.copies = self.now.copies or self._new_copies()
         self._is_copied |= not self._has_other(step)
         return True
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, counts: bool) -> None:
-        self.thread = threading.get_ident()
+        self.now.thread = threading.get_ident()
         settings = kept.settings()
         if self._makers.boundary():
             self._tell_not_kept(
@@ -290,20 +261,22 @@ class Keeper:
                 "with LBFGS or a second optimizer: a rank that fails there leaves no complete state"
             )
         rng, content = random_states.compact(), kept.buffers_as_they_are()
-        values = self._watched_with(kept, content | {RANDOM: random_states.mark(rng)}, settings)
+        values = kept.watched(content | {RANDOM: random_states.mark(rng)}, settings)
         self._learn(kept, step, values, named=named, counts=counts)
-        if not self._copies_instead and (self._stepped or named):
+        if not self.now.copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings, content)
         elif self._stepped:
-            kept.record()
-            if self.on_device:
+            kept.watch.record()
+            if self.now.on_device:
                 self._is_proven(kept, step)
-        own = self.copies
-        if own is not None and self.places.moved:
+        own = self.now.copies
+        if own is not None and self._places.moved:
             own.renew(self.at(kept, step, named))  # the last copy lacks changes made between should_stop() and save()
-        if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
-            self._copy(own, self.at(kept, step, named, must_copy))
-        if must_copy and not self._is_off and not process.current.not_kept:
+        if own is not None and (own.instead or self.now.mode is not Mode.PROVING or must_copy):
+            is_again = own.instead and not self._stepped
+            self._stepped = False
+            (own.again if is_again else own.boundary)(self.at(kept, step, named, must_copy))
+        if must_copy and not self.now.is_off and not process.current.not_kept:
             names = ", ".join(kept.by_value)
             why = f"{names}: saved by value" if names else "there are steps that the script does not mark"
             self._tell_of_saves(
@@ -313,7 +286,7 @@ class Keeper:
 
     def _tell_unnamed(self, step: int) -> None:
         """Log once that nothing is kept, because `load` was not given all objects that the script trains."""
-        if self._is_unnamed and not self._is_off and step > self._numbers.began + PROOF_STEPS:
+        if self._is_unnamed and not self.now.is_off and step > self._numbers.began + PROOF_STEPS:
             self._is_unnamed = False
             if self._rank == 0:
                 process.log(
@@ -333,59 +306,44 @@ class Keeper:
             if self._rank == 0:
                 process.log(f"{why}; {self._otherwise}")
 
-    def watched(self, kept: Kept) -> dict[str, Any]:
-        """Small values by name, to see what the script has changed after the end of a step.
-
-        Random states and buffers are those at the beginning of the next step, or the current ones if it has not begun.
-        """
-        begun = self._begun or self.places.marked
-        if self._begun is None and self._notices_begin and not self.has_begun:
-            begun = kept.buffers_as_they_are() | {RANDOM: random_states.mark(random_states.compact())}
-        return self._watched_with(kept, begun, kept.settings())
-
-    def _watched_with(self, kept: Kept, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**begun, **settings, **kept.untrained()}
-
     def step_begins(self, sampler: Any = None) -> bool:
         """Called when the next step begins: random numbers and buffer changes from here on belong to the next step.
         Return True between the end of a step and the next optimizer step.
 
         sampler: a batch is taken from this sampler. If its position is not kept, an evaluation may be using it.
         """
-        kept, places = self.kept, self.places
-        if kept is None or not places.is_open or self._is_off:
+        kept, places = self.now.kept, self._places
+        if kept is None or not places.is_open or self.now.is_off:
             return False
         # True at the first batch: a forward pass before that batch was an evaluation, because no backward pass followed
-        is_first = sampler is not None and self._repeated is None and not self.has_begun
-        if self._begun is None or is_first:
-            try:
-                if sampler is None or sampler.is_placed or sampler in kept.samplers().values():
-                    self._note_begin(kept, places, from_sampler=sampler is not None)
-            except Exception as error:
-                self.give_up(error)
+        is_first = sampler is not None and places.repeated is None and not places.has_begun
+        if places.begun is None or is_first:
+            self._safely(self._note_begin, kept, sampler)
         return True
 
-    def _note_begin(self, kept: Kept, places: Places, *, from_sampler: bool) -> None:
+    def _note_begin(self, kept: Kept, sampler: Any) -> None:
+        places = self._places
+        if not (sampler is None or sampler.is_placed or sampler in kept.samplers().values()):
+            return
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
         # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
         if places.counts or not places.trusts(RANDOM):  # a change after save() shows where the script draws numbers
             begun[RANDOM] = random_states.mark(random_states.compact())
-        self._notices_begin, self._begun = True, begun
-        if from_sampler:  # a restart does not repeat changes made before a batch is taken
+        places.notices_begin, places.begun = True, begun
+        if sampler is not None:  # a restart does not repeat changes made before a batch is taken
             settings = kept.settings() if places.doubted else {}
-            self._repeated = set(kept.optimizers) - moved(places.marked, settings)
+            places.repeated = set(kept.optimizers) - moved(places.marked, settings)
         is_loose = any(not places.trusts(name) and value != places.marked.get(name) for name, value in begun.items())
-        self.shared.cells[LOOSE] = self._noted if is_loose else 0
+        self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
         """Learn where in its loop the script changes small values, and which buffers its forward pass changes.
         counts: True for a state that `save` gets, or that `load` has returned."""
-        places = self.places
+        places = self._places
         if places.is_open and not named:
             return
-        self._begun, self._repeated, self.has_called = None, None, False
         if places.is_open:
-            if new := places.named(values, {kept.changed()} - {""}, counts=counts):
+            if new := places.named(values, {kept.watch.changed()} - {""}, counts=counts):
                 self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
         else:
             samplers = kept.samplers()
@@ -393,7 +351,7 @@ class Keeper:
             self._check_samplers(samplers, values)
             places.boundary(values, named=named, counts=counts)
         suspects = not counts and any(map(places.suspects, [RANDOM, *kept.buffered]))
-        self.shared.cells[LOOSE] = step if suspects else 0
+        self._shared.cells[LOOSE] = step if suspects else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError."""
@@ -401,7 +359,7 @@ class Keeper:
         process.current.sampler = None
         if last is None or not own or last in own.values():
             return
-        if not moved({name: self.places.marked.get(name) for name in own}, {name: values[name] for name in own}):
+        if not moved({name: self._places.marked.get(name) for name in own}, {name: values[name] for name in own}):
             raise ReplacedError(f"{', '.join(own)}: the batches come from another sampler than the one given to save()")
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
@@ -414,135 +372,118 @@ class Keeper:
 
     def _leave(self, kept: Kept) -> None:
         """Find and log small values that have changed between the end of the last step and this optimizer step."""
-        if not self.places.is_open:
+        places = self._places
+        if not places.is_open:
             return
-        values = self._watched_with(kept, self._begun or self.places.marked, kept.settings())
-        repeated = {*kept.optimizers, RANDOM, *kept.buffered} if self._repeated is None else self._repeated
-        new = self.places.step(values, repeated)
-        if self.places.taken and self._repeated is None and self._rank == 0:  # no batch showed where the step begins
+        values = kept.watched(places.begun or places.marked)
+        repeated = {*kept.optimizers, RANDOM, *kept.buffered} if places.repeated is None else places.repeated
+        new = places.step(values, repeated)
+        if places.taken and places.repeated is None and self._rank == 0:  # no batch showed where the step begins
             process.log(
-                f"{', '.join(sorted(self.places.taken))}: changed between should_stop() or keep() and each "
+                f"{', '.join(sorted(places.taken))}: changed between should_stop() or keep() and each "
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
                 f"step before, as in an evaluation, call should_stop(step) or keep(step, …) after them"
             )
-        if self.places.loose and self.copies is not None:
-            self.copies.give_up_last()
-        self._loose_steps = self._loose_steps + 1 if self.places.loose else 0
+        if places.loose and self.now.copies is not None:
+            self.now.copies.give_up_last()
         if new:
             self._tell_of_places(new, "between should_stop() or keep() and the next optimizer.step()")
-        if self._loose_steps == LOOSE_STEPS:
-            names = ", ".join(sorted(self.places.loose))
+        places.loose_steps = places.loose_steps + 1 if places.loose else 0
+        if places.loose_steps == LOOSE_STEPS:
+            names = ", ".join(sorted(places.loose))
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
     def _check_number(self, step: int, named: bool) -> None:
         """Turn memory off if `should_stop` and `save` count steps differently, because `load` returns this number."""
-        if self._is_off:
+        if self.now.is_off:
             return
-        if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):
-            self.shared.node[MISCOUNTED] = 1
+        if why := self._numbers.problem(int(step), named=named, is_kept=self.now.kept is not None):
+            self._shared.node[MISCOUNTED] = 1
             self._forget_assumed()
             self.turn_off(f"{why}: pass the number of steps made so far to both")
 
-    @property
-    def _copies_instead(self) -> bool:
-        """True if only copies are kept, because after a failure no surviving rank could write a valid state."""
-        return self.on_device or self.mode is Mode.COPYING
-
     def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
         def small() -> dict[str, Any]:
-            small = ({} if self.on_device else kept.buffers()) | kept.settings() | self._place(kept)
+            small = ({} if self.now.on_device else kept.buffers()) | kept.settings() | self._place(kept)
             return self._slots.value(kept, random_states.compact(), small)
 
-        return Boundary(kept, step, named, small, self.assumed, must_copy)
+        return Boundary(kept, step, named, small, self.now.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
         """Describe at which call of its step this rank is. After a restart, all ranks must agree on that call."""
-        sample = 0 if self.on_device else kept.sample()
-        moved_ones = sorted(self.places.moved)
-        moment = self.places.is_named + self.places.counts  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
-        place = {"named": moment, "moved": moved_ones, "sample": sample, LEARNED: self.places.learned}
-        place["later"] = [name for name in [RANDOM, *kept.buffered] if self.places.suspects(name)]
-        of_0 = kept.broadcast
-        place |= {"of_0": of_0, "own": sorted(kept.wrapped.difference(of_0)), "models": kept.models}
-        return {PLACE: place | {"known": kept.known}}
+        places, of_0 = self._places, kept.broadcast
+        return {
+            PLACE: {
+                "named": places.is_named + places.counts,  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
+                "moved": sorted(places.moved),
+                "sample": 0 if self.now.on_device else kept.watch.sample(),
+                LEARNED: places.learned,
+                "after": sorted(self._slots.changed),
+                "later": [name for name in [RANDOM, *kept.buffered] if places.suspects(name)],
+                "of_0": of_0,
+                "own": sorted(kept.wrapped.difference(of_0)),
+                "models": kept.models,
+                "known": kept.known,
+            }
+        }
 
-    def _copy(self, own: Copies, at: Boundary) -> None:
-        if own.instead and not self._stepped:
-            own.again(at)
-        else:
-            self._stepped = False
-            own.boundary(at)
-
-    def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state from now on, because parameters change after the end of a step. why: for the log."""
-        if self._store is None and self._world_size > 1:
-            raise StateError(why)
-        if self.copies is None:
-            self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
-        self._sum = None
-        self._to("changes")
-        self.shared.forget_slot(EARLY)  # copies do not use it
-        self.copies.begin_with_changes(why)
+    def _copy_because_of_changes(self, step: int | None = None) -> None:
+        """Copy the state from now on, because parameters change after the end of a step. step: None if another rank, or
+        an earlier generation, has found this."""
+        changed = f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
+        self.now.copies, self._sum = self.now.copies or self._new_copies(), None
+        self._shared.node[PROVEN] = 0
+        self.now.copies.begin_with_changes(copies.CHANGES if step is None else changed)
+        self.now.to("changes")
+        self._shared.forget_slot(EARLY)  # copies do not use it
 
     def _note(
         self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any], content: Mapping[str, Any]
     ) -> None:
-        shared = self.shared
+        shared, now = self._shared, self.now
         if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
-        self._early.boundary(content, rng, shared)
-        self.has_begun = False
-        with self.lock:
-            kept.record()
+        self._slots.begin(content, rng)
+        self._places.has_begun = False
+        with now.lock:
+            kept.watch.record()
         small = {**kept.buffers(), **settings, **self._place(kept)}
-        self._slots.write(self._slot_to_write(step), step, kept, rng, small)
-        with self.lock:
-            if self.dirty_since:
-                self.dirty_seconds = max(self.dirty_seconds, time.monotonic() - self.dirty_since)
+        self._slots.write_boundary(step, kept, rng, small)
+        with now.lock:
+            if now.dirty_since:
+                now.dirty_seconds = max(now.dirty_seconds, time.monotonic() - now.dirty_since)
             self._stepped = False
-            self.names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
+            now.names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
             shared.cells[CLOCK] = 2 * step
-        if self.mode is not Mode.READY or not self._has_room_for(kept):
+        if now.mode is not Mode.READY or not self._has_room_for(kept):
             self._arm(kept, step)
-        elif memory.proves_again(step, shared.reserved()):
-            self._sum = step, kept.total()
+        elif memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
+            self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Return the step number, the buffers and settings, and the random states, as at the end of the last step.
-        Return None if no slot has this state, or if an optimizer has stepped since."""
-        if not self.is_on or self._stepped or self._copies_instead or self._turn is None:
+        """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
+        optimizer has stepped since."""
+        value = self._slots.read_boundary() if self.is_on and not (self._stepped or self.now.copies_instead) else None
+        if value is None:
             return None
-        value = self.shared.read_slot(1 - self._turn)
         del value["small"][PLACE]
-        return self._noted, value["small"], random_states.expanded(value["rng"])
-
-    def _slot_to_write(self, step: int) -> int:
-        """Return the slot to write: the one of two with the older step. If a step is repeated, its slot is reused."""
-        if self._turn is not None and step == self._noted:
-            return 1 - self._turn
-        self._noted = step
-        if self._turn is None:
-            one, other = (self.shared.slot_version(slot) for slot in range(EARLY))
-            self._turn = 0 if one is None or (other is not None and one < other) else 1
-        turn, self._turn = self._turn, 1 - self._turn
-        return turn
+        return self._slots.step, value["small"], random_states.expanded(value["rng"])
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
         """True if only optimizers change parameters. If that is not known yet, sum the bits of this state."""
-        if self.shared.node[COPIES]:
-            self._copy_because_of_changes(copies.CHANGES)
+        if self._shared.node[COPIES]:
+            self._copy_because_of_changes()
             return False
-        if self.mode is Mode.PROVING:  # on each rank: equal sums show that the ranks are replicas
-            self._sum = step, kept.total()
-        return self.mode is not Mode.PROVING
+        if self.now.mode is Mode.PROVING:  # on each rank: equal sums show that the ranks are replicas
+            self._sum = step, kept.total(), SUMS_IN_BACKWARD
+        return self.now.mode is not Mode.PROVING
 
     def _has_room_for(self, kept: Kept) -> bool:
         """True if the state still fits. Optimizers allocate state when a parameter gets its first gradient."""
-        count, self._tensors = self._tensors, kept.count_tensors()
-        if self._tensors <= count or packed.pack(kept.large()).size <= self.shared.reserved():
+        if not kept.watch.has_grown() or packed.pack(kept.large()).size <= self._shared.reserved():
             return True
-        with self.lock:
-            self._to("grown")
+        with self.now.lock:
+            self.now.to("grown")
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
@@ -550,86 +491,80 @@ class Keeper:
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
-        if self.shared.reserved() >= size:
-            self._to("reserved")
+        if self._shared.reserved() >= size:
+            self.now.to("reserved")
         elif self._room is None or not self._room.is_alive():
-            self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
+            args = self._reserve, size
+            self._room = threading.Thread(target=self._safely, args=args, name="ddpjob-memory-room", daemon=True)
             self._room.start()
 
     def _reserve(self, size: int) -> None:
         """Reserve memory for the state. Runs in a thread, because the kernel needs half a second for a large state."""
-        with self._guarded():
-            self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
-            with self.lock:  # no effect if other objects are kept by now
-                self._to("reserved")
+        self._shared.take(memory.area_bytes(size), 1, later=0 if self.now.copies is None else memory.AREAS)
+        with self.now.lock:  # no effect if other objects are kept by now
+            self.now.to("reserved")
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
-        if self.kept is not None:
-            self.kept.release()
-        if self._is_off:
+        self.now.release()
+        if self.now.is_off:
             return
-        is_own = None if self.kept is None else self.kept.has(optimizer)
+        is_own = None if self.now.kept is None else self.now.kept.has(optimizer)
         self._count_step(optimizer, is_own)
-        if self.assumed and is_own is False:
+        if self.now.assumed and is_own is False:
             self.forget_assumed()
-        kept = self.kept
+        kept = self.now.kept
         if kept is None or self._stepped:
             self._other_step(optimizer)
-            self._stepped = True
+            self._stepped, self._slots.made = True, self._slots.made + 1
             if kept is None and optimizer is not None:
                 self._makers.saw(optimizer)
             if kept is not None:
-                kept.count_step(optimizer)
+                kept.watch.count_step(optimizer)
             return
-        try:
-            self._end_boundary(kept, None if is_own else optimizer)
-        except Exception as error:
-            self.give_up(error)
+        self._safely(self._end_boundary, kept, None if is_own else optimizer)
+        self._slots.made += 1
         self._makers.first(optimizer)
-        self.has_begun = False
-        kept.count_step(optimizer)
+        self._places.has_begun = False
+        kept.watch.count_step(optimizer)
         while not self._may_step():
             time.sleep(AGAIN_SECONDS)  # until the agent ends this process by a signal
 
     def _may_step(self) -> bool:
         """Begin the step and return True; False if the ranks are being stopped and memory has the last state."""
-        with self.lock:
+        with self.now.lock:
             if self.survivor.is_done:
                 return False
-            self._stepped, self.dirty_since = True, time.monotonic()
-            self.shared.cells[CLOCK] |= 1
+            self._stepped, self.now.dirty_since = True, time.monotonic()
+            self._shared.cells[CLOCK] |= 1
         return True
 
     def _end_boundary(self, kept: Kept, other: Any) -> None:
         """Called when the first optimizer of a new step steps: check that parameters are unchanged, then make the last
         copy valid, or write random states and buffers to the slot EARLY. other: this optimizer if it is not kept."""
-        if self.copies is not None:
-            self.copies.count_saved()
+        if self.now.copies is not None:
+            self.now.copies.count_saved()
         kept.check_counts()
         if other is not None and self._makers.is_unknown(kept, other):
             raise ReplacedError("an optimizer that save() was not given makes steps")
         self._leave(kept)
         if self._sum is not None:
-            self._compare(kept, *self._sum)
-        if self.copies is not None:
-            self.copies.before_step(kept)
-            if self.copies.changes:
-                self._to("changes")
-        if not (self._copies_instead or self.has_begun):
-            self._early.write(kept, self._slots, self.shared)
+            self._compare(kept, *self._sum[:2])
+        if self.now.copies is not None:
+            self.now.copies.before_step(kept)
+            if self.now.copies.changes:
+                self.now.to("changes")
+        if not (self.now.copies_instead or self._places.has_begun):
+            self._slots.write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
         """Called before a second optimizer step, if the script has not reported the end of the first one."""
-        if self.copies is not None:
-            with self._guarded():
-                self.copies.before_other_step()
-        if self.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
-            self._early.give_up(
-                self.shared, "an optimizer makes several steps after one backward pass", RANDOM, FORWARDED
-            )
+        if self.now.copies is not None:
+            self._safely(self.now.copies.before_other_step)
+        if self.now.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
+            self._slots.give_up_early("an optimizer makes several steps after one backward pass", RANDOM, FORWARDED)
 
     def _count_step(self, optimizer: Any, is_own: bool | None) -> None:
         """Count an optimizer step. After two of them without a call of `should_stop`, `keep` or `save`, reset the load
@@ -641,46 +576,52 @@ class Keeper:
             return
         self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
-        if made[0] == 2 and self.shared.loaded is not None and self.shared.local_rank == 0:
-            self.shared.set_loads(self.shared.loaded.version, 0)
+        if made[0] == 2 and self._shared.loaded is not None and self._shared.local_rank == 0:
+            self._shared.set_loads(self._shared.loaded.version, 0)
 
     def _compare(self, kept: Kept, step: int, before: int) -> None:
         self._sum = None
-        counted = not kept.changed() or (self.shared.loaded is not None and step == self.shared.loaded.version.step)
+        loaded = self._shared.loaded
+        counted = not kept.watch.changed() or (loaded is not None and step == loaded.version.step)
         if kept.total() != before or not counted:
-            self.shared.node[PROVEN] = 0
-            self._copy_because_of_changes(
-                f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
-            )
+            self._copy_because_of_changes(step)
             return
         self._proofs_left = max(0, self._proofs_left - 1)
         if self._proofs_left == 0:
-            self._to("proven")
-            self.shared.write_proof(step, before)
-            self.shared.node[PROVEN] = 1 + self.shared.generation
+            self.now.to("proven")
+            self._shared.write_proof(step, before)
+            self._shared.node[PROVEN] = 1 + self._shared.generation
 
     def _before_reduce(self, _parameter: Any) -> None:
         """Gradient hook: write random states and buffers before the other ranks can have all gradients of this rank.
 
         With all gradients, the other ranks may finish the step even if this rank is killed in it.
         """
-        kept = self.kept
-        if kept is None or self._is_off:
+        kept = self.now.kept
+        if kept is None or self.now.is_off:
             return
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
-        self.has_begun |= not self._stepped
-        if not self._copies_instead:
-            try:
-                self._early.write(kept, self._slots, self.shared, in_backward=True)
-            except Exception as error:
-                self.give_up(error)
+        self._places.has_begun |= not self._stepped
+        if not self.now.copies_instead:
+            self._safely(self._in_backward, kept)
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Any:
-        """Turn errors into "not kept": an error here must not end a training that would succeed without memory."""
+    def _in_backward(self, kept: Kept) -> None:
+        """Write EARLY. In the first backward passes of a step that is proved compare the sum, too: adversarial training
+        changes weights for one backward pass, and puts them back before the optimizer's step."""
+        if self._sum is not None and self._sum[2]:
+            step, total, left = self._sum
+            self._sum = step, total, left - 1
+            if kept.watch.total() != total:  # does not check for new parameters: the last save must count before that
+                self._copy_because_of_changes(step)
+                return
+        self._slots.write_early(kept, in_backward=True)
+
+    def _safely(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call this function. After an error the state is not kept: a training that would succeed without memory must
+        not end because of it."""
         try:
-            yield
+            work(*args, **kwargs)
         except Exception as error:
             self.give_up(error)
 
@@ -691,7 +632,7 @@ class Keeper:
         if not isinstance(error, OutgrownError | ReplacedError):
             self.turn_off(str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}")
             return
-        kept = self.kept
+        kept, self._is_unnamed = self.now.kept, False
         self._prove_again()
         if isinstance(error, ReplacedError):
             until = ": the state is kept in memory again from the next save() or keep() on; until then"

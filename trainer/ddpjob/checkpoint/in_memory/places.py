@@ -50,11 +50,23 @@ class Places:
         """Names of values that changed between should_stop(step) and save(step) of the last step."""
         self.loose: set[str] = set()
         """Names of values that save() would have written differently from memory, just before the optimizer step."""
+        self.loose_steps = 0
+        """Number of steps in a row that had such values."""
+        self.notices_begin = False
+        """True after a forward pass or a sampler has shown when a step begins."""
+        self.has_begun = False
+        """True if a backward pass has begun after the end of the last step."""
+        self.has_called = False
+        """True if a forward pass with gradients has begun after the end of the last step."""
+        self.begun: Mapping[str, Any] | None = None
+        """Random states and buffers when the next step began."""
+        self.repeated: set[str] | None = None
+        """Names of optimizers whose settings had not changed when the step began."""
 
     @property
-    def learned(self) -> list[list[str]]:
+    def learned(self) -> list[set[str]]:
         """The known places in the loop, for the next generation of this rank, which runs the same script."""
-        return list(map(sorted, (self._within, self._before_save, self._after_save, self._unknown)))
+        return [self._within, self._before_save, self._after_save, self._unknown]
 
     def goes_on_from(self, learned: Iterable[Iterable[str]]) -> None:
         """Take over the places in the loop that an earlier generation has learned."""
@@ -68,6 +80,7 @@ class Places:
             self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})
             self._started = None
         self.marked, self.is_named, self.counts, self.is_open, self.moved = values, named, counts, True, set()
+        self.has_called, self.begun, self.repeated = False, None, None
 
     def named(self, values: Mapping[str, Any], also: Collection[str] = (), *, counts: bool = True) -> set[str]:
         """Return the names of values that changed before save(), if that was not known yet. Called if save() or keep()
@@ -77,6 +90,7 @@ class Places:
         new = misplaced - self._before_save
         self._before_save |= misplaced
         self.marked, self.is_named, self.counts, self.moved = values, True, counts, found
+        self.has_called, self.begun, self.repeated = False, None, None
         return new
 
     def _of_open(self, names: Collection[str]) -> set[str]:

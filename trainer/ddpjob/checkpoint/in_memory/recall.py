@@ -27,22 +27,7 @@ from ddpjob.checkpoint.state.state_dicts import misfit, unwrapped
 from ddpjob.errors import StateError
 from ddpjob.group import gather
 from ddpjob_core import memory
-from ddpjob_core.memory import (
-    COPIES,
-    COPY_SLOTS,
-    EARLY,
-    LOADED_BY,
-    LOADED_FROM,
-    LOADED_STEP,
-    LOOSE,
-    MISCOUNTED,
-    PROVEN,
-    FoundState,
-    Held,
-    Mark,
-    Proof,
-    Version,
-)
+from ddpjob_core.memory import FoundState, Held, Mark, Proof, Version
 
 _NUMBERS = int, float, bool, str, type(None)
 
@@ -68,15 +53,15 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     """
     own = _Row()
     if shared is not None:
-        node = (shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED))
+        node = (shared.node[cell] for cell in (memory.COPIES, memory.PROVEN, memory.MISCOUNTED))
         own = _Row(shared.held(), shared.proof(), shared.mark(), *node)
     rows = [
         _Row(held and Held(Version(*held[0]), *held[1:]), proof and Proof(*proof), mark and Mark(*mark), *others)
         for held, proof, mark, *others in _exchanged(own, world_size)
     ]
     if shared is not None:
-        shared.node[COPIES] = rows[0].copies or max(row.copies for row in rows)
-        shared.node[MISCOUNTED] = max(row.miscounted for row in rows)
+        shared.node[memory.COPIES] = rows[0].copies or max(row.copies for row in rows)
+        shared.node[memory.MISCOUNTED] = max(row.miscounted for row in rows)
     marks = [row.mark for row in rows]
     found = memory.newest([row.held for row in rows], present, [row.proof for row in rows], marks)
     if isinstance(found, FoundState):
@@ -136,8 +121,9 @@ def fetch(
     version = found.held.version
     own, early, boundaries, numbering = _that_count(shared, version, rank, world_size)
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
-    rows = _exchanged([own is not None, early is not None, rng is not None], world_size)
-    trouble: list[str] = []
+    made = (own or early or {}).get("made", 0)
+    rows = _exchanged([own is not None, early is not None, rng is not None, made], world_size)
+    trouble = [why] if (why := _why_not_early(rows, version.step)) else []
     has_early = own is None and early is not None and not numbering.resized
     lefts = _of_all(memory.Left(own is not None, boundaries, [*_flat(early["small"])] if has_early else ()), numbering)
     if why := memory.mixed_up(lefts, version.step, resized=numbering.resized):
@@ -160,7 +146,7 @@ def fetch(
     troubled = [number for number, row in enumerate(_exchanged(bool(trouble), world_size)) if row]
     if troubled:
         if shared is not None:
-            shared.cells[LOADED_STEP] = 0
+            shared.cells[memory.LOADED_STEP] = 0
         if rank == troubled[0]:
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
@@ -172,13 +158,21 @@ def fetch(
     return Fetched(state, first["by_value"], seeded, numbering.resized)
 
 
+def _why_not_early(rows: list[list[Any]], step: int) -> str:
+    """Return why a rank's slot EARLY is not of the step that the others have completed; "" if it is. A rank that calls
+    should_stop() less often than the others has written it again in a later step."""
+    made = [row[3] for row in rows if row[0]]
+    late = [rank for rank, row in enumerate(rows) if row[1] and not row[0] and made and row[3] >= min(made) > 0]
+    return f"rank {late[0]} does not call should_stop() after each step, as others do after step {step}" if late else ""
+
+
 def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, is_kept: bool) -> str:
     """Return why the state cannot be used without the lost random states; "" if it can be used.
 
     own: values of this rank's slot. source: first rank that has written a slot. is_kept: False if this rank should have
     written a slot, but has not.
     """
-    if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
+    if shared is not None and own is not None and shared.cells[memory.LOOSE] == version.step:
         return (
             f"the script may have drawn random numbers after should_stop({version.step}), so the random states in "
             f"memory are out of date"
@@ -249,7 +243,7 @@ def _that_count(
     own, early, version = _slots(shared, version)
     boundaries: dict[int, Any] = {}
     of = (own or early or {"of": (rank, 0)})["of"]
-    for slot in (*range(EARLY), *COPY_SLOTS):
+    for slot in (*range(memory.EARLY), *memory.COPY_SLOTS):
         if shared is None:
             break
         at = shared.slot_version(slot)
@@ -284,6 +278,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.MOVED: place["moved"],
         memory.KNOWN: [*place["known"], *buffers],
         memory.LATER: place["later"],
+        memory.AFTER: place["after"],
         memory.OBJECTS: {
             name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)
         },
@@ -324,25 +319,22 @@ def _slots(shared: Shared | None, version: Version) -> tuple[Any, Any, Version]:
     if shared is None:
         return None, None, version
     found = _left(shared, version)
-    step, first, last = (shared.cells[cell] for cell in (LOADED_STEP, LOADED_FROM, LOADED_BY))
+    step, first, last = (shared.cells[cell] for cell in (memory.LOADED_STEP, memory.LOADED_FROM, memory.LOADED_BY))
     if found == (None, None) and step == version.step and first < version.generation <= last:
         version = version._replace(generation=first)
         own, early = _left(shared, version)
         found = None, own or early
     if found != (None, None):
-        write_record(
-            shared.cells,
-            {LOADED_STEP: version.step, LOADED_FROM: version.generation, LOADED_BY: shared.generation},
-        )
+        write_record(shared.cells, memory.LOADED_STEP, version.step, version.generation, shared.generation)
     return *found, version
 
 
 def _left(shared: Shared, version: Version) -> tuple[Any, Any]:
     """Return the values of this rank's slot of that version, and those of EARLY before that step. None for a slot that
     is empty or has another version."""
-    boundaries = [shared.slot_version(slot) for slot in range(EARLY)]
-    own = [slot for slot in (*range(EARLY), *COPY_SLOTS) if shared.slot_version(slot) == version]
-    early = [EARLY] if memory.leads_to(shared.slot_version(EARLY), boundaries, version) else []
+    boundaries = [shared.slot_version(slot) for slot in range(memory.EARLY)]
+    own = [slot for slot in (*range(memory.EARLY), *memory.COPY_SLOTS) if shared.slot_version(slot) == version]
+    early = [memory.EARLY] if memory.leads_to(shared.slot_version(memory.EARLY), boundaries, version) else []
     found: list[Any] = []
     for slots in (own, early):
         value = None

@@ -1,42 +1,24 @@
 """A rank's access to the shared memory of its node: cells, slots and areas (layout: `ddpjob_core/memory.py`)."""
 
+import array
 import contextlib
 import fcntl
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ddpjob import process
-from ddpjob.checkpoint.in_memory import room
+from ddpjob import limits, process
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
-from ddpjob_core.memory import (
-    AREA_ASSUMED,
-    AREA_BYTES,
-    AREA_EVERY,
-    AREA_GENERATION,
-    AREA_LOADS,
-    AREA_STEP,
-    AREA_SUM,
-    GENERATION,
-    PROOF_GENERATION,
-    PROOF_STEP,
-    PROOF_SUM,
-    RESERVED,
-    Held,
-    Mark,
-    Proof,
-    Version,
-)
+from ddpjob_core.memory import Held, Mark, Proof, Version
 
 AGAIN_SECONDS = 0.001
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: map all pages at once; one by one takes ten times as long
-_OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
 
 class Shared:
@@ -55,6 +37,8 @@ class Shared:
         self.pipe = os.open(f"/proc/{agent}/fd/{pipe}", os.O_RDONLY | os.O_CLOEXEC)
         page = memory.PAGE_BYTES // 8
         self.node = cells[: memory.NODE_CELLS]
+        firsts = (memory.area_cell(area, 0) for area in range(memory.AREAS))
+        self._described = [self.node[first:][: memory.AREA_CELLS] for first in firsts]  # cells of each area
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
         self._slots: mmap.mmap | None = None  # this rank's slots
@@ -85,7 +69,7 @@ class Shared:
     @property
     def is_current(self) -> bool:
         """True if the running ranks of this node are of this generation."""
-        return bool(self.node[GENERATION] == self.generation)
+        return bool(self.node[memory.GENERATION] == self.generation)
 
     @property
     def has_agent(self) -> bool:
@@ -98,22 +82,16 @@ class Shared:
             pass  # no permission to check; a later write will report the error
         return True
 
-    def others(self) -> set[int]:
-        """Return the other ranks of this node that are alive and have not answered the agent's request to write."""
-        return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
-
     def clocks_of_others(self) -> tuple[list[int], list[int]]:
-        """Return the steps (CLOCK cells) of living ranks of this node, and of killed ranks, also of other nodes."""
-        living = self.others()
-        gone = [self._all[rank][memory.CLOCK] for rank in self._unanswered() if rank not in living]
-        return [self._all[rank][memory.CLOCK] for rank in living], [*gone, self.node[memory.FURTHEST]]
-
-    def _unanswered(self) -> list[int]:
-        return [
-            rank
-            for rank, cells in enumerate(self._all)
-            if rank != self.local_rank and cells[memory.PID] and cells[memory.ANSWER] == memory.NONE
-        ]
+        """Return the steps (CLOCK cells) of ranks that have not answered the agent's request to write: of the other
+        living ranks of this node, and of killed ranks, also of other nodes."""
+        living: list[int] = []
+        gone = [self.node[memory.FURTHEST]]
+        for rank, cells in enumerate(self._all):
+            if rank != self.local_rank and cells[memory.PID] and cells[memory.ANSWER] == memory.NONE:
+                is_alive = os.path.exists(f"/proc/{cells[memory.PID]}")
+                (living if is_alive else gone).append(cells[memory.CLOCK])
+        return living, gone
 
     @contextlib.contextmanager
     def locked(self, *, waits: bool = False) -> Iterator[bool]:
@@ -141,7 +119,7 @@ class Shared:
             # Write zeros, because a virtual machine may get its memory only at the first write.
             # Without these zeros a surviving rank would need 4 s for 1,500 MB.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
-            self.node[memory.area_cell(area, RESERVED)] = size
+            self._described[area][memory.RESERVED] = size
 
     def take(self, size: int, areas: int, *, later: int = 0) -> None:
         """Wait until no other rank is writing, and reserve this many bytes for each of the first `areas` areas.
@@ -154,7 +132,7 @@ class Shared:
                 if alone:
                     reserved = [self.reserved(area) for area in range(memory.AREAS)]
                     missing, both = (memory.missing(size, reserved, count) for count in (areas, later))
-                    if missing and (short := room.shortage(missing, with_later=both)):
+                    if missing and (short := limits.shortage(missing, with_later=both)):
                         process.current.limit_needed = short.limit_needed
                         what = f"two copies of {size >> 20} MiB have no room: " if areas > 1 else ""
                         raise StateError(what + short.why)
@@ -165,8 +143,7 @@ class Shared:
 
     def reserved(self, area: int = 0) -> int:
         """Return the number of reserved bytes of an area."""
-        size: int = self.node[memory.area_cell(area, RESERVED)]
-        return size
+        return int(self._described[area][memory.RESERVED])
 
     def mapped(self, area: int) -> mmap.mmap:
         """Return the mapping of an area's reserved bytes. Raises OSError."""
@@ -183,11 +160,9 @@ class Shared:
 
     def held_in(self, area: int) -> Held | None:
         """Describe the state in this area; None if the area is empty."""
-        step, generation, *others = (self.node[memory.area_cell(area, cell)] for cell in _OF_HELD)
-        if step <= 0:
-            return None
-        loads, size, total, assumed, every = others
-        return Held(Version(self.attempt, generation, step), loads, size, total, bool(assumed), every)
+        step, generation, loads, size, total, assumed, every = self._described[area][memory.AREA_STEP :]
+        held = Held(Version(self.attempt, generation, step), loads, size, total, bool(assumed), every)
+        return held if step > 0 else None
 
     @property
     def _newest_area(self) -> int:
@@ -205,7 +180,7 @@ class Shared:
         area = self._newest_area
         held = self.held_in(area)
         if held is not None and held.version == version:
-            self.node[memory.area_cell(area, AREA_LOADS)] = loads
+            self._described[area][memory.AREA_LOADS] = loads
 
     def newest(self, size: int) -> torch.Tensor:
         """Return the bytes of the newest state, not copied: they change when the area is written. Raises OSError."""
@@ -225,22 +200,21 @@ class Shared:
 
     def describe_copy(self, area: int, held: Held) -> None:
         """Record which state was written to an area, but not its step, so that the copy is not valid yet."""
-        for cell, value in _described(area, held):
-            self.node[cell] = value
+        self._described[area][memory.AREA_GENERATION :] = _cells_of(held)
 
     def count_copy(self, area: int, held: Held) -> bool:
         """Make a copy valid. Return False if surviving ranks have written over the copy. Raises OSError."""
         with self.locked(waits=True):
-            if any(self.node[cell] != value for cell, value in _described(area, held)):
+            if self._described[area][memory.AREA_GENERATION :] != _cells_of(held):
                 return False
-            self.node[memory.area_cell(area, AREA_STEP)] = held.version.step
+            self._described[area][memory.AREA_STEP] = held.version.step
             return True
 
     def forget_copy(self, area: int | None = None) -> None:
         """Mark an area as empty, by default the area with the newest state."""
         area = self._newest_area if area is None else area
-        for cell in (AREA_STEP, AREA_BYTES):  # a copy that is not valid yet has only AREA_BYTES
-            self.node[memory.area_cell(area, cell)] = 0
+        cells = self._described[area]
+        cells[memory.AREA_STEP] = cells[memory.AREA_BYTES] = 0  # a copy that is not valid yet has only AREA_BYTES
 
     def write_rescued(self, state: packed.Packed, held: Held, threads: int) -> None:
         """Write the state of a surviving rank. The caller has the lock. Raises OSError.
@@ -251,7 +225,7 @@ class Shared:
         older = [one if one is not None and one.version < held.version else None for one in others]
         area = copies.area_for(older) if state.size <= self.reserved(1) else 0
         self.write_copy(area, state, held, threads)
-        self.node[memory.area_cell(area, AREA_STEP)] = held.version.step
+        self._described[area][memory.AREA_STEP] = held.version.step
 
     def all_have_copied(self, step: int) -> bool:
         """True if each rank of this node has written its small values for the copy of this step."""
@@ -313,13 +287,12 @@ class Shared:
 
     def write_mark(self, step: int, before: int) -> None:
         """Record the last two steps that this rank has completed, if it does not write a slot at each step."""
-        values = {memory.MARK_STEP: step, memory.MARK_GENERATION: self.generation, memory.MARK_BEFORE: before}
-        write_record(self.cells, values)
+        write_record(self.cells, memory.MARK_STEP, step, self.generation, before)
 
     def mark(self) -> Mark | None:
         """Return the last two steps that this rank or its former process has completed; None if fewer than two."""
         marks: list[Mark] = []
-        generation, step, before = (self.cells[memory.MARK_GENERATION + number] for number in range(3))
+        step, generation, before = self.cells[memory.MARK_STEP :][:3]
         if before > 0 and step > 0:
             marks.append(Mark(generation, step, before))
         one, other = (self.slot_version(slot) for slot in range(memory.EARLY))
@@ -336,25 +309,23 @@ class Shared:
 
     def write_proof(self, step: int, total: int) -> None:
         """Record the sum of all bits of this rank's state at this step, to check later that ranks are replicas."""
-        write_record(self.cells, {PROOF_STEP: step, PROOF_GENERATION: self.generation, PROOF_SUM: total})
+        write_record(self.cells, memory.PROOF_STEP, step, self.generation, total)
 
     def proof(self) -> Proof | None:
         """Return the last record of `write_proof` by this local rank, of any generation; None if there is none."""
-        step = self.cells[PROOF_STEP]
-        return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
+        step, generation, total = self.cells[memory.PROOF_STEP :][:3]
+        return Proof(generation, step, total) if step > 0 else None
 
 
-def write_record(cells: memoryview, record: Mapping[int, int]) -> None:
-    """Write a record to cells. The first cell makes the record valid, so it is 0 until the others are written."""
-    (first, value), *others = record.items()
+def write_record(cells: memoryview, first: int, step: int, *others: int) -> None:
+    """Write a record of successive cells. Its step makes it valid, so the step is 0 until the others are written."""
     cells[first] = 0
-    for cell, other in others:
-        cells[cell] = other
-    cells[first] = value
+    for cell, value in enumerate(others, first + 1):
+        cells[cell] = value
+    cells[first] = step
 
 
-def _described(area: int, held: Held) -> Iterator[tuple[int, int]]:
-    """Yield (cell, value) pairs that describe a state in an area, except its step."""
-    values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
-    for cell, value in zip(_OF_HELD[1:], values, strict=True):
-        yield memory.area_cell(area, cell), value
+def _cells_of(held: Held) -> "array.array[int]":
+    """Return the cells that describe a state in an area, except its step."""
+    version, loads, size, total, assumed, every = held
+    return array.array("q", (version.generation, loads, size, total, assumed, every))

@@ -20,14 +20,47 @@ RANDOM, FORWARDED = "random numbers", "buffers"
 
 
 class Slots:
-    """Writes the slots of one rank, which have its small values in shared memory."""
+    """Writes the slots of one rank: its small values at the last two steps, and before the next optimizer step (EARLY).
+
+    EARLY is for a rank that is killed between the all-reduce of its gradients and the end of the step. It has random
+    states and buffers as they are during the backward pass. If the script changes one of the two after the backward
+    pass, EARLY does not keep it, because its value at the end of the step is different.
+    """
 
     def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
         self._shared, self._of = shared, (rank, world_size)
+        self.step = 0
+        """Step of the last boundary that was written."""
+        self._last: int | None = None  # slot of that boundary
+        self.made, self._made_before = 0, 0
+        """Numbers of optimizer steps after the last boundary, and between that boundary and the one before it."""
+        self._has = {RANDOM, FORWARDED}
+        self.changed: set[str] = set()
+        """Names of values that changed after the gradients of the last step, for the first time."""
+        self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
+        self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the end of the last step
+        # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
+        self._forwarded: dict[tuple[str, str], Any] = {}
 
-    def write(self, slot: int, step: int, kept: Kept, rng: dict[str, Any] | None, small: dict[str, Any]) -> None:
+    def write(
+        self, slot: int, step: int, kept: Kept, rng: dict[str, Any] | None, small: dict[str, Any], made: int = 0
+    ) -> None:
         """Write the small values of this step to a slot. Raises StateError, OSError."""
-        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small)))
+        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small) | {"made": made}))
+
+    def write_boundary(self, step: int, kept: Kept, rng: dict[str, Any], small: dict[str, Any]) -> None:
+        """Write the small values of this step to the slot with the older of the last two steps. A step that is repeated
+        is written to its own slot. Raises StateError, OSError."""
+        if self._last is None:
+            one, other = (self._shared.slot_version(slot) for slot in range(EARLY))
+            self._last, self.step = int(one is None or (other is not None and one < other)), -1
+        if step != self.step:
+            self._last, self.step = 1 - self._last, step
+        self.write(self._last, step, kept, rng, small, self._made_before)
+
+    def read_boundary(self) -> Any:
+        """Return the value of the last boundary; None if none was written. Raises StateError, OSError."""
+        return None if self._last is None else self._shared.read_slot(self._last)
 
     def learned(self) -> Any:
         """Return `Places.learned` from the newest slot of this rank; None if the rank has written no slot."""
@@ -41,51 +74,41 @@ class Slots:
         """Return the dict that is written to a slot."""
         return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
 
-
-class Early:
-    """The slot EARLY, for a rank that is killed between the all-reduce of its gradients and the end of the step.
-
-    It has random states and buffers as they are during the backward pass. If the script changes one of the two after
-    the backward pass, EARLY does not keep it, because its value at the end of the step is different.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._has = rank, {RANDOM, FORWARDED}
-        self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
-        self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the end of the last step
-        # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
-        self._forwarded: dict[tuple[str, str], Any] = {}
-
-    def give_up(self, shared: Shared, why: str, *what: str) -> None:
-        """Stop writing random states or buffers to EARLY, because they change after the backward pass."""
-        if self._rank == 0 and not self._has.isdisjoint(what):
+    def give_up_early(self, why: str, *what: str) -> set[str]:
+        """Stop writing random states or buffers to EARLY, because they change after the backward pass. Return the names
+        of those that were written before."""
+        given_up = self._has & {*what}
+        if self._of[0] == 0 and given_up:
             process.log(
                 f"{why}: a rank that is killed between its backward pass and should_stop() loses its "
                 f"{' and '.join(what)}"
             )
-        self._has -= {*what}
-        shared.forget_slot(EARLY)
+        self._has -= given_up
+        self._shared.forget_slot(EARLY)
+        return given_up
 
-    def forget(self) -> None:
+    def forget_early(self) -> None:
         """Forget random states and buffers of the last step, because other objects are kept now."""
         self._rng, self._content, self._forwarded = None, None, {}
 
-    def boundary(self, content: Mapping[str, Mapping[str, Any]], rng: dict[str, Any], shared: Shared) -> None:
+    def begin(self, content: Mapping[str, Mapping[str, Any]], rng: dict[str, Any]) -> None:
         """Begin the next step. Give up random states or buffers that the script has changed after the backward pass.
 
         content: content of the buffers at the end of the last step. rng: random states at the end of the last step.
         """
+        if self.made:  # False at a second call for the same step
+            self.made, self._made_before = 0, self.made
         if RANDOM in self._has and self._rng is not None and rng != self._rng:
-            self.give_up(shared, "random numbers are drawn after the gradients", RANDOM)
+            self.changed |= self.give_up_early("random numbers are drawn after the gradients", RANDOM)
         if any(content.get(each, {}).get(key) != was for (each, key), was in self._forwarded.items()):
-            self.give_up(shared, "buffers change after the gradients", FORWARDED)
+            self.changed |= self.give_up_early("buffers change after the gradients", FORWARDED)
         self._rng, self._content, self._forwarded = None, content, {}
 
-    def write(self, kept: Kept, slots: Slots, shared: Shared, *, in_backward: bool = False) -> None:
+    def write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
         """Write random states and buffers to EARLY if they have changed.
 
         in_backward: a later micro-batch may have changed buffers without drawing random numbers."""
-        rng = random_states.compact() if RANDOM in self._has else None
+        self.changed, rng = set(), random_states.compact() if RANDOM in self._has else None
         if rng == self._rng and not (in_backward and FORWARDED in self._has and kept.buffered):
             return
         self._rng = rng
@@ -102,4 +125,4 @@ class Early:
             if kept.buffered[each] in own or what != before.get(each, {}).get(key)
         }
         forwarded = {(kept.buffered[each], key) for each, key in self._forwarded if FORWARDED in self._has}
-        slots.write(EARLY, shared.cells[CLOCK] // 2 + 1, kept, rng, kept.buffers(forwarded))
+        self.write(EARLY, self._shared.cells[CLOCK] // 2 + 1, kept, rng, kept.buffers(forwarded), self.made)

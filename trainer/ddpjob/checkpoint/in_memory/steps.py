@@ -107,7 +107,7 @@ class Makers:
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:
             raise ReplacedError("an optimizer that save() was not given makes the steps")
-        return is_mixed and bool(made)
+        return is_mixed
 
     def saw(self, optimizer: Any) -> None:
         """Record an optimizer that steps while nothing is kept."""
@@ -118,7 +118,7 @@ class Makers:
         if optimizer in self._seen:
             return False
         self._seen.add(optimizer)
-        return kept.trains_with(optimizer)
+        return kept.watch.trains_with(optimizer)
 
     def first(self, optimizer: Any) -> None:
         """Record the optimizer that steps first after should_stop()."""

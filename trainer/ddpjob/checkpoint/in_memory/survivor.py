@@ -6,7 +6,7 @@ UNABLE. A rank that ends by an exception does the same at exit. So does a rank t
 folder or its last save has failed.
 
 Life cycle: `memory.Keeper` creates one Survivor per process. The thread is a daemon and runs until the process exits.
-The Survivor uses only the `Keeps` part of the Keeper. `shared.py` writes to the memory that the ranks of a node share.
+The Survivor reads the `Present`, which the Keeper writes. `shared.py` accesses the memory that the ranks share.
 
 Drawbacks: the thread races with the training thread. A lock and the CLOCK cell in shared memory protect only against
 optimizer steps. Other changes by the script are found by comparing version counters before and after the write
@@ -18,18 +18,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ddpjob import process, threads
-from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.copies import Copies
 from ddpjob.checkpoint.in_memory.kept import Kept
-from ddpjob.checkpoint.in_memory.mode import Mode
+from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
-from ddpjob.checkpoint.state import packed
+from ddpjob.checkpoint.in_memory.slots import RANDOM
+from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
 from ddpjob_core import memory
@@ -43,53 +44,65 @@ TRIES_LEAST = 50  # attempts to write, even after the time limit; a rank that ge
 HELD_UP = 4  # a main thread that is waiting for CPU time may need this many times the usual duration of a step
 
 
-class Keeps(Protocol):
-    """The part of `Keeper` that a `Survivor` reads. The training thread writes these attributes."""
+class Present:
+    """What a survivor needs to write the state. The training thread sets it, and the survivor's thread reads it."""
 
-    shared: Shared
-    copies: Copies | None
-    on_device: bool
-    has_folder: bool
-    mode: Mode
-    kept: Kept | None
-    assumed: bool
-    """True if the objects are those of load(), because the script has not called save() yet."""
-    lock: threading.Lock
-    """Lock, held while parameters and optimizer state must not change."""
-    dirty_since: float
-    dirty_seconds: float
-    """Longest time from an optimizer step to the end of that step, in seconds."""
-    names_each_step: bool
-    """True if the script passes plain values at every step."""
-    places: Places
-    thread: int
-    """The training thread."""
-    has_begun: bool
-    """True if a backward pass has begun after the end of the last step."""
-    has_called: bool
-    """True if a forward pass with gradients has begun after the end of the last step."""
-    pid: int
+    def __init__(self, shared: Shared, copies: Copies | None, *, on_device: bool, has_folder: bool) -> None:
+        self.shared, self.copies, self.on_device, self.has_folder = shared, copies, on_device, has_folder
+        self.mode, self.places, self.thread, self.pid = Mode.EMPTY, Places(), threading.get_ident(), os.getpid()
+        self.kept: Kept | None = None
+        self.assumed = False
+        """True if the objects are those of load(), because the script has not called save() yet."""
+        self.lock = threading.Lock()
+        """Lock, held while parameters and optimizer state must not change."""
+        self.dirty_since = self.dirty_seconds = 0.0
+        """Time of the last optimizer step, and the longest time from such a step to the end of it, in seconds."""
+        self.names_each_step = False
+        """True if the script passes plain values at every step."""
+        self.is_asked = False
+        """True if the agent has requested the state by closing its pipe."""
 
-    def give_up(self, error: Exception) -> None:
-        """Stop keeping the state, because it cannot be written."""
+    @property
+    def is_off(self) -> bool:
+        """True if keeping was turned off, or in a forked process, whose objects do not belong to this training."""
+        return self.mode is Mode.OFF or os.getpid() != self.pid
 
-    def watched(self, kept: Kept) -> Mapping[str, Any]:
-        """Small values by name, to see what the script has changed after the end of a step."""
+    @property
+    def copies_instead(self) -> bool:
+        """True if only copies are kept, because after a failure no surviving rank could write a valid state."""
+        return self.on_device or self.mode is Mode.COPYING
 
-    def at(self, kept: Kept, step: int, named: bool) -> Boundary:
-        """Describe the state of this rank at the end of this step."""
+    def to(self, event: Event) -> None:
+        """Enter the mode that follows this event. The agent waits only for ranks whose mode is READY."""
+        before, self.mode = self.mode, after(self.mode, event)
+        if before is not self.mode or event == "dropped":
+            self.shared.cells[PID] = self.pid if self.mode is Mode.READY and not self.is_asked else 0
+
+    def release(self) -> None:
+        """Drop the references to optimizers and averages, to notice that the script drops one."""
+        if self.kept is not None:
+            self.kept.watch.release()
+
+    def watched(self, kept: Kept) -> dict[str, Any]:
+        """Small values by name, to see what the script has changed after the end of a step.
+
+        Random states and buffers are those at the beginning of the next step, or the current ones if it has not begun.
+        """
+        places = self.places
+        if places.begun is None and places.notices_begin and not places.has_begun:
+            return kept.watched(kept.buffers_as_they_are() | {RANDOM: random_states.mark(random_states.compact())})
+        return kept.watched(places.begun or places.marked)
 
 
 class Survivor:
     """Writes this rank's state when another rank has failed, and at its own end."""
 
-    def __init__(self, keeper: Keeps) -> None:
-        self._keeper = keeper
+    def __init__(self, now: Present, give_up: Callable[[Exception], None]) -> None:
+        """give_up: called with an error because of which the state cannot be kept."""
+        self._now, self._give_up = now, give_up
         self._answered = threading.Lock()
         self._tries, self._wrote = 0, (0, 0.0)  # (last value of WROTE, time of its last change)
         self._ends = False  # True if the process ends by an exception, so that no step follows
-        self.is_asked = False
-        """True if the agent has requested the state by closing its pipe."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
@@ -99,7 +112,7 @@ class Survivor:
 
         False if another rank has completed a later step than this rank: the memory needs the state of that step.
         """
-        shared, clock = self._keeper.shared, self._keeper.shared.cells[CLOCK]
+        shared, clock = self._now.shared, self._now.shared.cells[CLOCK]
         if not process.current.cells[FAILED] or not memory.is_clean(clock) or not shared.has_agent:
             return False
         return self._is_there(memory.step_of(clock)) and memory.turn(clock, *shared.clocks_of_others()) != "wait"
@@ -112,35 +125,36 @@ class Survivor:
     def _wait(self) -> None:
         """Wait for the failure of a rank, after which the agent closes its end of the pipe. Then write the state."""
         with contextlib.suppress(OSError):
-            os.read(self._keeper.shared.pipe, 1)
-            self.is_asked = True
-            if self._keeper.kept is not None:
-                self._keeper.kept.release()
+            os.read(self._now.shared.pipe, 1)
+            self._now.is_asked = True
+            self._now.release()
             self.save()
 
     def _at_exit(self) -> None:
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
         # Write the state also after a requested stop: if only one pod ends, the other pods keep it in their memory.
-        is_saved = self._keeper.has_folder and not process.current.save_failed
+        is_saved = self._now.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
+            if failed:  # the traceback has the variables of the script, so it has replaced what is dropped
+                self._now.release()
             self._ends = True
             self.save()
-        if os.getpid() == self._keeper.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
-            self._keeper.pid = 0  # multiprocessing calls this function a second time
+        if os.getpid() == self._now.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
+            self._now.pid = 0  # multiprocessing calls this function a second time
             # Block the thread here, because a return from torch's C++ code after the interpreter's end would abort.
             self._answered.acquire()
 
     def save(self) -> None:
         """Write the state if the last step is complete, or becomes complete in time, and answer the agent."""
-        if os.getpid() != self._keeper.pid or not self._keeper.shared.has_agent:
+        if os.getpid() != self._now.pid or not self._now.shared.has_agent:
             return
-        if self._keeper.on_device and self._keeper.copies is not None:
+        if self._now.on_device and self._now.copies is not None:
             # The device may have made steps without the failed rank, so its current state is not used.
-            self._keeper.copies.stop()
+            self._now.copies.stop()
             return
         with self._answered:
-            shared, cells = self._keeper.shared, self._keeper.shared.cells
+            shared, cells = self._now.shared, self._now.shared.cells
             if not cells[PID] or cells[ANSWER] != memory.NONE:
                 return
             answer, began = None, time.monotonic()
@@ -151,12 +165,12 @@ class Survivor:
                     if answer is None:
                         self._pause()
             except Exception as error:
-                self._keeper.give_up(error)
+                self._give_up(error)
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
         """True until this part of the time limit is over. A rank that gets no CPU time has more time."""
-        size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
+        size, now, wrote = self._now.shared.reserved(), time.monotonic(), self._now.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
         is_early = now < (self._wrote[1] if part == 1 else began) + part * memory.limit_seconds(size)
@@ -168,21 +182,21 @@ class Survivor:
 
     def _try_to_save(self, began: float) -> int | None:
         """Return the answer for the agent (SAVED or UNABLE); None to try again. began: time of the agent's request."""
-        shared, kept = self._keeper.shared, self._keeper.kept
-        if kept is None or self._keeper.mode is Mode.OFF or not shared.is_current:
+        shared, kept = self._now.shared, self._now.kept
+        if kept is None or self._now.mode is Mode.OFF or not shared.is_current:
             return UNABLE
-        if self._keeper.copies is not None and self._keeper.copies.count_saved():
+        if self._now.copies is not None and self._now.copies.count_saved():
             return SAVED
         kept.check_gone()
-        if self._keeper.places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
-            if answer == UNABLE and self._keeper.copies is not None:
-                self._keeper.copies.give_up_last()
+        if self._now.places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
+            if answer == UNABLE and self._now.copies is not None:
+                self._now.copies.give_up_last()
             return answer
-        if self._keeper.copies is not None and (self._keeper.copies.instead or shared.node[COPIES]):
-            return self._keeper.copies.finish(kept)
-        if shared.node[COPIES] or self._keeper.mode is not Mode.READY:
+        if self._now.copies is not None and (self._now.copies.instead or shared.node[COPIES]):
+            return self._now.copies.finish(kept)
+        if shared.node[COPIES] or self._now.mode is not Mode.READY:
             return UNABLE
-        with self._keeper.lock:
+        with self._now.lock:
             clock = shared.cells[CLOCK]
             if not memory.is_clean(clock):
                 return None if self._comes_to_a_boundary(kept) else UNABLE
@@ -200,9 +214,9 @@ class Survivor:
         """Check that memory has the same small values as a save to the folder would have. Return SAVED if it has them,
         UNABLE if not, None if that is not known yet. began: time of the agent's request.
         """
-        places, why = self._keeper.places, ""
+        places, why = self._now.places, ""
         try:
-            if names := places.unsettled(self._keeper.watched(kept)):
+            if names := places.unsettled(self._now.watched(kept)):
                 kept.check()  # raises if the model was moved to another device, which also changes its buffers
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
         except RuntimeError:  # the script is changing a dict while this thread reads it
@@ -217,8 +231,8 @@ class Survivor:
 
     def _is_in_step(self) -> bool:
         """True if a forward pass of the model, or a backward pass, has begun the next step."""
-        frame = sys._current_frames().get(self._keeper.thread)
-        has_begun = self._keeper.has_called or self._keeper.has_begun
+        frame = sys._current_frames().get(self._now.thread)
+        has_begun = self._now.places.has_called or self._now.places.has_begun
         while frame is not None and not has_begun:
             has_begun, frame = frame.f_code is _BACKWARD, frame.f_back
         return has_begun
@@ -226,7 +240,7 @@ class Survivor:
     def _turn_to_write(self, clock: int, began: float) -> str:
         """Return "write", "wait" or "stay" as `memory.turn` does. Always return "write" after half of the time limit,
         or if the memory already has the newest state that any rank can reach."""
-        living, gone = self._keeper.shared.clocks_of_others()
+        living, gone = self._now.shared.clocks_of_others()
         if self._ends:  # this rank will complete no further step
             gone = []
         furthest = memory.next_boundary(max([clock, *living, *map(memory.passed, gone)]))
@@ -238,13 +252,13 @@ class Survivor:
         """True if this rank may soon write the state of the next step, because a rank was killed after that step's
         gradients were summed. Until then the memory has the state before it, because the rest of the step may need all
         ranks."""
-        gone = self._keeper.shared.clocks_of_others()[1]
+        gone = self._now.shared.clocks_of_others()[1]
         return not self._ends and any(other > clock for other in gone) and self._has_time(began, 0.5)
 
     def _is_there(self, step: int) -> bool:
         """True if the memory already has the state of this step."""
-        own = Version(self._keeper.shared.attempt, self._keeper.shared.generation, step)
-        return memory.is_there(self._keeper.shared.held(), own, assumed=self._keeper.assumed)
+        own = Version(self._now.shared.attempt, self._now.shared.generation, step)
+        return memory.is_there(self._now.shared.held(), own, assumed=self._now.assumed)
 
     def _check_unchanged(self, kept: Kept, step: int) -> None:
         """Raise StateError if the parameters have changed after this step.
@@ -254,28 +268,28 @@ class Survivor:
         script may change the optimizer's state before its first step. If the bits differ, nothing is lost: the nodes
         still have the state that was loaded.
         """
-        loaded = self._keeper.shared.loaded
+        loaded = self._now.shared.loaded
         if loaded is not None and step == loaded.version.step:
             if packed.total(packed.tensors_of(kept.large())) != loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, but not in optimizer.step()")
-        elif name := kept.changed():
-            self._keeper.shared.node[COPIES] = memory.CHANGED  # tell the next generation to make copies
+        elif name := kept.watch.changed():
+            self._now.shared.node[COPIES] = memory.CHANGED  # tell the next generation to make copies
             what = name if name == "parameters" else f"{name}: its state"
             raise StateError(f"{what} changed after step {step}, but not in optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """True if the rank is in optimizer.step(), and will soon complete its step without the other ranks."""
-        usual, taken = 2 * self._keeper.dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._keeper.dirty_since
-        if self._ends or (kept.by_value and not self._keeper.names_each_step) or taken > HELD_UP * usual:
+        usual, taken = 2 * self._now.dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._now.dirty_since
+        if self._ends or (kept.by_value and not self._now.names_each_step) or taken > HELD_UP * usual:
             return False
-        return taken < usual or threads.would_run(self._keeper.pid, self._keeper.pid)
+        return taken < usual or threads.would_run(self._now.pid, self._now.pid)
 
     def _write(self, kept: Kept, step: int) -> int | None:
         """Write the state and return SAVED. Return None while another rank of this node is writing the state; if that
         rank dies, the next attempt of this rank writes."""
-        shared, loaded = self._keeper.shared, self._keeper.shared.loaded
+        shared, loaded = self._now.shared, self._now.shared.loaded
         loads = loaded.loads if loaded is not None and step == loaded.version.step else 0
-        if self._keeper.copies is not None and self._keeper.copies.write_now(self._keeper.at(kept, step, False), loads):
+        if self._now.copies is not None and self._now.copies.write_now(kept, step, loads, assumed=self._now.assumed):
             return SAVED
         with shared.locked() as alone:
             if not alone:
@@ -287,7 +301,7 @@ class Survivor:
                     raise StateError(f"the state has grown to {state.size} bytes, but {room} are reserved")
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
-                held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)
+                held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._now.assumed)
                 self._check_unchanged(kept, step)  # a change during the write would make the checksum wrong
                 shared.write_rescued(state, held, threads)
         return SAVED

@@ -202,6 +202,7 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
             raise StateError(f"{where}: {name}: {problem}")
     for name, target in targets.items():
         _restore_named(name, target, state[name], where)
+    _restore_dtypes(targets, state)
 
 
 def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
@@ -214,6 +215,29 @@ def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
         elif not problem.startswith("loaded state dict "):  # a ValueError of Optimizer.load_state_dict
             raise
         raise StateError(f"{where} holds another {name}: {problem}; give this run another folder.") from error
+
+
+def _restore_dtypes(targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Undo a cast of an optimizer's load_state_dict(), which would round float32 moments of a bfloat16 parameter.
+
+    It converts the state of a parameter to the parameter's dtype (torch 2.13.0, torch/optim/optimizer.py,
+    `_process_value_according_to_param_policy`). If the parameter was saved with another dtype, the cast stays.
+    """
+    models = {name: target for name, target in targets.items() if isinstance(target, torch.nn.Module)}
+    saved = {id(p): state[name].get(key) for name, model in models.items() for key, p in model.named_parameters()}
+    for name, target in targets.items():
+        if not isinstance(target, torch.optim.Optimizer) or "param_groups" not in state[name]:
+            continue
+        numbered = dict(enumerate(p for group in target.param_groups for p in group["params"]))
+        for number, values in state[name]["state"].items():
+            parameter = numbered.get(number)
+            if parameter is None or getattr(saved.get(id(parameter)), "dtype", None) is not parameter.dtype:
+                continue
+            own = target.state.get(parameter) or {}  # ZeroRedundancyOptimizer has None for those of other ranks
+            for key, now in own.items():
+                value = values.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    own[key] = value.to(now.device, copy=True)
 
 
 def _first_difference(error: Exception) -> str:

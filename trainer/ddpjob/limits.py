@@ -1,4 +1,4 @@
-"""Check if this container may use more memory."""
+"""Limits of this container: check if it may use more memory."""
 
 import contextlib
 from collections.abc import Iterator
