@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime as dt
+import json
 
 import pytest
 from msgspec.structs import replace
@@ -249,6 +250,18 @@ def test_a_job_without_a_new_step_is_stopped_whatever_its_budget() -> None:
         world = fail_once_more(world)
     assert (world.status.state, world.status.reason) == ("Failed", "NoProgress")
     assert "without a new step" in world.status.message
+
+
+def test_steps_that_only_a_failure_names_are_new_steps_once() -> None:
+    """Reports may be refused for hours. A job that trains meanwhile must not end with NoProgress."""
+    world = digits(backoffLimit=99).started()
+    world.runs(0, 1).settle().reports_step(240)
+    for step in (1294, 2000, 2600, 3100, 3600, 3600, 3600):
+        assert world.status.state != "Failed", world.status.message
+        error = json.dumps({"ddpjob": 1, "exception": "ValueError: x", "step": step})
+        world.runs(0, 1).settle().exits(1, code=1, message=error).restarted().after(400).settle()
+    world = fail_once_more(world)
+    assert (world.status.state, world.status.reason) == ("Failed", "NoProgress")
 
 
 def test_only_restarts_within_the_window_count_if_a_window_is_set() -> None:

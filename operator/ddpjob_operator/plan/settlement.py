@@ -41,6 +41,7 @@ class Settled:
             return status
         return replace(
             status,
+            furthest_step=max(status.furthest, self.failure.step or 0) if status.furthest is not None else None,
             restarts=budgets.restarts(self.verdict.history),
             avoided_nodes=_avoided(status, view.settings, view.now, _bad_nodes(view)),
         )
@@ -194,6 +195,7 @@ def _has_trained_before(status: api.Status) -> bool:
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
+    step = max(step, failure.step or 0)  # the last reports may be missing
     # Lost connections are explained if a node did not report for a while, or if too few nodes ever ran.
     # If too few nodes ran, a rank waited in vain for a node that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
