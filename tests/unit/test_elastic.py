@@ -129,6 +129,12 @@ def test_the_others_go_on_while_a_lost_pod_of_ddprun_is_replaced() -> None:
     assert (goodput.starting_seconds, goodput.productive_seconds, goodput.restarting_seconds) == (60, 60, 0)
 
 
+def test_the_event_names_all_pods_that_replace_lost_ones() -> None:
+    world = trains_under_ddprun(nodes=4)
+    world.vanishes(1).vanishes(2).step()
+    assert "digits-1-1-r1, digits-1-2-r1 replace the lost pods, the others go on" in world.status.message
+
+
 def test_a_lost_node_is_deleted_and_replaced_while_the_others_go_on() -> None:
     world = trains_under_ddprun().node_lost(2).after(31).settle()
     assert (world.status.reason, world.status.last_failure.reason) == ("EnoughNodesRun", "NodeLost")

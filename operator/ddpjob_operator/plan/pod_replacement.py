@@ -98,5 +98,7 @@ def _replaced(
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     cost = group_restart.charge(view, settled.verdict)
     where = group_restart.from_step(status, kept=view.leader not in lost or group_restart.files_stay(view))
-    text = f"{settled.text}; {names}{more} takes its place{what_others_do} ({cost}){where}"
+    is_its = [view.spec.members.node_rank(place) for place in lost] == [settled.failure.node_rank]
+    how = "takes its place" if is_its else "replaces a lost pod" if len(lost) == 1 else "replace the lost pods"
+    text = f"{settled.text}; {names}{more} {how}{what_others_do} ({cost}){where}"
     return enter(status, state, reasons.REPLACING, text, view.now)
