@@ -519,7 +519,7 @@ def test_without_a_folder_the_state_is_only_in_memory_and_the_log_says_so_once(
     assert node.run(0, lambda: train(6)) == 0
     assert capfd.readouterr().err.count("begins at step 0 when all ranks have ended") == 1
     assert node.run(1, lambda: train(8)) == 6
-    assert {path.name for path in set(tmp_path.iterdir()) - before} <= {"meet-0", "meet-1"}
+    assert {path.name for path in set(tmp_path.iterdir()) - before} <= {"meet-0-0", "meet-0-1"}
 
 
 def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
