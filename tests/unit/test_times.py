@@ -34,6 +34,15 @@ def test_a_restart_waits_no_longer_than_its_back_off_when_the_clock_is_set_back(
     assert f"digits-{failures + 2}-0" in world.names()
 
 
+def test_a_report_keeps_its_time_if_the_job_is_reconciled_in_the_same_second() -> None:
+    """A reconcile has whole seconds. A report of the same second must not be dated a minute earlier."""
+    world = digits().running().reports_step(40)
+    received = world.now + dt.timedelta(microseconds=700_000)
+    world.reports[0] = replace(world.reports[0], received_at=received)
+    world.settle().after(1).settle()
+    assert world.status.progress.updated == received
+
+
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_a_retried_start_waits_no_longer_than_its_back_off(seconds: float) -> None:
     world = digits(startDeadlineSeconds=10).started().after(10).settle().stops_all()

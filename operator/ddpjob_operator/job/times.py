@@ -24,6 +24,7 @@ def not_ahead(
     until = now + dt.timedelta(seconds=avoid_seconds)
     # Date the progress before the next report. Otherwise, if a clock was set back, new reports would look outdated.
     reported_at = now - dt.timedelta(seconds=REPORT_SECONDS_MAX)
+    is_ahead = progress is not None and progress.updated.replace(microsecond=0) > now  # `now` has whole seconds
     return replace(
         status,
         state_time=_at_most(status.state_time, now),
@@ -36,7 +37,7 @@ def not_ahead(
         attempt_time=_at_most(status.attempt_time, now + dt.timedelta(seconds=wait)),
         avoided_nodes=[replace(a, until=min(a.until, until)) for a in status.avoided_nodes],
         restarts=restarts and replace(restarts, charged_at=[min(at, now) for at in restarts.charged_at]),
-        progress=replace(progress, updated=reported_at) if progress and progress.updated > now else progress,
+        progress=replace(progress, updated=reported_at) if progress and is_ahead else progress,
     )
 
 
