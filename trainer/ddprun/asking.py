@@ -2,7 +2,8 @@
 
 Agents elect nobody. Each remembers the highest term that it has seen, and ends its ranks if another agent leads in a
 higher one. Without a status receiver (DDPJOB_STATUS_URL), node 0 leads for ever. A leader asks every 5 s, because the
-operator may have replaced it meanwhile. An agent without a leader asks each second. The others ask twice a minute.
+operator may have replaced it meanwhile. An agent that has lost its leader asks four times a second, after two seconds
+once a second. The others ask twice a minute.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ddprun.agent import Agent
 
 LEADER_SECONDS, FOLLOWER_SECONDS, LEADERLESS_SECONDS = 5.0, 30.0, 1.0  # seconds between two requests
+HURRIED_SECONDS, HURRIED_REQUESTS = 0.25, 8  # the first requests without a leader
 
 
 class Asking:
@@ -30,6 +32,7 @@ class Asking:
         self._call = ChildCall(agent, self._answered)
         self._asked_at = float("-inf")
         self._seconds = LEADER_SECONDS
+        self._requests = 0  # how many requests were sent since `_seconds` changed
 
     @property
     def is_possible(self) -> bool:
@@ -40,19 +43,26 @@ class Asking:
         """Time of the next call of `tick`; None if none is due."""
         if not self._url:
             return None
-        return self._call.until if self._call.is_running else self._asked_at + self._seconds
+        return self._call.until if self._call.is_running else self._asked_at + self._pause
+
+    @property
+    def _pause(self) -> float:
+        hurries = self._seconds == LEADERLESS_SECONDS and self._requests < HURRIED_REQUESTS
+        return HURRIED_SECONDS if hurries else self._seconds
 
     def tick(self, now: float, seconds: float) -> None:
         """Send a request if the last one is old enough."""
-        self._seconds = seconds
+        if seconds != self._seconds:
+            self._seconds, self._requests = seconds, 0
         self._call.tick(now)
-        if not self._url or self._call.is_running or now < self._asked_at + seconds:
+        if not self._url or self._call.is_running or now < self._asked_at + self._pause:
             return
         self._asked_at, url, environ = now, urljoin(self._url, LEADER_PATH), self._agent.environ
         try:
             self._call.begin(lambda: _ask_in_child(url, environ), now)
         except OSError:  # no process can be created now
             return
+        self._requests += 1
 
     def ask_soon(self) -> None:
         """Ask at the next `tick`."""
