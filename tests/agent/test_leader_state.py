@@ -69,6 +69,15 @@ def test_nothing_starts_before_every_node_is_here() -> None:
     assert taken(found) == [start(found, 0)]
 
 
+def test_an_appointed_leader_starts_as_soon_as_the_survivors_are_here_and_waits_a_moment_for_a_missing_one() -> None:
+    """Waiting for pods that were scaled away would cost each survivor five seconds of training."""
+    found = lead(4, least=1, last_call_seconds=5.0, leader=0, survivors={0, 1})
+    found.joined(0, T0, 3)
+    assert taken(found) == []
+    found.joined(1, T0 + 0.1, 3)
+    assert taken(found) == [StartOrder(4, Members((0, 1)), False)]
+
+
 def test_nodes_that_do_not_come_end_the_job_as_infrastructure_and_are_named() -> None:
     found = lead(3)
     found.joined(0, T0)

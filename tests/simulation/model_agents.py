@@ -322,7 +322,7 @@ class Agents:
             furthest_step=0 if grant is None else grant.step,
             leader=agent.node,
             turn=agent.turn,
-            survivors=set(agent.members[1:]),
+            survivors=agent.leader.survivors(agent.members),
         )
         agent.lead.joined(agent.node, now, agent.generation, agent.replacement, grant=grant)
         self._turn(agent)

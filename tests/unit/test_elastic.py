@@ -14,11 +14,13 @@ from worlds import World, digits, job, manifest
 from ddpjob_cli.commands import options
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_core.failures import Failure
+from ddpjob_core.members import Members
 from ddpjob_operator.job import api, launcher, validation
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import agent_environment, build, environment, naming
+from ddprun.core.appointment import Appointment
 
 
 def elastic(**spec: Any) -> World:
@@ -305,6 +307,10 @@ def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_hav
     world.stops(2, 75).settle()
     assert world.status.leader == api.JobLeader(term=before.term + 1, place=0)
     assert world.status.state == "Running"
+    answer = told(world)
+    assert answer is not None
+    leader = Appointment.read(json.dumps(answer).encode())
+    assert leader.survivors(Members((2, 0, 1, 3))) == {0, 1}, "the new leader waits for no pod that was scaled away"
 
 
 def test_a_job_that_grows_again_waits_for_the_leader_that_it_had_left() -> None:

@@ -46,7 +46,6 @@ class Leader:
         options, grant = agent.options, agent.leader.grant
         self._agent, self._options = agent, options
         self._generation = generation
-        survivors = set(agent.members) - {agent.members.leader} if agent.members else set()
         self._lead = LeaderState(
             options.places,
             options.budget if grant is None else Budget.of(grant, options.budget.max_restarts),
@@ -65,7 +64,7 @@ class Leader:
             local=options.local,
             leader=options.place,
             turn=agent.turn,
-            survivors=survivors,
+            survivors=agent.leader.survivors(agent.members),
         )
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None

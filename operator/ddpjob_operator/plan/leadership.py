@@ -80,5 +80,5 @@ def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
     found = leader(job, job.status)
-    left = json.loads(agent_environment.grant(job).text())
-    return {"term": found.term, "place": found.place, "host": pod.address, "port": port, "left": left}
+    left, places = json.loads(agent_environment.grant(job).text()), job.spec.members.text
+    return {"term": found.term, "place": found.place, "host": pod.address, "port": port, "left": left, "places": places}

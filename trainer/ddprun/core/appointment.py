@@ -6,6 +6,7 @@ import json
 from typing import NamedTuple
 
 from ddpjob_core.budget import Grant, natural
+from ddpjob_core.members import Members
 
 
 class Appointment(NamedTuple):
@@ -19,6 +20,13 @@ class Appointment(NamedTuple):
     """Port of the leader's agent."""
     grant: Grant | None = None
     """Restarts that were left when the operator answered; at first those of the pod's environment."""
+    places: Members | None = None
+    """Nodes that the job has by its present spec; None if nobody has answered yet."""
+
+    def survivors(self, members: Members) -> set[int]:
+        """Return the members of an earlier leader's generation that may still come: not that leader, and no node that a
+        lower spec.nodes has removed."""
+        return {place for place in members[1:] if self.places is None or place in self.places}
 
     def replaces(self, known: Appointment) -> bool:
         """True for a later term: requests may be answered out of order, and an operator may have an old status."""
@@ -31,6 +39,7 @@ class Appointment(NamedTuple):
             values = json.loads(text)
             grant = Grant.read(json.dumps(values["left"])) if values.get("left") else None
             term, place, port = (natural(values[name]) for name in ("term", "place", "port"))
-            return Appointment(term, place, str(values["host"]), port, grant)
+            places = Members.read(values["places"]) if values.get("places") else None
+            return Appointment(term, place, str(values["host"]), port, grant, places)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"no appointment: {text[:100]!r}") from None
