@@ -27,11 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(64, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(1_000_000):
-    optimizer.zero_grad()
     model(torch.randn(32, 64)).square().mean().backward()
-    optimizer.step()
     if step == 0:
         print("first step of version 0.")
     time.sleep(0.05)
@@ -47,39 +44,34 @@ def main() -> None:
     parser.add_argument("--cluster", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        took = measured(Path(folder), given.saves, given.nodes, given.after, ["--cluster"] * given.cluster)
+        took = measured(Path(folder), given)
     print(f"{machine.line()}: median {statistics.median(took):.2f} s, slowest {max(took):.2f} s, of {len(took)}")
 
 
-def measured(folder: Path, saves: int, nodes: int, after: float, words: list[str]) -> list[float]:
+def measured(folder: Path, given: argparse.Namespace) -> list[float]:
     """Return the seconds from each save until every rank has printed the new version at its first step."""
     script, printed = folder / "code/train.py", folder / "printed"
-    argv = [sys.executable, "-m", "ddpjob_cli", "dev", *words, "--nodes", str(nodes), "code/train.py"]
+    argv = [sys.executable, "-m", "ddpjob_cli", "dev", *["--cluster"] * given.cluster, "--nodes", str(given.nodes)]
     script.parent.mkdir()
-    script.write_text(TRAIN)
+    took = []
     with printed.open("w") as file:
-        session = subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        script.write_text(TRAIN)
+        session = subprocess.Popen([*argv, script], cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     try:
-        wait_for(session, printed, "version 0.", nodes)
-        took = []
-        for number in range(1, saves + 1):
-            time.sleep(after)
-            began = time.monotonic()
-            script.write_text(TRAIN.replace("version 0.", f"version {number}."))
-            wait_for(session, printed, f"version {number}.", nodes)
+        for number in range(given.saves + 1):
+            began, wanted = time.monotonic(), f"version {number}."
+            if number:
+                script.write_text(TRAIN.replace("version 0.", wanted))
+            while (text := printed.read_text()).count(wanted) < given.nodes:
+                if session.poll() is not None or time.monotonic() > began + SECONDS_MAX:
+                    sys.exit(f"{wanted} did not come:\n{text}")
+                time.sleep(0.002)
             took.append(time.monotonic() - began)
-        return took
+            time.sleep(given.after)
+        return took[1:]  # without the start
     finally:
         session.send_signal(signal.SIGINT)
         session.wait(SECONDS_MAX)
-
-
-def wait_for(session: subprocess.Popen[bytes], printed: Path, what: str, times: int) -> None:
-    end = time.monotonic() + SECONDS_MAX
-    while printed.read_text().count(what) < times:
-        if session.poll() is not None or time.monotonic() > end:
-            sys.exit(f"{what} did not come:\n{printed.read_text()}")
-        time.sleep(0.002)
 
 
 if __name__ == "__main__":

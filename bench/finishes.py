@@ -10,32 +10,27 @@ ways, a third of the jobs each: at the end of `with`, at the interpreter's exit,
 for. A traceback that torch prints at the end of a successful training (DistNetworkError, "recvValue failed") counts as
 bad, because users could not tell it from a failure. Exits with 1 if any job was bad.
 
---from-one-process: agents are forked from this process. An agent normally starts a new Python as its fork server; here
-the server continues in the agent's process, with the imports done. Nothing else differs.
+--from-one-process: agents are forked from this process, with the imports done (tests/support/warm.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import gc
 import os
-import runpy
-import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import machine
+import warm
 
 from ddprun import ports
 
 RANKS = 4
-LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 SECONDS_MAX = 120  # a job takes 1 to 20 s on a busy machine
 TRAIN = """
 import os, sys
@@ -73,97 +68,46 @@ EXPECTED = [f"rank {rank} has ended" for rank in range(RANKS)]
 
 
 class Job:
-    """One job; its output is in a log file."""
+    """One job, with a launcher for each node."""
 
     def __init__(self, folder: Path, number: int, asked: argparse.Namespace) -> None:
-        self.number, self.log = number, folder / f"log-{number}"
+        self.number = number
         self._until = time.monotonic() + SECONDS_MAX
-        start = fork_agent if asked.from_one_process else start_launcher
-        script = [str(folder / "train.py"), str(number)]
         self._held = ports.hold() if asked.nodes > 1 else None
-        meet = ["--nnodes", str(asked.nodes), "--master-port", str(ports.number(self._held))] if self._held else []
-        nodes = [[*words_of(asked), *meet, *(["--node-rank", str(k)] if meet else [])] for k in range(asked.nodes)]
-        self._running = [start([*words, *script], self.log) for words in nodes]
-        self._codes: list[int] = []
+        words = words_of(asked)
+        if self._held is not None:
+            words += ["--nnodes", str(asked.nodes), "--master-port", str(ports.number(self._held)), "--node-rank"]
+        script = [str(folder / "train.py"), str(number)]
+        self._nodes = [
+            start([*words, *([str(node)] if self._held else []), *script], folder, warmly=asked.from_one_process)
+            for node in range(asked.nodes)
+        ]
 
     def bad(self) -> str | None:
         """Return None while the job is running; then what was wrong with its end, "" if nothing."""
         late = time.monotonic() > self._until
-        for agent in list(self._running):
-            if late:
-                os.killpg(agent, signal.SIGTERM)
-            pid, status = os.waitpid(agent, 0 if late else os.WNOHANG)
-            if pid:
-                self._running.remove(agent)
-                self._codes.append(os.waitstatus_to_exitcode(status))
-        if self._running:
+        running = [node for node in self._nodes if node.poll() is None]
+        for node in running if late else ():
+            node.terminate()
+        if running and not late:
             return None
+        said = "".join(text for node in self._nodes for text in node.communicate())
         if self._held is not None:
             self._held.close()
-        said = self.log.read_text()
-        self.log.unlink()
-        if not late and not any(self._codes) and sorted(said.splitlines()) == EXPECTED:
+        codes = [node.returncode for node in self._nodes]
+        if not late and not any(codes) and sorted(said.splitlines()) == EXPECTED:
             return ""
-        return f"it {f'did not end in {SECONDS_MAX} s,' if late else 'ended with'} {self._codes}\n{said}"
+        return f"it {f'did not end in {SECONDS_MAX} s,' if late else 'ended with'} {codes}\n{said}"
 
 
-def start_launcher(argv: list[str], log: Path) -> int:
-    """Start the launcher in a new Python, like a pod. Return its pid."""
-    actions = [(os.POSIX_SPAWN_OPEN, 1, str(log), LOG_FLAGS, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
-    words = [sys.executable, "-m", *argv]
-    return os.posix_spawn(sys.executable, words, environment(), file_actions=actions, setpgroup=0)
-
-
-def fork_agent(argv: list[str], log: Path) -> int:
-    """Fork an agent that has all imports of this process. Return its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.setpgid(0, 0)
-        out = os.open(log, LOG_FLAGS, 0o600)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.close(out)
-        changed = environment()
-        os.environ.clear()
-        os.environ.update(changed)
-        os.execvpe = begin_here  # type: ignore[assignment]
-        sys.argv[:] = argv
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=False)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(70)
-
-
-def begin_here(_file: str, argv: list[str], environ: dict[str, str]) -> NoReturn:
-    """Replace os.execvpe: start the program in this process, and close the descriptors that an exec would close."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if not os.get_inheritable(int(name)):
-                os.close(int(name))
-    os.environ.clear()
-    os.environ.update(environ)
-    assert argv[1] == "-u", argv
-    sys.argv[:] = argv[2:]
-    code = 0
-    try:
-        runpy.run_path(argv[2], run_name="__main__")
-    except BaseException as error:
-        code = 1
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        else:
-            sys.excepthook(*sys.exc_info())
-    ctypes.pythonapi.Py_Exit(code)  # the interpreter's complete exit, which this benchmark tests
-    raise AssertionError("it has ended")
-
-
-def environment() -> dict[str, str]:
-    """Return this environment without a launcher's variables. OMP_NUM_THREADS is set, or torchrun prints a note."""
+def start(words: list[str], folder: Path, *, warmly: bool) -> subprocess.Popen[str]:
+    """Start `python -m WORDS` in a new Python, like a pod, or warmly in a fork of this process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_"))}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    env = kept | {"OMP_NUM_THREADS": "1"}  # otherwise torchrun prints a note
+    if warmly:
+        return warm.start(words[0], words[1:], cwd=folder, env=env)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def words_of(asked: argparse.Namespace) -> list[str]:
@@ -193,17 +137,6 @@ def run(asked: argparse.Namespace, folder: Path) -> int:
     return bad
 
 
-def import_all(preload: str) -> None:
-    """Import what a fork server would import."""
-    for name in (preload or "torch,torch._dynamo").split(","):
-        __import__(name)
-    import ddprun.options
-    import ddprun.run  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1000)
@@ -214,17 +147,12 @@ def main() -> None:
     parser.add_argument("--torch-alone", action="store_true", help="a script that leaves its group to torch")
     parser.add_argument("--from-one-process", action="store_true", help="fork all agents from one that has torch")
     asked = parser.parse_args()
-    if asked.from_one_process:
-        if asked.torchrun:
-            parser.error("--from-one-process: torchrun starts its ranks by itself")
-        import_all(asked.preload)
+    if asked.from_one_process and (asked.torchrun or asked.preload):
+        parser.error("--from-one-process is for ddprun with its own preload")
     print(machine.line(), flush=True)
     began = time.monotonic()
-    folder = tempfile.mkdtemp()  # TemporaryDirectory would be removed by the first forked rank that ends
-    try:
+    with tempfile.TemporaryDirectory() as folder:
         bad = run(asked, Path(folder))
-    finally:
-        shutil.rmtree(folder)
     how = " ".join(words_of(asked)) + (", from one process" if asked.from_one_process else "")
     seconds = time.monotonic() - began
     print(f"{how}: {asked.jobs - bad} of {asked.jobs} jobs ended well, in {seconds:.0f} s")

@@ -1,12 +1,13 @@
 """Measure which share of the time training makes new steps while a rank is killed repeatedly (ddprun, torchrun).
 
-    python bench/goodput.py                                     # 120 s of examples/digits.yaml, a kill every 10 s
+    python bench/goodput.py                                     # 120 s of examples/digits.py, a kill every 10 s
     python bench/goodput.py --seconds 1000 --every 60
+    python bench/goodput.py --restart --nodes 4                 # the launcher alone: no imports, no data, no state
     python bench/goodput.py --script train.py --launchers ddprun
 
-A local run (`ddpjob run --fail every=…`) on two nodes. A kill costs the time from the last new step before the kill to
-the first new step after it, minus the median time of a step: detection, restart, imports, load and repeated steps.
-Goodput is the rest of the time from the first step to the last, as a share.
+A local run (`ddpjob run --fail every=…`), by default of two nodes with a rank each. A kill costs the time from the last
+new step before the kill to the first new step after it, minus the median time of a step: detection, restart, imports,
+load and repeated steps. Goodput is the rest of the time from the first step to the last, as a share.
 """
 
 from __future__ import annotations
@@ -25,6 +26,21 @@ import machine
 
 ROOT = Path(__file__).parents[1]
 DIGITS = [str(ROOT / "trainer/examples/digits.py"), "--epochs", "10000", "--snapshot", "snapshots"]
+# Script whose state is the number of its last step, so that a kill costs only the restart.
+STEPS = """
+import os, time, torch, torch.distributed as dist, ddpjob
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+done = int(open("done").read()) if os.path.exists("done") else 0
+for step in range(done + 1, 1_000_000):
+    model(torch.ones(4, 8)).sum().backward()
+    if dist.get_rank() == 0:
+        open("new", "w").write(str(step))
+        os.replace("new", "done")
+    ddpjob.progress(step)
+    time.sleep(0.02)
+"""
 BIN = Path(sys.executable).parent
 # Wrapper script: runs the training script and records when rank 0 reports a step.
 NOTES_STEPS = """
@@ -33,9 +49,9 @@ import ddpjob
 report = ddpjob.progress
 if os.environ["RANK"] == "0":
     steps = open("steps", "a", buffering=1)
-    def progress(*words, **given):
-        steps.write(f"{given['step']} {time.monotonic()} {os.getpid()}\\n")
-        report(*words, **given)
+    def progress(step, *words, **given):
+        steps.write(f"{step} {time.monotonic()} {os.getpid()}\\n")
+        report(step, *words, **given)
     ddpjob.progress = progress
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -71,7 +87,8 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
 def run(launcher: str, given: argparse.Namespace, folder: Path) -> str:
     """Train with this launcher for the given time, and print the goodput."""
     (folder / "train.py").write_text(NOTES_STEPS)
-    words = [BIN / "ddpjob", "run", "--launcher", launcher, "--nodes", "2", "--cpu", "--plain", "--no-check"]
+    (folder / "steps.py").write_text(STEPS)
+    words = [BIN / "ddpjob", "run", "--launcher", launcher, "--nodes", given.nodes, "--cpu", "--plain", "--no-check"]
     words += ["--max-restarts", "1000", "--fail", f"every={given.every}s", "train.py", "--", *given.script]
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(words, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
@@ -92,12 +109,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills (%(default)s)")
     parser.add_argument("--launchers", nargs="+", default=["ddprun", "torchrun"], choices=["ddprun", "torchrun"])
+    parser.add_argument("--nodes", default="2")
     parser.add_argument(
         "--script",
         nargs=argparse.REMAINDER,
         default=DIGITS,
         help="the last option: another training that reports steps",
     )
+    parser.add_argument("--restart", dest="script", action="store_const", const=["steps.py"], help="the launcher alone")
     given = parser.parse_args()
     for launcher in given.launchers:
         print(machine.line())

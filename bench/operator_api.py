@@ -15,19 +15,19 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests/support"))
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "bench")]
 
+import machine  # noqa: E402
 from clusters import Namespace, Operator, installed_crd, kubectl, until  # noqa: E402
 from faulty_api import FaultyApi  # noqa: E402
+from size import manifest  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
 from ddpjob_operator.kube.api.client import Client, collection  # noqa: E402
@@ -39,17 +39,10 @@ PROBE = "probe"
 
 def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
     """Return a job whose pods are running as soon as they have a node. run_for: annotation KEY=VALUE that ends them."""
-    container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
-    annotations = dict([run_for.split("=", 1)]) if run_for else {}
-    return {
-        "apiVersion": "training.ddpjob.io/v1alpha1",
-        "kind": "DDPJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "nodes": nodes,
-            "template": {"metadata": {"annotations": annotations}, "spec": {"containers": [container]}},
-        },
-    }
+    made = manifest(name, nodes)
+    made["metadata"]["namespace"] = namespace
+    made["spec"]["template"]["metadata"] = {"annotations": dict([run_for.split("=", 1)])}
+    return made
 
 
 async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
@@ -63,23 +56,17 @@ async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
     await asyncio.gather(*(one(call) for call in calls))
 
 
-@asynccontextmanager
-async def client() -> AsyncIterator[Client]:
-    async with Client() as made:
-        yield made
-
-
 async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
     """Create this many pods like the operator's, and nothing else. Return the seconds from the first request until a
     watch has seen them all, and the CPU seconds of this process, including the watch."""
-    raw = job("bare", namespace, pods, "")
+    raw = job("bare", namespace, pods, "a=b")
     raw["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
     parsed, problems = validation.parse(raw)
     assert not problems, problems
     bodies = [build.pod(parsed, 1, rank) for rank in range(pods)]
     for body in bodies:
         del body["metadata"]["ownerReferences"]  # otherwise the garbage collector deletes these pods at once
-    async with client() as api:
+    async with Client() as api:
         began, cpu = time.perf_counter(), time.process_time()
         watching = asyncio.ensure_future(all_pods_there(namespace, pods))
         await bounded(api.create(f"/api/v1/namespaces/{namespace}/pods", body, STRICT) for body in bodies)
@@ -87,31 +74,11 @@ async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
         return max(seen.values()) - began, time.process_time() - cpu
 
 
-async def create_jobs(namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False) -> float:
-    """Create `count` jobs. probed: after half of them also create a job of one pod; return the time (perf_counter) when
-    that request was answered."""
-    path, at = collection("ddpjobs", namespace), 0.0
-    async with client() as api:
-
-        async def probe() -> None:
-            nonlocal at
-            await api.create(path, job(PROBE, namespace, 1, run_for))
-            at = time.perf_counter()
-
-        calls: list[Awaitable[Any]] = [
-            api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count)
-        ]
-        if probed:
-            calls.insert(count // 2, probe())
-        await bounded(calls)
-    return at
-
-
 async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
     """Return when (perf_counter) a watch has seen the last pod; repeated lists would load the measured server."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     seen: dict[str, float] = {}
-    async with client() as api:
+    async with Client() as api:
         while len(seen) < count:  # list and watch again: the server ends the watch of a client that is too slow
             version = ""
             async for page in api.pages(path):
@@ -128,16 +95,26 @@ async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
     return seen
 
 
-async def jobs_until_pods(
-    namespace: str, count: int, nodes: int, run_for: str, *, probed: bool = False
-) -> tuple[float, float]:
-    """Return two durations in seconds: from the first create of a job to the last pod, and, if probed, from the answer
-    to the create of the job of one pod until its pod exists; else 0."""
-    began = time.perf_counter()
-    watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
-    applied = await create_jobs(namespace, count, nodes, run_for, probed=probed)
-    seen = await watching
-    return max(seen.values()) - began, max(0.0, seen[f"{PROBE}-1-0"] - applied) if probed else 0.0
+async def jobs_until_pods(namespace: str, count: int, nodes: int, run_for: str) -> tuple[float, float]:
+    """Create jobs, and after half of several jobs a job of one pod. Return two durations in seconds: from the first
+    create to the last pod, and from the answer to the create of the job of one pod until its pod exists."""
+    path, applied, probed = collection("ddpjobs", namespace), 0.0, count > 1
+    async with Client() as api:
+
+        async def probe() -> None:
+            nonlocal applied
+            await api.create(path, job(PROBE, namespace, 1, run_for))
+            applied = time.perf_counter()
+
+        calls: list[Awaitable[Any]] = [
+            api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count)
+        ]
+        calls[count // 2 : count // 2] = [probe()] * probed
+        began = time.perf_counter()
+        watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
+        await bounded(calls)
+        seen = await watching
+    return max(seen.values()) - began, max(0.0, seen.get(f"{PROBE}-1-0", applied) - applied)
 
 
 def finished(space: Namespace, count: int) -> bool:
@@ -164,11 +141,15 @@ def api_server_seconds() -> float:
 
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operator connected directly to the API server; before and after, a loop without it makes the pods."""
-    ours = Namespace(api).make()
-    pods = options.jobs * options.nodes
+    ours, pods = Namespace(api).make(), options.jobs * options.nodes
     key = options.run_for.partition("=")[0]
+
+    def per_pod(seconds: float) -> float:
+        """Return milliseconds per pod."""
+        return round(1000 * seconds / pods, 2)
+
     try:
-        with Operator(api, ours.name, kubeconfig=os.environ["KUBECONFIG"]) as operator:
+        with Operator(api, ours.name, anew=True, kubeconfig=os.environ["KUBECONFIG"]) as operator:
             until(lambda: "services are known" in operator.log, "the operator has started")
             time.sleep(2)
             idle = operator.memory_bytes
@@ -179,47 +160,40 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             server = api_server_seconds()
             before, loop_cpu = loops(api, pods)
             cpu, loop_server, server = operator.cpu_seconds, api_server_seconds() - server, api_server_seconds()
-            seconds, probe = asyncio.run(
-                jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for, probed=True)
-            )
-            created_cpu = operator.cpu_seconds - cpu
+            seconds, probe = asyncio.run(jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for))
             found = {
                 "jobs": options.jobs,
                 "podsPerJob": options.nodes,
                 "secondsUntilAllPodsExist": round(seconds, 2),
                 "secondsOfAJobOfOnePodIntoThem": round(probe, 3),
-                "bareLoopCpuMsPerPod": round(1000 * loop_cpu / pods, 2),
-                "operatorCpuMsPerPodUntilCreated": round(1000 * created_cpu / pods, 2),
+                "bareLoopCpuMsPerPod": per_pod(loop_cpu),
+                "operatorCpuMsPerPodUntilCreated": per_pod(operator.cpu_seconds - cpu),
                 "secondsFromApplyToBothPodsOfOneJob": round(first, 3),
                 "operatorMemoryMiBIdle": idle >> 20,
             }
             # Printed at once, because the end of the jobs may take longer than the cluster is available.
             print(json.dumps({**found, "secondsOfTheFirstBareLoop": round(before, 2)}), file=sys.stderr)
-            until(lambda: finished(ours, options.jobs + 1), "all jobs succeed", 600)
-            found["operatorCpuMsPerPodUntilFinished"] = round(1000 * (operator.cpu_seconds - cpu) / pods, 2)
+            until(lambda: finished(ours, options.jobs + (options.jobs > 1)), "all jobs succeed", 600)
+            found["operatorCpuMsPerPodUntilFinished"] = per_pod(operator.cpu_seconds - cpu)
             # CPU of the loop includes the deletion of its pods. Both figures include the watches of this process.
-            found["apiServerCpuMsPerPodOfTheLoop"] = round(1000 * loop_server / pods, 2)
-            found["apiServerCpuMsPerPodOfTheJobs"] = round(1000 * (api_server_seconds() - server) / pods, 2)
+            found["apiServerCpuMsPerPodOfTheLoop"] = per_pod(loop_server)
+            found["apiServerCpuMsPerPodOfTheJobs"] = per_pod(api_server_seconds() - server)
             found["operatorMemoryMiBAtTheEnd"] = operator.memory_bytes >> 20
-        after, _ = loops(api, pods)
-        loop = (before + after) / 2
-        ratio = round(seconds / loop, 2)
-        return {**found, "secondsOfBareLoops": [round(before, 2), round(after, 2)], "ratio": ratio}
+        bare = [before, loops(api, pods)[0]]
+        ratio = round(2 * seconds / sum(bare), 2)
+        return {**found, "secondsOfBareLoops": [round(one, 2) for one in bare], "ratio": ratio}
     finally:
         ours.remove()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=100, help="jobs of the timed round")
     parser.add_argument("--nodes", type=int, default=8, help="pods per job")
-    parser.add_argument(
-        "--ends-by", dest="run_for", metavar="KEY=VALUE", required=True, help="annotation that ends a pod"
-    )
+    parser.add_argument("--ends-by", dest="run_for", metavar="KEY=VALUE", required=True, help="annotation of the pods")
     options = parser.parse_args()
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
     with FaultyApi() as api, installed_crd():
-        print(json.dumps({"machine": machine, "timed": timed(api, options)}, indent=2))
+        print(json.dumps({"machine": machine.line(), "timed": timed(api, options)}, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@
 
 Two nodes with a rank each, gloo, in a cluster with the operator. Under ddprun a killed rank starts again in its pod;
 under torchrun both pods are replaced. Times are from the pods' logs, so all clocks must be of one machine, or
-synchronized. Prints one JSON document.
+synchronized.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 import sys
 import time
@@ -71,10 +71,10 @@ def second_steps(space: Space, name: str, after: float = 0.0) -> list[Line]:
     return found
 
 
-def restart(space: Space, name: str, launcher: str, fault: str) -> dict[str, float]:
-    """Run one job with this fault, and return the seconds of its restart by part."""
+def restart(space: Space, name: str, launcher: str, fault: str) -> float:
+    """Run one job with this fault, and return the seconds of its restart."""
     space.apply(body(name, launcher))
-    (_, _, _), (pid, _, _) = second_steps(space, name)
+    _, (pid, _, _) = second_steps(space, name)
     victim = f"{name}-1-1"
     if fault == "kill":
         kill = f"import os, time; print(time.time()); os.kill({pid}, 9)"
@@ -82,17 +82,9 @@ def restart(space: Space, name: str, launcher: str, fault: str) -> dict[str, flo
     else:
         began = time.time()
         space.kubectl("delete", "pod", victim, "--wait=false")
-    again = second_steps(space, name, after=began)
+    made = max(at for _, _, at in second_steps(space, name, after=began))
     space.kubectl("delete", "ddp", name)
-    return {
-        "untilTheScriptRuns": max(script for _, script, _ in again) - began,
-        "sum": max(made for _, _, made in again) - began,
-    }
-
-
-def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
-    parts = {part: round(statistics.median(run[part] for run in runs), 2) for part in runs[0]}
-    return parts | {"runs": len(runs), "slowest": round(max(run["sum"] for run in runs), 2)}
+    return made - began
 
 
 def main() -> None:
@@ -101,16 +93,14 @@ def main() -> None:
     parser.add_argument("--launchers", nargs="+", choices=["ddprun", "torchrun"], default=["ddprun", "torchrun"])
     parser.add_argument("--runs", type=int, default=3, help="of each; medians are printed (%(default)s)")
     given = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine.line()}
+    print(machine.line())
     space = Space("ddpjob-bench")
     try:
         head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}}
         space.apply({**head, "data": {"train.py": TRAIN}})
-        for fault in given.faults:
-            for launcher in given.launchers:
-                names = [f"{launcher}-{fault}-{number}" for number in range(given.runs)]
-                found[f"{launcher}, {fault}"] = medians([restart(space, name, launcher, fault) for name in names])
-        print(json.dumps(found, indent=2))
+        for fault, launcher in itertools.product(given.faults, given.launchers):
+            took = [restart(space, f"{launcher}-{fault}-{n}", launcher, fault) for n in range(given.runs)]
+            print(f"{launcher}, {fault}: median {statistics.median(took):.2f} s, slowest {max(took):.2f} s", flush=True)
     finally:
         space.leaves_nothing()
         space.remove()

@@ -1,6 +1,7 @@
 """Memory of the operator in a large cluster, and CPU time of a new leader; without a cluster and without requests.
 
     python bench/size.py --jobs 1250 --nodes 8
+    python bench/size.py --jobs 0 --stored 2000          # and suspended jobs of 280 kB, in one namespace
 
 Fills the operator's caches as its first lists do, page by page from JSON as long as a real API server's. Then it
 reconciles every job once, like a new leader. Prints one JSON document.
@@ -10,9 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
+import random
+import string
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ from ddpjob_operator.pods import build
 Raw = dict[str, Any]
 PAGE = RequestLimits().page
 CLUSTER_NODES = 2_000
+STORED_FIELDS = 3_250  # fields of 76 characters in the spec of a stored job, just below the operator's limit
 # As long as managedFields of a real pod on Kubernetes 1.36 after kubelet, scheduler and operator wrote to it: 2.4 kB.
 MANAGED_FIELDS = [{"manager": "ddpjob-operator", "operation": "Update", "fieldsV1": {"f:spec": "x" * 2_300}}]
 # Kubernetes' own fields of a pod: token, tolerations and conditions. A running pod has 4.7 kB with managedFields.
@@ -39,79 +45,70 @@ CONDITIONS = [
     {"type": kind, "status": "True", "lastProbeTime": None, "lastTransitionTime": "2026-11-23T00:00:00Z"}
     for kind in ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
 ]
-RUNNING = {
-    "phase": "Running",
-    "conditions": CONDITIONS,
-    "containerStatuses": [
-        {
-            "name": "trainer",
-            "ready": True,
-            "restartCount": 0,
-            "image": "registry.example.com/team/trainer:1",
-            "imageID": "registry.example.com/team/trainer@sha256:" + "0" * 64,
-            "containerID": "containerd://" + "0" * 64,
-            "state": {"running": {"startedAt": "2026-11-23T00:00:00Z"}},
-        }
-    ],
+CONTAINER = {
+    "name": "trainer",
+    "ready": True,
+    "restartCount": 0,
+    "image": "registry.example.com/team/trainer:1",
+    "imageID": "registry.example.com/team/trainer@sha256:" + "0" * 64,
+    "containerID": "containerd://" + "0" * 64,
+    "state": {"running": {"startedAt": "2026-11-23T00:00:00Z"}},
 }
+RUNNING = {"phase": "Running", "conditions": CONDITIONS, "containerStatuses": [CONTAINER]}
 
 
-def manifest(name: str, nodes: int) -> dict[str, Any]:
-    """Return a typical job, with an image and a command."""
+def manifest(name: str, nodes: int, **pod: Any) -> Raw:
+    """Return a typical job, with an image and a command. pod: more fields of the pods' spec."""
     container = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
-    return {
-        "apiVersion": api.API_VERSION,
-        "kind": api.KIND,
-        "metadata": {"name": name},
-        "spec": {"nodes": nodes, "template": {"spec": {"containers": [container]}}},
-    }
+    spec = {"nodes": nodes, "template": {"spec": {"containers": [container], **pod}}}
+    return {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": {"name": name}, "spec": spec}
 
 
 def _no_login() -> Any:
     raise LoginError("a new leader whose copies are right sends no request")
 
 
-def job_of(number: int, nodes: int) -> Raw:
-    """Return a job as the API server stores it."""
-    raw = manifest(f"job-{number:05}", nodes)
-    uid = f"00000000-0000-4000-8000-{number:012}"
-    raw["metadata"] |= {
-        "namespace": f"team-{number % 20}",
-        "uid": uid,
-        "generation": 1,
-        "resourceVersion": str(number + 1),
-    }
+def with_identity(raw: Raw, kind: int, number: int, **metadata: Any) -> Raw:
+    """Add what the API server adds to the metadata of a new object. kind: a digit, because uids differ by kind."""
+    uid, version = f"00000000-0000-4000-{kind}000-{number:012}", str(kind * 1_000_000 + number + 1)
+    raw["metadata"] |= {"uid": uid, "resourceVersion": version, **metadata}
     return raw
 
 
-def pods_of(raw: Raw, number: int, nodes: int) -> list[Raw]:
-    """Return the job's pods, all running."""
+def job_of(number: int, nodes: int) -> Raw:
+    """Return a job as the API server stores it."""
+    return with_identity(manifest(f"job-{number:05}", nodes), 0, number, namespace=f"team-{number % 20}", generation=1)
+
+
+@functools.cache
+def _fields(seed: int) -> dict[str, str]:
+    draw = random.Random(seed)
+    texts = ("".join(draw.choices(string.ascii_letters, k=76)) for _ in range(STORED_FIELDS))
+    return {text[:36]: text[36:] for text in texts}
+
+
+def stored_of(number: int) -> Raw:
+    """Return a suspended job of 280 kB as the API server stores it."""
+    raw = manifest(f"stored-{number}", 1, zz=_fields(number % 8))
+    raw["spec"]["suspend"] = True
+    return with_identity(raw, 3, number, namespace="stored", generation=1)
+
+
+def pods_of(raw: Raw, number: int, nodes: int) -> Iterator[Raw]:
+    """Yield the job's pods, all running."""
     parsed, problems = validation.parse(raw)
     assert not problems, problems
-    pods = []
     for place in range(nodes):
-        body = build.pod(parsed, 1, place)
         serial = number * nodes + place
-        body["metadata"] |= {
-            "uid": f"00000000-0000-4000-9000-{serial:012}",
-            "resourceVersion": str(1_000_000 + serial),
-            "managedFields": MANAGED_FIELDS,
-        }
+        body = with_identity(build.pod(parsed, 1, place), 1, serial, managedFields=MANAGED_FIELDS)
         body["spec"]["nodeName"] = f"node-{serial % CLUSTER_NODES:04}"
-        pods.append({**body, "status": RUNNING})
-    return pods
+        yield {**body, "status": RUNNING}
 
 
 def node_of(number: int) -> Raw:
     """Return a cluster node that is ready."""
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     return {"metadata": {"name": f"node-{number:04}", "uid": f"n{number}", "resourceVersion": "1"}, "status": ready}
-
-
-def service_of(raw: Raw, number: int) -> Raw:
-    body = build.service(validation.parse(raw)[0])
-    body["metadata"] |= {"uid": f"00000000-0000-4000-a000-{number:012}", "resourceVersion": str(2_000_000 + number)}
-    return body
 
 
 def put_list(plural: str, objects: list[Raw], sink: Any) -> None:
@@ -121,16 +118,16 @@ def put_list(plural: str, objects: list[Raw], sink: Any) -> None:
         sink.put(one)
 
 
-def settled(operator: Operator, raw: Raw) -> Raw:
-    """Return the job with the status that an operator would have written."""
-    key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
+def settled(operator: Operator, raw: Raw, state: str) -> bytes:
+    """Return the JSON of the job with the status that an operator would have written."""
     job, problems = validation.parse(raw)
-    running = Observed(service=True, pods=tuple(operator.caches.pods.of(key)), nodes={})
+    pods = tuple(operator.caches.pods.of((raw["metadata"]["namespace"], raw["metadata"]["name"])))
+    running = Observed(service=bool(pods), pods=pods, nodes={})
     for seen in (Observed(service=False, pods=()), *[running] * 3):  # the attempt is recorded before pods exist
         todo = plan(job, seen, SYSTEM.now(), problems=problems)
         job = msgspec.structs.replace(job, status=todo.status or job.status)
-    assert job.status.state == "Running", job.status
-    return {**raw, "status": msgspec.to_builtins(job.status)}
+    assert job.status.state == state, job.status
+    return orjson.dumps({**raw, "status": msgspec.to_builtins(job.status)})
 
 
 def resident_mib(field: str) -> int:
@@ -139,54 +136,56 @@ def resident_mib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
 
 
-async def measure(jobs: int, nodes: int) -> Raw:
+async def measure(jobs: int, nodes: int, stored: int) -> Raw:
     """Return the memory of the caches, and the CPU seconds of the first pass over all jobs."""
     operator = Operator(OperatorSettings(), Client(_no_login))
-    empty = resident_mib("VmRSS")
-    began = time.process_time()
+    caches, empty = operator.caches, resident_mib("VmRSS")
     page: list[Raw] = []
-    made = 0.0
+    began, made = time.process_time(), 0.0
     for number in range(jobs):
         before = time.process_time()
         raw = job_of(number, nodes)
         page += pods_of(raw, number, nodes)
-        services = [service_of(raw, number)]
+        services = [with_identity(build.service(validation.parse(raw)[0]), 2, number)]
         made += time.process_time() - before
-        put_list("services", services, operator.caches.services)
+        put_list("services", services, caches.services)
         if len(page) >= PAGE or number == jobs - 1:
-            put_list("pods", page, operator.caches.pods)
+            put_list("pods", page, caches.pods)
             page = []
     listed = time.process_time() - began - made
     for number in range(jobs):
-        operator.caches.jobs.put(reading.job(orjson.loads(orjson.dumps(settled(operator, job_of(number, nodes))))))
+        caches.jobs.put(reading.job(orjson.loads(settled(operator, job_of(number, nodes), "Running"))))
+    for number in range(stored):
+        caches.jobs.put(reading.stored_job(settled(operator, stored_of(number), "Suspended")))
     for reflector in operator.reflectors:
         reflector.synced.set()
     for number in range(min(CLUSTER_NODES, jobs * nodes)):
-        operator.caches.nodes.put(node_of(number))
-    operator.caches.nodes.drop(set(), 1)
-    assert (len(operator.caches.jobs), len(operator.caches.pods)) == (jobs, jobs * nodes)
+        caches.nodes.put(node_of(number))
+    caches.nodes.drop(set(), 1)
+    assert (len(caches.jobs), len(caches.pods)) == (jobs + stored, jobs * nodes)
     began = time.process_time()
-    for key in operator.caches.jobs:
+    for key in caches.jobs:
         await operator.reconciler.reconcile(key)
     passed = time.process_time() - began
     return {
-        "jobs": jobs,
+        "jobs": jobs + stored,
         "pods": jobs * nodes,
         "memoryMiBEmpty": empty,
         "memoryMiB": resident_mib("VmRSS"),
         "memoryMiBPeak": resident_mib("VmHWM"),
         "cpuSecondsToReadTheLists": round(listed, 2),
         "cpuSecondsOfTheFirstPass": round(passed, 2),
-        "cpuMsPerJobOfTheFirstPass": round(1000 * passed / jobs, 2),
+        "cpuMsPerJobOfTheFirstPass": round(1000 * passed / (jobs + stored), 2),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1_250)
     parser.add_argument("--nodes", type=int, default=8, help="pods per job")
+    parser.add_argument("--stored", type=int, default=0, help="suspended jobs of 280 kB")
     options = parser.parse_args()
-    found = asyncio.run(measure(options.jobs, options.nodes))
+    found = asyncio.run(measure(options.jobs, options.nodes, options.stored))
     print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **found}, indent=2))
 
 

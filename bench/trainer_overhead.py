@@ -3,22 +3,29 @@ check_replicas() per million parameters.
 
     python bench/trainer_overhead.py            # PYTHONPATH=trainer, or with the package installed
 
-Each figure is the best of 300 short rounds, because other work on the machine can only add time. A receiver on loopback
+Each figure is the best of 100 short rounds, because other work on the machine can only add time. A receiver on loopback
 answers while progress() is measured, so that the posting thread is active too.
 """
 
-import multiprocessing
+from __future__ import annotations
+
 import os
-import platform
 import tempfile
 import threading
-import time
+import timeit
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
+import machine
+import torch
+from torch.multiprocessing import spawn
+
+import ddpjob
+
 STEP_SECONDS = 0.005
-ROUNDS = 300
+ROUNDS, CALLS = 100, 2_000
 
 
 class Receiver(BaseHTTPRequestHandler):
@@ -31,97 +38,59 @@ class Receiver(BaseHTTPRequestHandler):
         """Suppress the server's log lines."""
 
 
-def best_seconds(work: Callable[[], int]) -> float:
-    """Return the least seconds of one unit of work; work() returns the number of units that it did."""
-    rounds = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        units = work()
-        rounds.append((time.perf_counter() - begin) / units)
-    return min(rounds)
+def best_seconds(work: Callable[[], object], units: int = 1) -> float:
+    """Return the least seconds of one of the `units` of work that work() does."""
+    return min(timeit.repeat(work, number=1, repeat=ROUNDS)) / units
 
 
-def progress_calls(calls: int = 2_000) -> int:
-    import ddpjob
-
-    progress = ddpjob.progress
-    for step in range(calls):
-        progress(step, calls, 64, loss=0.5)
-    return calls
+def progress_calls() -> None:
+    for step in range(CALLS):
+        ddpjob.progress(step, CALLS, 64, loss=0.5)
 
 
-def should_stop_calls(calls: int = 2_000) -> int:
-    import ddpjob
-
-    should_stop = ddpjob.should_stop
-    for step in range(calls):
-        should_stop(step)
-    return calls
+def should_stop_calls() -> None:
+    for step in range(CALLS):
+        ddpjob.should_stop(step)
 
 
-def sampler_steps(n: int, global_batch: int) -> Callable[[], int]:
-    import ddpjob
-
+def sampler_seconds(n: int, global_batch: int) -> float:
+    """Return the seconds of a step of a sampler."""
     sampler = ddpjob.GlobalBatchSampler(n, global_batch, 7, rank=0, world_size=2)
-
-    def one_epoch() -> int:
-        return sum(1 for _ in sampler.epoch(sampler.current_epoch))
-
-    return one_epoch
+    steps = len(list(sampler.epoch(0)))
+    return best_seconds(lambda: list(sampler.epoch(0)), steps)
 
 
-def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 256) -> tuple[float, int]:
-    """Return the slowest rank's seconds on a model of many tensors, like a ResNet, and the number of parameters."""
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-
-        def one_rank(rank: int) -> None:
-            import torch
-
-            import ddpjob
-
-            torch.set_num_threads(1)
-            model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
-            with ddpjob.init("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size):
-                for tensor in model.parameters():
-                    torch.nn.init.ones_(tensor)
-
-                def check() -> int:
-                    ddpjob.check_replicas(model)
-                    return 1
-
-                answers.put((best_seconds(check), sum(p.numel() for p in model.parameters())))
-
-        ranks = [context.Process(target=one_rank, args=(rank,)) for rank in range(world_size)]
-        for rank in ranks:
-            rank.start()
-        slowest = max(answers.get() for _ in ranks)
-        for rank in ranks:
-            rank.join()
-        return slowest
+def check_replicas(rank: int, folder: str) -> None:
+    """Write the seconds per parameter of a model of many tensors, like a ResNet."""
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(160)))
+    with ddpjob.init("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2):
+        for tensor in model.parameters():
+            torch.nn.init.ones_(tensor)
+        took = best_seconds(lambda: ddpjob.check_replicas(model), sum(p.numel() for p in model.parameters()))
+    Path(folder, str(rank)).write_text(str(took))
 
 
 def main() -> None:
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(f"{machine}, load {os.getloadavg()[0]:.1f}")
-    seconds, parameters = check_replicas_seconds()  # first, because it forks: later measurements start threads
-    rows = [("progress(), no receiver", best_seconds(progress_calls))]
+    print(machine.line())
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(check_replicas, (folder,), nprocs=2)
+        slowest = max(float(Path(folder, str(rank)).read_text()) for rank in (0, 1))
+    rows = [("progress(), no receiver", best_seconds(progress_calls, CALLS))]
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["DDPJOB_STATUS_URL"] = f"http://127.0.0.1:{server.server_port}/"
     from ddpjob.reporting.progress import flush
 
     flush()
-    rows.append(("progress(), posting every 5 s", best_seconds(progress_calls)))
-    rows.append(("should_stop()", best_seconds(should_stop_calls)))
-    rows.append(("sampler, 1,440 samples, 32 a step", best_seconds(sampler_steps(1440, 32))))
-    rows.append(("sampler, 100,000 samples, 64 a step", best_seconds(sampler_steps(100_000, 64))))
+    rows.append(("progress(), posting every 5 s", best_seconds(progress_calls, CALLS)))
+    rows.append(("should_stop()", best_seconds(should_stop_calls, CALLS)))
+    rows.append(("sampler, 1,440 samples, 32 a step", sampler_seconds(1_440, 32)))
+    rows.append(("sampler, 100,000 samples, 64 a step", sampler_seconds(100_000, 64)))
     print(f"{'':36}{'ns':>9}{'of a 5 ms step':>17}")
     for name, each in rows:
         print(f"{name:36}{each * 1e9:9.0f}{each / STEP_SECONDS:16.4%}")
-    per_million = seconds / parameters * 1e9
-    print(f"check_replicas(), 2 ranks, {parameters / 1e6:.1f} million parameters: {per_million:.2f} ms per million")
+    print(f"check_replicas(), 2 ranks: {slowest * 1e9:.2f} ms per million parameters")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ clock. `ddpjob_operator.job` defines DDPJobs.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from ddpjob_convert import pytorchjob, trainjob
 from ddpjob_convert.fields import ConvertError, walk
 from ddpjob_convert.result import Converted
 from ddpjob_operator.job import api, podspec, programs
+from ddpjob_operator.job.command import PYTHON
 from ddpjob_operator.job.wording import say
 
 KINDS = ("PyTorchJob", "TrainJob")
@@ -24,7 +24,6 @@ RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")
 # Kinds whose pods start a command that may become a DDPJob, and their API groups. Two groups have a kind Job.
 _GROUPS = {"Job": ("batch", "batch.volcano.sh"), "MPIJob": ("kubeflow.org",), "JobSet": ("jobset.x-k8s.io",)}
 _GROUPS |= {"RayJob": ("ray.io",)}
-_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _LENGTH_MAX = 300
 
 
@@ -65,7 +64,7 @@ def advice(document: Mapping[str, Any]) -> str:
     given = [container.get(part) for part in ("command", "args")]
     words = [word for part in given if isinstance(part, list) for word in part if isinstance(word, str)]
     if words and programs.name(words[0]) in programs.FRAMEWORKS:  # such as `mpirun -np 4 python …`
-        words = words[next((i for i, word in enumerate(words) if _PYTHON.fullmatch(word)), len(words)) :]
+        words = words[next((i for i, word in enumerate(words) if PYTHON.match(programs.name(word))), len(words)) :]
     line = shlex.join(word.rstrip("\n") for word in words)
     if not words or len(line) > _LENGTH_MAX or "\n" in line:
         line = "COMMAND"

@@ -20,7 +20,7 @@ FORKED = "--from-one-process --at-once=2"
         *(
             pytest.param(words, marks=pytest.mark.long)
             for words in (
-                f"{FORKED} --preload=torch --jobs=65 --nodes=2",
+                f"{FORKED} --jobs=65 --nodes=2",
                 f"{FORKED} --jobs=54",
                 "--jobs=5",
                 "--torchrun --jobs=5",

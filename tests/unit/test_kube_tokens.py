@@ -11,45 +11,14 @@ from typing import Any
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+from pod_tokens import ISSUER, POD, RSA_KEY, claims, published, token
 
 from ddpjob_operator.kube.api import tokens
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError, Verifier
 
-ISSUER = "https://kubernetes.default.svc.cluster.local"
-POD = BoundPod("default", "digits-1-0", "7d0c6f1e-0000-4000-8000-0000000000aa")
-RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 OTHER_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 EC_KEY = ec.generate_private_key(ec.SECP256R1())
-
-
-def published(key: Any, key_id: str, algorithm: str) -> dict[str, Any]:
-    kind = RSAAlgorithm if algorithm.startswith("RS") else ECAlgorithm
-    return json.loads(kind.to_jwk(key.public_key())) | {"kid": key_id, "alg": algorithm, "use": "sig"}
-
-
-def claims(**changes: Any) -> dict[str, Any]:
-    """Return the claims of a pod's token as the API server writes them. None removes a claim."""
-    now = int(time.time())
-    told = {
-        "aud": ["training.ddpjob.io"],
-        "exp": now + 3600,
-        "iat": now,
-        "nbf": now,
-        "iss": ISSUER,
-        "sub": "system:serviceaccount:default:default",
-        "kubernetes.io": {
-            "namespace": "default",
-            "pod": {"name": POD.name, "uid": POD.uid},
-            "serviceaccount": {"name": "default", "uid": "0"},
-        },
-    } | changes
-    return {name: value for name, value in told.items() if value is not None}
-
-
-def token(key: Any = RSA_KEY, key_id: str = "one", algorithm: str = "RS256", **changes: Any) -> str:
-    return jwt.encode(claims(**changes), key, algorithm=algorithm, headers={"kid": key_id})
 
 
 class Cluster:

@@ -5,7 +5,6 @@ options may be anywhere, because the YAML contains the script's arguments."""
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from ddpjob_cli.commands.output import say
 
 _SCRIPTS = (".py", ".ipynb")
 _FILES = (*_SCRIPTS, ".yaml", ".yml")
-_PYTHON = re.compile(r"python[\d.]*")
 _SELECT = ("filename", "module")  # parameters that name what to run instead of FILE
 _OF_LAUNCHERS = {"nnodes": "--nodes", "nproc_per_node": "--nproc-per-node", "max_restarts": "--max-restarts"}
 
@@ -244,8 +242,7 @@ def is_program(word: str) -> bool:
 
     name = programs.name(word)
     others = name in programs.FRAMEWORKS or name in programs.WRAPPERS or name in command.SHELLS
-    is_python = name in command.LAUNCHERS or _PYTHON.fullmatch(name) is not None
-    return is_python or (others and not os.path.isfile(word))
+    return command.starts_scripts(name) or (others and not os.path.isfile(word))
 
 
 def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
@@ -254,7 +251,9 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
     from ddpjob_convert.fields import ConvertError
     from ddpjob_operator.job import command, programs
 
-    started, at = command.read(list(words)), _begin(words)
+    # The launcher, or Python, may follow programs such as nohup.
+    at = next((i for i, word in enumerate(words) if command.starts_scripts(programs.name(word))), 0)
+    started = command.read(list(words))
     is_ddprun = "ddprun" in (programs.name(words[at]), started.launcher)
     is_torchrun = programs.name(words[at]) == "torchrun" or started.launcher.startswith("torch.distributed")
     if is_ddprun or is_torchrun or started.launcher in ("python", "torchrun") or len(words) == 1:
@@ -279,14 +278,6 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
         f"{words[0]} is not a script; to make a job from a whole command: ddpjob convert -- {shlex.join(words)} > "
         f"job.yaml{then}"
     )
-
-
-def _begin(words: Sequence[str]) -> int:
-    """Return the index of the launcher, or of Python, after programs such as nohup; 0 if there is neither."""
-    from ddpjob_operator.job import command, programs
-
-    names = map(programs.name, words)
-    return next((i for i, name in enumerate(names) if name in command.LAUNCHERS or _PYTHON.fullmatch(name)), 0)
 
 
 def _refuse_ambiguous(line: _Line, declared: frozenset[str]) -> None:

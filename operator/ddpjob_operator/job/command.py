@@ -181,8 +181,12 @@ def _is_joined_program(word: str) -> bool:
 
 
 def _is_known(program: str) -> bool:
-    starts = program in (*LAUNCHERS, *SHELLS) or program in programs.FRAMEWORKS
-    return starts or program in programs.WRAPPERS or PYTHON.match(program) is not None
+    return starts_scripts(program) or program in (*SHELLS, *programs.FRAMEWORKS, *programs.WRAPPERS)
+
+
+def starts_scripts(program: str) -> bool:
+    """True for torchrun, ddprun and Python."""
+    return program in LAUNCHERS or PYTHON.match(program) is not None
 
 
 def _commands(words: list[str], depth: int = 0) -> Iterator[list[str]]:
@@ -261,7 +265,7 @@ def _behind(name: str, words: list[str]) -> Command:
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])
-        if PYTHON.match(program) or program in LAUNCHERS or program in programs.FRAMEWORKS:
+        if starts_scripts(program) or program in programs.FRAMEWORKS:
             inner = _read(words[i:])
             return replace(inner, launcher=name) if name and inner.launcher == "python" else inner
         if word in ("-m", "--module") and words[i + 1 : i + 2] and not words[i + 1].startswith("-"):

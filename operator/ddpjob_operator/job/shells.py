@@ -130,7 +130,7 @@ def cut_short(words: list[str]) -> str:
     if not text or text == words[-1]:
         return ""
     name = programs.name(text)
-    return text if name in command.LAUNCHERS or command.PYTHON.fullmatch(name) else ""
+    return text if command.starts_scripts(name) else ""
 
 
 def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
