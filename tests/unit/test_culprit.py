@@ -77,17 +77,6 @@ def test_the_log_is_waited_for_if_the_kubelet_reports_the_deadline_before_the_co
     assert (world.status.attempt, world.status.last_failure.log_tail) == (2, LOG)  # type: ignore[union-attr]
 
 
-def test_a_kubelet_that_never_reports_the_container_end_delays_the_job_only_a_minute() -> None:
-    world, _ = stalled()
-    world.settle()
-    why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
-    world._change(0, phase="Failed", reason="DeadlineExceeded", trainer=why).stops(1).settle()
-    world.after(GRACE_SECONDS_MAX + KUBELET_SECONDS)
-    assert ends(world.step()) == [("DeletePod", "digits-1-0")]
-    world.stops(0).settle()
-    assert (world.status.attempt, world.status.last_failure.log_tail) == (2, "")  # type: ignore[union-attr]
-
-
 def test_the_log_tail_is_kept_even_if_the_pod_disappears() -> None:
     """The end of the log must be kept even if the pod disappears: it is read when the watch shows the pod's end."""
     world, _ = stalled()

@@ -53,22 +53,6 @@ def test_the_last_delete_of_the_kubelet_does_not_change_the_time_of_the_stop_req
     assert pod.deletion_requested_at == START + dt.timedelta(seconds=10)
 
 
-@pytest.mark.parametrize("clock", [-10, 0, 10])
-def test_a_pod_that_was_seen_to_end_before_its_deletion_ended_by_itself(clock: int) -> None:
-    """A pod that ended before its deletion must count as ended by itself, even if its node's clock is ahead."""
-    done = exited(0, 9 + clock, phase="Succeeded")
-    assert seen((RUNNING, {}), (done, {}), (done, ASKED), (done, LAST)).has_completed
-
-
-@pytest.mark.parametrize("clock", [-10, 0, 10])
-def test_exit_0_of_a_drained_pod_is_no_success_even_if_the_clock_of_its_node_is_wrong(clock: int) -> None:
-    """Exit code 0 of a drained pod must not count as success: the pod has saved, but not completed."""
-    done = exited(0, 12 + clock, phase="Succeeded")
-    for story in ([(RUNNING, {}), (RUNNING, ASKED), (done, ASKED)], [(done, ASKED)], [(done, LAST)]):
-        assert not seen(*story).has_completed
-        assert seen(*story).has_failed
-
-
 REASONS = (
     "Evicted DeadlineExceeded Preempting NodeShutdown Terminated Shutdown OutOfcpu OutOfmemory NodeLost "
     "UnexpectedAdmissionError NodeAffinity SomethingNew".split()

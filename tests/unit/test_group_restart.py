@@ -92,13 +92,6 @@ def test_a_message_that_names_the_cause_does_not_call_it_unknown(breaks, known: 
     )
 
 
-def test_the_next_attempt_starts_at_once_with_all_ranks_and_new_names() -> None:
-    world = digits().running().exits(1, code=3).restarted()
-    assert world.names() == ["digits-1-1", "digits-2-0", "digits-2-1"]
-    assert world.status.state == "Restarting"
-    assert world.runs(0, 1).settle().status.state == "Running"
-
-
 def test_the_status_shows_who_failed_why_and_what_happens_next() -> None:
     world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle().stops(0)
     world.step()
@@ -152,26 +145,10 @@ def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> N
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
-def test_a_pod_that_started_and_disappeared_between_two_reconciles_is_not_recreated_under_its_name() -> None:
-    """The pod must not be created again under its name: its process may be running unobserved as the same rank."""
-    world = digits().started().runs(0, 1)
-    world.deleted_pods.append(world.pods.pop("digits-1-1"))
-    world.restarted()
-    assert world.names() == ["digits-2-0", "digits-2-1"]
-
-
 def test_a_rank_that_completed_between_two_reconciles_counts_as_completed() -> None:
     world = digits().started().runs(0, 1).exits(1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))
     assert world.settle().exits(0).settle().status.state == "Succeeded"
-
-
-def test_a_job_suspended_during_a_restart_stops_and_later_continues() -> None:
-    world = digits().running().exits(1, code=1).settle().change(suspend=True).settle().stops_all().settle()
-    assert world.status.state == "Suspended"
-    assert world.status.attempt == 2, "which has no pods: its failure was settled first"
-    world.change(suspend=False).settle()
-    assert [n for n in world.names() if not n.startswith("digits-1")] == ["digits-3-0", "digits-3-1"]
 
 
 @pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
@@ -501,17 +478,6 @@ def test_a_lost_node_is_the_cause_even_if_another_rank_has_completed() -> None:
     assert (charges(world), cause(world).reason) == ((0, 1, 0), "NodeLost")
 
 
-def test_a_node_found_lost_long_after_its_peers_complained_is_the_cause() -> None:
-    """A node that is found lost a minute after its peers reported it must be the cause, and not the script."""
-    world = digits(nodes=3, backoffLimit=0).running()
-    for lost in range(1, 4):
-        world.runs(0, 1, 2).settle().exits(0, code=1, message=PEER_GONE).settle().after(40).node_lost(2).settle()
-        world.after(30).restarted()
-        assert (charges(world), cause(world).reason) == ((0, lost, 0), "NodeLost")
-        world.nodes = {}
-        world.after(400).settle()
-
-
 def test_a_node_lost_while_a_failed_group_stops_is_not_the_cause() -> None:
     world = digits(backoffLimit=1).running().exits(0, code=3, message="ValueError: no such shard").settle()
     world.node_lost(1).settle().after(30).restarted()
@@ -538,13 +504,6 @@ def test_the_out_of_memory_message_names_the_limit() -> None:
     world = World(job(container=container, backoffLimit=0)).running()
     world.exits(1, code=137, reason="OOMKilled").restarted()
     assert "used more memory than its limit of 64Mi (resources.limits.memory)" in world.status.message
-
-
-def test_the_cause_is_kept_after_its_pod_is_gone() -> None:
-    world = digits().running().exits(1, code=3, message="ValueError: no such shard").settle()
-    world.vanishes(1).stops(0).settle()
-    assert (cause(world).rank, cause(world).exception) == (1, "ValueError: no such shard")
-    assert charges(world) == (1, 0, 0)
 
 
 def test_the_message_of_a_pod_that_is_being_stopped_is_the_cause_even_after_its_object_is_gone() -> None:
@@ -750,16 +709,6 @@ def test_pods_that_fit_on_no_node_are_recreated_once_and_then_wait() -> None:
     assert "avoided" not in world.status.message
 
 
-def test_a_preemption_is_not_charged_to_the_node() -> None:
-    world = digits().running()
-    for _ in range(3):
-        world.runs(0, 1).settle()
-        world._change(1, disruption="PreemptionByScheduler", deletion_requested_at=world.now)
-        world.restarted().after(400).settle()
-    assert world.status.avoided_nodes == []
-    assert charges(world) == (0, 3, 0)
-
-
 # ---------------------------------------------------------------- stall
 
 
@@ -785,16 +734,6 @@ def test_goodput_excludes_waiting_and_repeated_steps() -> None:
     spent = world.status.goodput
     assert (spent.starting_seconds, spent.productive_seconds, spent.restarting_seconds) == (10, 135, 15)
     assert spent.lost_steps == 20
-
-
-def test_a_lost_node_shows_since_when_and_an_operator_restart_keeps_the_times() -> None:
-    """The status must have everything that a restart needs, so that another operator can continue the restart."""
-    world = digits().running().exits(1, code=1).settle()
-    other = World(world.job)
-    other.pods, other.service, other.now = dict(world.pods), True, world.now
-    world.stops(0).settle()
-    other.stops(0).settle()
-    assert other.status == world.status
 
 
 def test_a_pod_bound_to_a_node_that_is_not_ready_has_its_own_timeout() -> None:

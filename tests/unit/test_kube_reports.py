@@ -205,29 +205,6 @@ def test_all_reports_of_ten_seconds_cause_one_reconcile() -> None:
 # ---------------------------------------------------------------- stalls
 
 
-def test_an_operator_that_was_down_for_longer_than_the_limit_restarts_nothing() -> None:
-    desk = Desk()
-    for _ in range(20):
-        desk.after(5).hears(41)
-    assert desk.after(3600).found() is None, "nobody is heard"
-    desk.hears(41)
-    assert desk.found() is None, "and then they stand where they stood an hour ago, as far as we know"
-    for _ in range(61):
-        assert desk.found() is None
-        desk.after(5).hears(41)
-    found = desk.found()
-    assert found.idle_seconds == 305
-
-
-def test_a_new_attempt_is_not_stopped_for_a_stall_of_the_last_one() -> None:
-    desk = Desk()
-    for _ in range(70):
-        desk.after(5).hears(41)
-    assert desk.found() is not None
-    desk.running(attempt=2)
-    assert desk.found() is None, "its ranks have not reported yet"
-
-
 def test_a_sender_that_reports_only_new_steps_is_shown_and_never_counts_as_stalled() -> None:
     desk = Desk()
     for _ in range(100):

@@ -39,13 +39,6 @@ def test_a_volume_that_never_mounts_is_shown_with_its_pod_the_wait_and_the_comma
     assert warnings(world) == ["CannotStart"], "one Warning is enough"
 
 
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_container_not_created_for_ten_minutes_gets_one_warning(after: int) -> None:
-    world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
-    lives_on(world, 700)
-    assert warnings(world) == ["CannotStart"]
-
-
 @pytest.mark.parametrize("why", ["4 Insufficient nvidia.com/gpu", "4 node(s) didn't match pod anti-affinity rules"])
 def test_one_pod_per_node_is_named_only_if_it_separates_the_pods(why: str) -> None:
     """onePodPerNode must be named only if it keeps pods apart, and not if nodes have too few GPUs."""
@@ -111,14 +104,6 @@ def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_an_u
     world.after(30).settle()
     assert world.status.last_failure.reason == "NodeLost"
     assert "(pod digits-1-1, node node-1) was lost with its node" in world.status.message
-
-
-def test_an_unready_node_that_is_then_deleted_is_given_up_no_later() -> None:
-    world = digits().running().after(5).node_lost(1).settle().after(20).node_deleted(1).settle()
-    assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
-    world.nodes = {}
-    assert "gone" not in world.after(11).settle().status.message, "it came back in time"
-    assert world.status.attempt == 1
 
 
 def test_a_node_with_two_pods_of_the_job_is_named_once() -> None:

@@ -33,13 +33,6 @@ def test_a_new_job_gets_its_service_and_all_pods_in_one_reconcile() -> None:
     assert (todo.status.state, todo.status.attempt, todo.status.start_time) == ("Pending", 1, START)
 
 
-def test_after_a_crash_of_the_operator_only_missing_objects_are_created() -> None:
-    world = digits(nodes=3)
-    world.step()
-    world.vanishes(1)
-    assert world.plan().actions == (CreatePod(1, 1),)
-
-
 @pytest.mark.parametrize(
     ("rank_0", "state", "reason", "part"),
     [
@@ -184,16 +177,6 @@ def test_a_new_attempt_starts_only_when_all_pods_of_the_old_one_have_ended() -> 
     assert world.names() == ["digits-2-0", "digits-2-1", "digits-2-2"]
 
 
-def test_a_job_resumed_before_its_pods_got_the_stop_request_still_stops_them_all() -> None:
-    """A job that is resumed early must stop all its pods, because one may have got the stop request already."""
-    world = digits().running().change(suspend=True)
-    world.step()
-    assert world.status.state == "Suspended"
-    world.change(suspend=False).settle()
-    assert all(pod.deletion_requested_at for pod in world.pods.values())
-    assert world.stops_all().settle().status.attempt == 2
-
-
 def test_the_clocks_of_a_resumed_job_start_when_the_pods_of_its_last_attempt_have_ended() -> None:
     """The clocks of a resumed job must start when its old pods have ended, whose saves may take an hour."""
     world = digits(activeDeadlineSeconds=100, startDeadlineSeconds=20).running().change(suspend=True).settle()
@@ -234,14 +217,6 @@ def test_a_resumed_job_whose_pods_do_not_end_shows_one_warning() -> None:
     assert world.status.attempt == 2
 
 
-def test_a_job_suspended_again_before_its_pods_have_ended_stays_suspended() -> None:
-    world = digits().running().change(suspend=True).settle().change(suspend=False).settle().change(suspend=True)
-    assert world.settle().status.message == "suspended; 2 pods still stopping"
-    world.stops_all().settle()
-    assert (world.status.reason, world.status.attempt, world.status.start_time) == ("Suspended", 1, None)
-    assert world.is_true("Suspended")
-
-
 def test_a_job_whose_nodes_all_completed_before_their_stop_request_has_succeeded() -> None:
     """If all nodes had completed before the suspension, a resume must not repeat the training."""
     world = digits().running().change(suspend=True)
@@ -249,14 +224,6 @@ def test_a_job_whose_nodes_all_completed_before_their_stop_request_has_succeeded
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     world.exits(0).exits(1).settle()
     assert (world.status.state, world.status.message) == ("Succeeded", "all 2 nodes completed")
-
-
-def test_a_job_with_one_node_that_got_a_stop_request_has_not_succeeded() -> None:
-    """Exit code 0 after a stop request must not count as success: the rank has saved, but training is incomplete."""
-    world = digits().running().change(suspend=True)
-    world.step()
-    world.exits(0).settle().stops(1).settle()
-    assert (world.status.state, world.status.reason) == ("Suspended", "Suspended")
 
 
 def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_completed_node_trains_again() -> None:
@@ -496,16 +463,6 @@ def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
     assert todo.status.progress.step == 11
 
 
-def test_the_last_step_before_a_silence_is_written_too() -> None:
-    world = digits().running().reports_step(1).settle().after(4).reports_step(5)
-    again = world.plan().requeue_at
-    assert again == world.now + dt.timedelta(seconds=6)
-    world.now = again
-    progress = world.settle().status.progress
-    assert progress.step == 5
-    assert world.plan().status is None
-
-
 def test_progress_is_written_together_with_any_other_change() -> None:
     world = digits().running().reports_step(1).settle().after(1).reports_step(2).exits(0).settle()
     assert world.status.progress.step == 2
@@ -646,14 +603,6 @@ def test_devices_of_a_resource_claim_get_a_warning_that_they_do_not_count_as_gpu
     assert "spec.nprocPerNode" not in told(nprocPerNode=8)[0]
     assert told(nprocPerNode=8, backend="nccl", onePodPerNode=True) == []
     assert told(resources={"limits": {"nvidia.com/gpu": 1}}) == []
-
-
-def test_goodput_counts_each_second_in_the_right_category() -> None:
-    world = digits().started().after(15).runs(0, 1).settle().after(5).reports_step(1).settle()
-    world.after(80).exits(0).exits(1).settle()
-    assert world.status.goodput is not None
-    spent = world.status.goodput
-    assert (spent.starting_seconds, spent.productive_seconds, spent.ratio) == (20, 80, 0.8)
 
 
 @pytest.mark.parametrize(("code", "shown"), [(0, "2/2"), (1, "1/2")])
