@@ -457,7 +457,7 @@ class Keeper:
             shared.cells[CLOCK] = 2 * step
         if now.mode is not Mode.READY or not self._has_room_for(kept):
             self._arm(kept, step)
-        elif memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
+        elif self._makers.has_more_passes or memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
