@@ -7,7 +7,7 @@
 A state has parameters and AdamW's two moments. The script saves to the folder every 10 steps, and rank 1 is killed 7
 steps after a save. "folder" is the same script with `Snapshot(memory=False)`; "torchrun" is a script with torch.save
 and torch.load under torchrun --standalone. Each round runs every variant once. --step compares the CPU time of a
-thread, because other load disturbs it least; batches of steps with and without the memory alternate.
+thread, because other load disturbs it least; steps with and without the memory alternate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 import machine
 import psutil
 
+from ddpjob_core.memory import PROVE_EVERY
 from ddprun.memory import Memory
 
 TRAIN = """
@@ -82,7 +82,7 @@ if ours:
 """
 WAYS = ["memory", "folder", "torchrun"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
-STEPS_AT_ONCE = 64  # with --step: number of steps of one variant before the other variant follows
+STEPS = 6 * PROVE_EVERY  # with --step
 SECONDS_MAX = 120.0  # limit of a run, because torchrun's static rendezvous hung in most restarts
 
 
@@ -140,75 +140,74 @@ def compare(sizes: list[int], ranks: int, rounds: int) -> None:
             print(f"| {megabytes} MB, {how} | {repeated} | {median:.2f} s | {slowest:.2f} s | {ratio} |", flush=True)
 
 
-def train(turn: int, done: int, *, memory_is_on: bool) -> None:
-    """Make STEPS_AT_ONCE steps for each byte read from `turn`, and write their mean CPU seconds to `done`. turn, done:
-    descriptors of pipes. The end of `turn` ends the process."""
+def added(kept: int) -> tuple[float, float, float]:
+    """Return medians in CPU milliseconds: what the memory adds to a step, what a proof of the state adds, and a step
+    without the memory. Two equal trainings alternate in one thread; kept is the one (0 or 1) whose hooks run."""
     import torch
+    from torch.optim import optimizer as hooks
 
+    from ddpjob import process
     from ddpjob.checkpoint.in_memory.memory import Keeper
     from ddpjob.checkpoint.in_memory.shared import Shared
     from ddpjob.checkpoint.state.half_done import SinceLastStep
 
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(150)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**6)
-    keeper, step = None, 0
-    if memory_is_on:
-        agent = Memory(1)
-        agent.begin(0)
-        keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
-        keeper.register({"model": model, "optimizer": optimizer, "scheduler": scheduler})
-        watch = SinceLastStep(0)
-    while os.read(turn, 1):
-        began = time.thread_time()
-        for _ in range(STEPS_AT_ONCE):
+    class Model(torch.nn.Sequential):
+        def forward(self) -> torch.Tensor:
+            return torch.cat([parameter.view(-1) for parameter in self.parameters()]).sum()
+
+    trainings = []
+    for _ in range(2):
+        model = Model(*[torch.nn.Linear(32, 32) for _ in range(150)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        trainings.append((model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10**6)))
+    places = [hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks]
+    for place in places:
+        place.clear()
+    agent = Memory(1)
+    agent.begin(0)
+    keeper = process.current.keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
+    keeper.register(dict(zip(("model", "optimizer", "scheduler"), trainings[kept], strict=True)))
+    watch = SinceLastStep(0)
+    own = [dict(place) for place in places]
+    spent: list[list[float]] = [[], []]
+    for step in range(1, STEPS + 1):
+        for number, (model, optimizer, scheduler) in enumerate(trainings):
+            for place, its in zip(places, own, strict=True):
+                place.clear()
+                place.update(its if number == kept else {})
+            began = time.thread_time()
             optimizer.zero_grad()
             torch.rand(1)  # change the random states at each step, as dropout does
-            torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
+            model().backward()
             optimizer.step()
             scheduler.step()
-            step += 1
-            if keeper is not None:
+            if number == kept:
                 keeper.boundary(step)
-        os.write(done, struct.pack("d", (time.thread_time() - began) / STEPS_AT_ONCE))
-    if keeper is not None:
-        assert watch is not None, "its hook ends with it"
-        assert keeper.is_on, "it was turned off"
-    os._exit(0)
+            spent[number == kept].append((time.thread_time() - began) * 1e3)
+        if step == 8:
+            time.sleep(0.3)  # let a thread reserve the area
+    assert keeper.is_on, "it was turned off"
+    del watch  # its hook has lived until here
+    more = [one - other for other, one in zip(*spent, strict=True)][PROVE_EVERY:]
+    proofs = [sum(more[first : first + 2]) for first in range(PROVE_EVERY - 1, len(more) - 1, PROVE_EVERY)]
+    usual = statistics.median(more)
+    return usual, statistics.median(proofs) - 2 * usual, statistics.median(spent[0])
 
 
 def step_cost(rounds: int) -> None:
-    """Print the milliseconds of CPU time of a step with and without the memory."""
+    """Print the milliseconds of CPU time that the memory adds to a step."""
     import torch
 
     torch.set_num_threads(1)
-    turns, dones, pids = [], [], []
-    for memory_is_on in (True, False):
-        (turn, give), (report, done) = os.pipe(), os.pipe()
-        if (pid := os.fork()) == 0:
-            for descriptor in (give, report, *turns):
-                os.close(descriptor)
-            train(turn, done, memory_is_on=memory_is_on)
-        os.close(turn)
-        os.close(done)
-        turns, dones, pids = [*turns, give], [*dones, report], [*pids, pid]
-    pairs = []
-    for number in range(rounds):
-        pair = []
-        for give, report in zip(turns, dones, strict=True):
-            os.write(give, b"x")
-            pair.append(struct.unpack("d", os.read(report, 8))[0] * 1e3)
-        if number == 0:
-            time.sleep(0.2)  # let a thread reserve the area
-        else:
-            pairs.append(pair)
-    own, without = (statistics.median(column) for column in zip(*pairs, strict=True))
-    cost = statistics.median(one - other for one, other in pairs)
-    print(f"a step: {own:.3f} ms with the memory, {without:.3f} without; median of {len(pairs)} pairs: {cost:+.3f} ms")
-    for give, pid in zip(turns, pids, strict=True):
-        os.close(give)
-        os.waitpid(pid, 0)
+    found = []
+    for _ in range(rounds):
+        # one training may have better addresses than the other, so each is kept in turn
+        pair = zip(added(0), added(1), strict=True)
+        found.append([statistics.mean(values) for values in pair])
+    usual, proof, without = (statistics.median(column) for column in zip(*found, strict=True))
+    runs = ", ".join(f"{each[0]:.3f}" for each in found)
+    print(f"the memory adds {usual:.3f} ms ({runs}) to a step of {without:.3f} ms, and {proof:.3f} ms to every")
+    print(f"{PROVE_EVERY}th step, which proves the state: {usual + proof / PROVE_EVERY:.3f} ms on average")
 
 
 def main() -> None:
@@ -220,7 +219,7 @@ def main() -> None:
     asked = parser.parse_args()
     print(machine.line())
     if asked.step:
-        step_cost(max(asked.rounds, 7))
+        step_cost(asked.rounds)
     else:
         compare(asked.megabytes, asked.ranks, asked.rounds)
     print(machine.line())

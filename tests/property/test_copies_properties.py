@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob_core import copies, memory
-from ddpjob_core.copies import CopyPlan
+from ddpjob_core.copies import CopyPlan, CopySchedule
 from ddpjob_core.memory import FoundState, Held, Mark, Version, newest
 
 VERSIONS = st.builds(Version, st.just(1), st.integers(0, 3), st.integers(1, 20))
@@ -33,29 +33,23 @@ def test_copies_that_took_too_much_time_become_rarer_and_others_do_not(wanted: i
 @given(st.data(), st.integers(1, 7))
 def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.DataObject, gap: int) -> None:
     """All ranks must copy at the same steps: a rank that misses a copy has no random states for this step."""
-    present, told, own_next, due = None, [], None, []
-    steps = range(gap, 60 * gap, gap)
-    for step in steps:
-        if own_next is not None and step >= own_next.first:
-            present, own_next = own_next, None
-        every = 1 if present is None else present.every
-        if own_next is None and data.draw(st.integers(0, 4)) == 0:
-            first = copies.first_of_next(step, step - gap, every)
+    rank_0, other, told = CopySchedule(), CopySchedule(), list[CopyPlan]()
+    is_late = data.draw(st.booleans())  # True if the other rank sees each plan one step late
+    for step in range(gap, 60 * gap, gap):
+        before = len(told)
+        rank_0.boundary(step, None)
+        rank_0.begin_next()
+        if rank_0.next is None and data.draw(st.integers(0, 4)) == 0:
+            first = copies.first_of_next(step, step - gap, rank_0.every)
             assert first > step, "the other ranks may have passed this one"
-            own_next = CopyPlan(first, data.draw(st.sampled_from([1, 2, 8, 32])))
-            told.append((step, own_next))
-        due.append(present is not None and copies.is_due(present, step, step - gap))
-    delay = data.draw(st.booleans())  # True if ranks see each plan one step late
-    plan, waiting, seen, others = None, None, 0, []
-    for step in steps:
-        if waiting is None and copies.looks(step, step - gap, 1 if plan is None else plan.every):
-            known = [each for made, each in told[seen:] if made < step + (not delay)]
-            if known:
-                waiting, seen = known[0], seen + 1
-        if waiting is not None and step >= waiting.first:
-            plan, waiting = waiting, None
-        others.append(plan is not None and copies.is_due(plan, step, step - gap))
-    assert others == due
+            told.append(CopyPlan(first, data.draw(st.sampled_from([1, 2, 8, 32]))))
+            rank_0.announce(told[-1])
+        other.boundary(step, None)
+        if other.looks and other.announced < (before if is_late else len(told)):
+            other.announce(told[other.announced])
+        other.begin_next()
+        due = [each.plan is not None and each.is_due(each.plan, step) for each in (rank_0, other)]
+        assert due[0] == due[1]
 
 
 @given(st.tuples(*[st.none() | st.builds(Held, VERSIONS, st.just(0), st.just(1), st.just(1))] * memory.AREAS))

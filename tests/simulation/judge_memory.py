@@ -79,8 +79,8 @@ class MemoryJudge:
                 is_less = kept.assumed and saved is not None and saved.version[:2] == own[:2]
                 if kept.is_on and not is_less and loaded.state.step < kept.copying.least:
                     self._wrong.append(
-                        f"{life} begins with step {loaded.state.step}, and a rank that copies each "
-                        f"{kept.copying.every} steps was at {kept.copying.step}: its copies are lost, or were not made"
+                        f"{life} begins with step {loaded.state.step}, but a rank was at step {kept.copying.step} "
+                        f"and copies each {kept.copying.schedule.every} steps: its copies are lost, or were not made"
                     )
                 self.seen["paced"] += kept.copying.least > 0
 

@@ -7,7 +7,6 @@ replaces `in_memory/copies.py`. Rank 0 announces its plans in a Store. A copy ha
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from model_area import PARTS, TORN, Area, Place, State, Whole
 
 from ddpjob_core import copies
-from ddpjob_core.copies import CopyPlan
+from ddpjob_core.copies import CopyPlan, CopySchedule
 from ddpjob_core.memory import CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life
 
 WORK = ("note", "open", *["part"] * PARTS, "close")
-PACES_LEAST = 3
 STEP_SECONDS = 1.0
 COST_SECONDS = (-2.5, -0.4)
 """Exponents of ten of a copy's duration. They lead to plans between a copy at each step and at every 32nd step."""
@@ -67,22 +65,14 @@ class Copying:
     """Step of the first boundary that may be copied."""
     loaded: Version | None
     """Version that this generation has loaded from memory."""
-    plan: CopyPlan | None = None
-    step: int = 0
-    """Step of the last boundary."""
+    schedule: CopySchedule = field(default_factory=CopySchedule)
     todo: list[str] = field(default_factory=list)
     """Remaining actions of the current copy."""
-    _next: CopyPlan | None = None
-    _told: int = 0
-    _before: int = 0
-    _counted: int = 0
     _is_named: bool = False
     _is_placed: bool | None = None
     _room_at: int | None = None
-    _paces: int = 0
-    _costs: list[float] = field(default_factory=list)
-    _spent: float = 0.0
-    _has_copied: bool = False
+    _seconds: float = 0.0
+    """Duration of all steps."""
     _place: Place = field(default_factory=Place)
     _held: Held | None = None
     """Cells of the copy that is being made or waits for the next optimizer step."""
@@ -94,16 +84,16 @@ class Copying:
         self._cost = 10 ** self.chance.uniform(*COST_SECONDS)
 
     @property
-    def every(self) -> int:
-        """Number of steps between two copies of this rank."""
-        return 1 if self.plan is None else self.plan.every
+    def step(self) -> int:
+        """Step of the last boundary."""
+        return self.schedule.step
 
     @property
     def least(self) -> int:
         """Return the earliest step from which the job may resume if it fails now and this node survives.
         0: no copy is required yet, or the script decides when to copy.
         """
-        plan = self.plan
+        plan = self.schedule.plan
         if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
             return 0
         own = (state for local, state in self.area.excused if local == self.local)
@@ -128,11 +118,12 @@ class Copying:
             return self._again(at)
         self.begins_a_step()
         if at.step >= self.starts:
-            self._paces += self.step > 0
-            self._before, self.step = self.step, at.step
+            pace = STEP_SECONDS if self.step else None
+            self._seconds += pace or 0
+            self.schedule.boundary(at.step, pace)
             if self.changes:
                 self.area.changes = max(CHANGED, self.area.changes)
-                self.area.written_marks[self.local] = Mark(self._version.generation, at.step, self._before)
+                self.area.written_marks[self.local] = Mark(self._version.generation, at.step, self.schedule.before)
             self._look()
             self._copy_if_due(At(at.step, False))
             if at.named:
@@ -193,13 +184,11 @@ class Copying:
         self._copy_if_due(at)
 
     def _look(self) -> None:
-        looks = self.rank > 0 and self._next is None and copies.looks(self.step, self._before, self.every)
-        if looks and self._told < len(self.store.plans):
-            told_at, plan = self.store.plans[self._told]
+        if self.rank > 0 and self.schedule.looks and self.schedule.announced < len(self.store.plans):
+            told_at, plan = self.store.plans[self.schedule.announced]
             if told_at < self.step or self.chance.random() < 0.5:
-                self._next, self._told = plan, self._told + 1
-        if self._next is not None and self.step >= self._next.first:
-            self.plan, self._next = self._next, None
+                self.schedule.announce(plan)
+        self.schedule.begin_next()
 
     def _copy_if_due(self, at: At) -> None:
         if self.loaded is not None and at.step == self.loaded.step:
@@ -213,48 +202,32 @@ class Copying:
             return
         if self.rank == 0:
             self._decide(at)
-        plan = self.plan
+        plan = self.schedule.plan
         if plan is None or plan.changes < self.changes or (plan.named and not at.named):
             if plan is not None and plan.named:
                 self.area.excused.add(own)
             return
         self.area.excused.discard(own)
-        counted, self._counted = self._counted, at.step
-        if copies.is_due(plan, at.step, counted):
+        if self.schedule.is_due(plan, at.step):
             self._held = self.stamp(at.step, plan.next_within)
             self.todo, self._is_written = list(WORK if self.is_writer else WORK[:1]), False
-            self._costs = [*self._costs[-4:], self._takes()]
-            self._spent, self._has_copied = self._spent + self._costs[-1], True
+            self.schedule.pay(self._takes())
 
     def _takes(self) -> float:
         return self._cost * self.chance.choice((0.7, 1.0, 1.0, 1.3, 8.0))
 
     def _decide(self, at: At) -> None:
-        if self._next is not None or self._paces < PACES_LEAST or (self.changes and not self._is_named):
+        if not self.schedule.may_decide or (self.changes and not self._is_named):
             return
-        if not self._costs:
+        if not self.schedule.costs:
             self._held = self.stamp(at.step, 1)
             self._open()
             self._place.parts = [self.state(at.step)] * PARTS
-            self._costs.append(self._takes())
-        plan, named = self.plan, self.changes and not self._is_placed
-        is_as_planned = plan is not None and (plan.named, plan.changes) == (named, self.changes)
-        if is_as_planned and not self._has_copied:
-            return
-        self._has_copied = False
-        every = copies.every(statistics.median(self._costs), STEP_SECONDS)
-        every = copies.corrected(every, self.every, self._spent / (self._paces * STEP_SECONDS))
-        every = every if plan is None else min(every, 2 * plan.every)
-        if not is_as_planned or copies.is_better(every, self.every):
-            self._tell(every, named)
-
-    def _tell(self, every: int, named: bool) -> None:
-        if self.ranks == 1:
-            first = self.step if self.plan is None else self.plan.first
-            self.plan = CopyPlan(first, every, named, self.changes)
-            return
-        self._next = CopyPlan(copies.first_of_next(self.step, self._before, self.every), every, named, self.changes)
-        self.store.plans.append((self.step, self._next))
+            self.schedule.costs.append(self._takes())
+        named, is_alone = self.changes and not self._is_placed, self.ranks == 1
+        plan = self.schedule.decide(self._seconds, named=named, changes=self.changes, is_alone=is_alone)
+        if plan is not None and not is_alone:
+            self.store.plans.append((self.step, plan))
 
     # ---- the steps of a copy -------------------------------------------------------------------------------
 

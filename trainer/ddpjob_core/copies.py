@@ -7,6 +7,8 @@ writes its random states and other small objects. A copy counts from the next op
 reached the boundary, so none lacks its random states.
 """
 
+import collections
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +26,9 @@ LOOK_STEPS = 4
 """Minimum number of steps between two checks for a plan, because a check waits for the store."""
 LESS = 4
 """A plan with more frequent copies must copy this many times more often, because measurements of busy machines vary."""
+
+PACES_LEAST = 3
+"""Number of steps that are measured before the first plan."""
 
 
 class CopyPlan(NamedTuple):
@@ -99,6 +104,93 @@ def looks(step: int, before: int, present: int) -> bool:
 def is_due(plan: CopyPlan, step: int, before: int) -> bool:
     """True if the state is copied at the boundary of `step`. before: step of the boundary that was checked last."""
     return step >= plan.first and (before < plan.first or step // plan.every > before // plan.every)
+
+
+class CopySchedule:
+    """When a rank makes copies. Rank 0 decides on plans and announces them; the others read each before its first
+    step."""
+
+    def __init__(self, least: int = 1, later: int = 0) -> None:
+        """least: minimum number of steps between two copies. later: as in `first_of_next`."""
+        self._least, self._later = least, later
+        self.plan: CopyPlan | None = None
+        self.next: CopyPlan | None = None
+        """The announced plan, not used before its first step."""
+        self.announced = 0
+        """Number of plans that rank 0 has announced, or this rank has read."""
+        self.step = self.before = 0
+        """Steps of the present boundary and of the boundary before it."""
+        self.checked = 0
+        """Step of the last boundary that was checked for a copy."""
+        self.costs: collections.deque[float] = collections.deque(maxlen=5)
+        """Seconds that the last copies took."""
+        self._paces: collections.deque[float] = collections.deque(maxlen=15)
+        self._spent, self._has_copied = 0.0, False  # duration of all copies in seconds; True after a copy of this plan
+
+    @property
+    def every(self) -> int:
+        """Number of steps between two copies."""
+        return 1 if self.plan is None else self.plan.every
+
+    def boundary(self, step: int, pace: float | None) -> None:
+        """Come to the boundary of this step. pace: seconds of a step without the copy; None if not measured."""
+        if pace is not None:
+            self._paces.append(pace)
+        if step != self.step:
+            self.before, self.step = self.step, step
+
+    @property
+    def looks(self) -> bool:
+        """True if a rank other than rank 0 checks for a new plan at this boundary."""
+        return self.next is None and looks(self.step, self.before, self.every)
+
+    def announce(self, plan: CopyPlan) -> None:
+        """Use this plan from its first step on."""
+        self.next, self.announced = plan, self.announced + 1
+
+    def begin_next(self) -> CopyPlan | None:
+        """Use the announced plan if its first step has come. Return the plan that it replaces."""
+        if self.next is None or self.step < self.next.first:
+            return None
+        before, self.plan, self.next = self.plan, self.next, None
+        return before
+
+    def is_due(self, plan: CopyPlan, step: int) -> bool:
+        """True if the state is copied at this step, by this plan."""
+        before, self.checked = self.checked, step
+        return is_due(plan, step, before)
+
+    def pay(self, seconds: float) -> None:
+        """Add the duration of a copy."""
+        self.costs.append(seconds)
+        self._spent, self._has_copied = self._spent + seconds, True
+
+    @property
+    def may_decide(self) -> bool:
+        """True if rank 0 may make a new plan: it knows the duration of a step, and all ranks have the last plan."""
+        return self.next is None and len(self._paces) >= PACES_LEAST
+
+    def decide(self, seconds: float, *, named: bool, changes: bool, is_alone: bool) -> CopyPlan | None:
+        """Return a new plan of rank 0, which applies from its first step on; None if the present plan stays. seconds:
+        duration of the training so far. named, changes: as in CopyPlan. is_alone: True if there is no other rank."""
+        plan = self.plan
+        is_as_planned = plan is not None and (plan.named, plan.changes) == (named, changes)
+        if is_as_planned and not self._has_copied:
+            return None
+        self._has_copied = False
+        steps = every(statistics.median(self.costs), statistics.median(self._paces), self._least)
+        steps = corrected(steps, self.every, self._spent / seconds)
+        # At most double the interval: a restart rejects a copy if a rank is more than two old intervals ahead of it.
+        steps = steps if plan is None else min(steps, 2 * plan.every)
+        if is_as_planned and not is_better(steps, self.every):
+            return None
+        if is_alone:
+            first = self.step if plan is None else plan.first  # a new plan causes no extra copy
+            self.plan = CopyPlan(first, steps, named, changes)
+            return self.plan
+        found = CopyPlan(first_of_next(self.step, self.before, self.every, self._later), steps, named, changes)
+        self.announce(found)
+        return found
 
 
 def area_for(held: Sequence[Held | None]) -> int:

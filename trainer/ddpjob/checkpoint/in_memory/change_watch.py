@@ -70,12 +70,14 @@ class ChangeWatch:
         self._parameters = parameters
         left = {id(each): each for each in parameters}
         self._counters = [_Counters(name, each, left) for name, each in optimizers.items()]
-        self._counters.append(_Counters(PARAMETERS, None, left))
+        if left:
+            self._counters.append(_Counters(PARAMETERS, None, left))
         self._averages = {name: (weakref.ref(each), [*each.parameters()][:SAMPLES]) for name, each in averages.items()}
         dense = list(filter(_is_dense, parameters))
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._first = self._all = NO_VIEWS
-        self._sampled = b""  # bytes of the samples at the end of the last step
+        self.sampled = b""
+        """Samples of the parameters at the last `record`, also to compare parameters of ranks."""
         self._is_rebound, self._rebinds_left = False, REBINDS
         self._stateful = 0  # number of parameters with optimizer state at the last call of `has_grown`
         self._held: dict[str, Any] = {}
@@ -101,7 +103,7 @@ class ChangeWatch:
         """Remember version counters and samples of parameters and optimizer state at the end of a step."""
         for own in self._counters:
             own.record()
-        before, self._sampled = self._first, self._sample_now()
+        before, self.sampled = self._first, self._sample_now()
         self._is_rebound = before is not NO_VIEWS and self._first is not before
         self._held = self.living()  # keeps their state alive after the script's main() has returned
 
@@ -118,15 +120,14 @@ class ChangeWatch:
     def changed(self) -> str:
         """Return what has changed without an optimizer step since `record`: PARAMETERS, an optimizer's name, or ""."""
         found = {own.name: own.changed() for own in self._counters}
-        is_sampled = self._counters[-1].is_recorded
-        if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):
+        if PARAMETERS in found.values() or (self.sampled and self._sample_now() != self.sampled):
             return PARAMETERS
         return next((name for name, what in found.items() if what), "")
 
     def has_grown(self) -> bool:
         """True if more parameters have optimizer state than at the last call."""
-        before, living = self._stateful, (own.optimizer() for own in self._counters)
-        self._stateful = sum(len(optimizer.state) for optimizer in living if optimizer is not None)
+        before, counters = self._stateful, self._counters
+        self._stateful = sum(len(living.state) for each in counters if (living := each.optimizer()) is not None)
         return self._stateful > before
 
     def averages(self) -> dict[str, list[int]]:
@@ -136,10 +137,6 @@ class ChangeWatch:
     def counters(self) -> list[Any]:
         """Return the version counter of each parameter."""
         return list(map(_version_of, self._parameters))
-
-    def sample(self) -> int:
-        """Return a checksum of the parameter samples at the last `record`, to compare parameters of ranks."""
-        return zlib.crc32(self._sampled)
 
     def versions(self) -> list[Any]:
         """Return version counters and samples of the parameters. Equal lists mean that parameters have not changed.
@@ -190,11 +187,6 @@ class _Counters:
         self._few_moves: list[tuple[int, int]] = []  # (counter, increase per step) for each tensor in `_few`
         self._states: list[torch.Tensor] = []  # some tensors of the optimizer's state
         self._views, self._sampled = NO_VIEWS, b""  # their first bytes, now and at the end of the last step
-
-    @property
-    def is_recorded(self) -> bool:
-        """True if `record` was called before."""
-        return self._counters is not None
 
     def record(self) -> None:
         """Remember version counters and samples of the state as they are now."""

@@ -1,25 +1,15 @@
-"""Copies of the state in the agent's memory, made during normal training.
+"""Copies of the state in the agent's memory, made during normal training, if no survivor could write the state later.
 
-Rules: `ddpjob_core/copies.py`. At which call of a step a copy is made: docs/dev/state-in-memory.md, "Which weights".
-
-When: no surviving rank could write the state after a failure, because one rank trains alone, or because the script
-changes parameters between the end of a step and the next optimizer step. Without a folder, a state passed to `save` is
-also copied at once if the script reports no other steps: nothing else has that state (`memory.py` decides this).
-
-Flow: the shared memory has two areas. A copy is written to the area that does not have the newest state. Each rank
-writes its random states, buffers and settings to a slot. The first rank of each node writes parameters and optimizer
-state. The step number that makes the copy valid is written at the next optimizer step: then all ranks have completed
-the copied step. Rank 0 measures the cost of a copy and writes a `CopyPlan` (how often to copy) to the group's store.
+Rules: `ddpjob_core/copies.py`. Reasons: docs/dev/state-in-memory.md, "Copies by cadence". Without a folder, a state
+passed to `save` is also copied at once if the script reports no other steps (`memory.py` decides this).
 
 Life cycle: `memory.Keeper` creates one Copies per process. A daemon thread reserves the areas once.
 
 Drawbacks: the memory must have room for two copies. A restart repeats the steps after the last copy.
 """
 
-import collections
 import contextlib
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -31,10 +21,9 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
-from ddpjob_core.copies import CopyPlan
+from ddpjob_core.copies import CopyPlan, CopySchedule
 from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
 
-PACES_LEAST = 3
 ALONE = "there is no other rank that could write it"
 IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, a killed rank does not"
 CHANGES = "parameters or optimizer state change between the end of a step and the next optimizer.step()"
@@ -80,10 +69,7 @@ class Copies:
         """True if parameters change between the end of a step and the next optimizer step."""
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
-        self._plan: CopyPlan | None = None
-        self._next: CopyPlan | None = None  # published plan, not used before its first step
-        self._told = 0  # number of plans that rank 0 has published, or this rank has read
-        self._step = self._before = self._counted = 0  # current step, the step before, the last step to copy
+        self.schedule = CopySchedule(self._least, self._later)
         self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True if save() or keep() has them
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has passed a state to save() or keep()
@@ -93,12 +79,8 @@ class Copies:
         self._written: _Written | None = None
         self._room: threading.Thread | None = None
         self._stopped = False
-        self._said: tuple[bool, bool, int] | None = None
-        self._ended = 0.0
-        self._began = time.perf_counter()
-        self._spent, self._has_copied = 0.0, False  # duration of all copies in seconds; True after a copy of this plan
-        self._paces: collections.deque[float] = collections.deque(maxlen=15)
-        self._costs: collections.deque[float] = collections.deque(maxlen=5)
+        self._said: CopyPlan | None = None  # the plan that was logged last
+        self._began, self._ended = time.perf_counter(), 0.0
 
     @property
     def instead(self) -> bool:
@@ -158,13 +140,12 @@ class Copies:
 
     def boundary(self, at: Boundary) -> None:
         """At the first `should_stop` or `save` of a step, read a new plan, copy if due. Raises StateError, OSError."""
-        if self._ended and at.step > self._step:
-            self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
-        if at.step != self._step:
-            self._before, self._step = self._step, at.step
+        schedule = self.schedule
+        made = at.step - schedule.step if self._ended else 0
+        schedule.boundary(at.step, (time.perf_counter() - self._ended) / made if made > 0 else None)
         self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
         if self.instead:
-            self._shared.write_mark(at.step, self._before)
+            self._shared.write_mark(at.step, schedule.before)
         self._look()
         self._copy_if_due(at)
         self._ended = time.perf_counter()
@@ -173,10 +154,10 @@ class Copies:
         """At a second call for the same step (`save` after `should_stop`), compare the parameters, and copy if due.
         Raises StateError, OSError."""
         if at.must_be_copied:
-            self._step = at.step
+            self.schedule.step = at.step
             self._copy_if_due(at)
             return
-        if self._noted is None or at.step != self._step:
+        if self._noted is None or at.step != self.schedule.step:
             return
         versions, named = self._noted
         if named != at.named and self._is_placed is not False:
@@ -190,7 +171,7 @@ class Copies:
     def renew(self, at: Boundary) -> None:
         """Write the copy of this step again, because values have changed between should_stop() and save()."""
         if self._copied == at.step and not self._stopped:
-            self._copy(at, memory.EVERY_MAX if self._plan is None else self._plan.next_within)
+            self._copy(at, memory.EVERY_MAX if self.schedule.plan is None else self.schedule.plan.next_within)
 
     def _misplaced(self) -> None:
         """Invalidate copies made at should_stop, because `save` finds other parameters."""
@@ -208,13 +189,12 @@ class Copies:
             return
         if self._rank == 0:
             self._decide(at)
-        plan = self._plan
+        plan = self.schedule.plan
         if plan is None or plan.changes < self.changes:
             return
         if not at.named and (plan.named or self._is_placed is False):
             return
-        counted, self._counted = self._counted, at.step
-        if copies.is_due(plan, at.step, counted):
+        if self.schedule.is_due(plan, at.step):
             self._copied = at.step
             self._copy(at, plan.next_within)
 
@@ -226,7 +206,7 @@ class Copies:
                     self._room.join()
             if self._stopped:
                 return
-            self._counted = at.step
+            self.schedule.checked = at.step
             self.saved = Version(self._shared.attempt, self._shared.generation, at.step)
             self._copy(at, memory.EVERY_MAX)
             if not self._is_writer or self._room is not None:
@@ -243,12 +223,7 @@ class Copies:
                 self._written = None if written is None else _Written(*written, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
                 self.count_saved()  # there is no other rank to wait for
-        self._pay(time.perf_counter() - began)
-
-    def _pay(self, seconds: float) -> None:
-        """Add the duration of a copy to the measured costs."""
-        self._costs.append(seconds)
-        self._spent, self._has_copied = self._spent + seconds, True
+        self.schedule.pay(time.perf_counter() - began)
 
     def _write_slot(self, at: Boundary) -> None:
         """Write this rank's random states, buffers and optimizer settings to one of its slots for copies."""
@@ -343,44 +318,35 @@ class Copies:
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """True if version counters and samples show no change of parameters after the copy."""
         is_same = self._versions_of(kept) == versions and not kept.watch.changed()
-        return is_same or (self._plan is not None and self._plan.changes)
+        return is_same or (self.schedule.plan is not None and self.schedule.plan.changes)
 
     # ---- the plan ------------------------------------------------------------------------------------------
 
-    @property
-    def _every(self) -> int:
-        return 1 if self._plan is None else self._plan.every
-
     def _look(self) -> None:
         """Read the next copy plan from the group's store, and use the plan from its first step on."""
-        looks = self._rank > 0 and self._store is not None and self._next is None and self.by_cadence
-        if looks and copies.looks(self._step, self._before, self._every):
+        schedule = self.schedule
+        if self._rank > 0 and self._store is not None and self.by_cadence and schedule.looks:
             with contextlib.suppress(RuntimeError):  # the store is gone, because rank 0 has died
                 if self._store.check([self._key]):
-                    self._next = copies.plan_of(self._store.get(self._key).decode())
-                    self._told += 1
-        if self._next is not None and self._step >= self._next.first:
-            before, self._plan, self._next = self._plan, self._next, None
-            if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # rank 0 has found other parameters at save() than at should_stop()
+                    schedule.announce(copies.plan_of(self._store.get(self._key).decode()))
+        before, plan = schedule.begin_next(), schedule.plan
+        if before and plan and before.changes and plan.named > before.named and self._is_placed is not False:
+            self._misplaced()  # rank 0 has found other parameters at save() than at should_stop()
 
     def _decide(self, at: Boundary) -> None:
         """On rank 0, plan how often to copy, if there is no plan or a better plan is possible."""
-        if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
+        if not self.schedule.may_decide or (self.changes and not self._is_named):
             return
-        if not self._costs and not self._try(at):
+        if not self.schedule.costs and not self._try(at):
             return
-        plan, named = self._plan, self.changes and not self._is_placed
-        is_as_planned = plan is not None and (plan.named, plan.changes) == (named, self.changes)
-        if is_as_planned and not self._has_copied:
-            return
-        self._has_copied = False
-        every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
-        every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        # At most double the interval: a restart rejects a copy if a rank is more than two old intervals ahead of it.
-        every = every if plan is None else min(every, 2 * plan.every)
-        if not is_as_planned or copies.is_better(every, self._every):
-            self._tell(every, named)
+        key, seconds, is_alone = self._key, time.perf_counter() - self._began, self._world_size == 1
+        named = self.changes and not self._is_placed
+        plan = self.schedule.decide(seconds, named=named, changes=self.changes, is_alone=is_alone)
+        if plan is not None and not is_alone:
+            self._store.set(key, plan.as_text())
+            self._store.get(key)  # blocks until the store has the plan, so that other ranks find it
+        if plan is not None:
+            self._tell(plan)
 
     def _try(self, at: Boundary) -> bool:
         """Make a first copy to measure its cost; False if it does not fit into memory. Raises StateError, OSError."""
@@ -389,30 +355,22 @@ class Copies:
             self._written = None
             if self._write(at.kept, at.step, 1, assumed=at.assumed) is None:
                 return False
-        self._costs.append(time.perf_counter() - began)
+        self.schedule.costs.append(time.perf_counter() - began)
         return True
 
-    def _tell(self, every: int, named: bool) -> None:
-        if self._world_size == 1:
-            first = self._step if self._plan is None else self._plan.first  # a new plan causes no extra copy
-            self._plan = CopyPlan(first, every, named, self.changes)
-        else:
-            first = copies.first_of_next(self._step, self._before, self._every, self._later)
-            self._next = CopyPlan(first, every, named, self.changes)
-            self._store.set(self._key, self._next.as_text())
-            self._store.get(self._key)  # blocks until the store has the plan, so that other ranks find it
-        self._told += 1
-        before, present = self._said, (named, self.changes, every)
-        if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):
+    def _tell(self, plan: CopyPlan) -> None:
+        """Log the plan if it differs much from the logged one."""
+        before, self._said = self._said, plan
+        if before and before[2:] == plan[2:] and not copies.is_much_rarer(plan.every, before.every):
+            self._said = before
             return
-        self._said = present
-        steps = "at each step" if every == 1 else f"every {every} steps"
-        where = " that save() or keep() name" if named else ""
-        process.log(f"the state is copied {steps}{where}, because {CHANGES if self.changes else self._because}")
+        steps = "at each step" if plan.every == 1 else f"every {plan.every} steps"
+        where = " that save() or keep() name" if plan.named else ""
+        process.log(f"the state is copied {steps}{where}, because {CHANGES if plan.changes else self._because}")
 
     @property
     def _key(self) -> str:
-        return f"ddpjob/copies/{self._shared.generation}/{self._told}"
+        return f"ddpjob/copies/{self._shared.generation}/{self.schedule.announced}"
 
     # ---- room ----------------------------------------------------------------------------------------------
 

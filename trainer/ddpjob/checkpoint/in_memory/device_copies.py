@@ -1,20 +1,11 @@
 """Copies of a state on a GPU, made while the host continues: like `copies.py`, but they become valid later.
 
-Why: the host queues work on the device and does not wait for it. After a failure it is unknown which step the device
-has reached, so the state is copied regularly, with any number of ranks.
-
-Flow: at the end of a step (`should_stop`, `keep` or `save`) the first rank of each node queues a copy on a second
-stream, from the device into pinned shared memory. The next optimizer.step() waits for the copy on the device, not on
-the host. Buffers are cloned first, because the forward pass changes them before that optimizer step.
-
-A copy becomes valid after the next backward pass, whose gradients are summed over all ranks. The host checks this every
-few steps; docs/dev/state-in-memory.md, "On GPUs", tells how the checks keep hosts together.
+Reasons: docs/dev/state-in-memory.md, "On GPUs". The first rank of each node queues a copy on a second stream, from the
+device into pinned shared memory. The copy becomes valid after the next backward pass, whose gradients are summed over
+all ranks. The host checks this every few steps.
 
 Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, until
 it is valid or dropped.
-
-Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that contains the optimizer's step is
-refused, because replays run no hook.
 """
 
 import os
@@ -148,7 +139,7 @@ class DeviceCopies(Copies):
     # ---- at a boundary -------------------------------------------------------------------------------------
 
     def boundary(self, at: Boundary) -> None:
-        if copies.looks(at.step, self._step, self._every):
+        if copies.looks(at.step, self.schedule.step, self.schedule.every):
             if self._looked is not None:
                 self._looked.wait()
             self._looked, self._has_looked = None, True
@@ -171,12 +162,12 @@ class DeviceCopies(Copies):
             flight.ticket.hold()
 
     def _try(self, at: Boundary) -> bool:
-        if not self._costs and self._flight is None:
+        if not self.schedule.costs and self._flight is None:
             began, flight = time.perf_counter(), _Flight(at, self._in_torch)
             self._begin(flight, at, 1)
             flight.counts, flight.host_seconds = False, time.perf_counter() - began
             self._flight = flight if flight.ticket is not None else None
-        return bool(self._costs)
+        return bool(self.schedule.costs)
 
     def _begin(self, flight: _Flight, at: Boundary, every: int) -> None:
         """Queue a copy on the device, unless the state has outgrown the reserved memory. Raises StateError."""
@@ -217,7 +208,7 @@ class DeviceCopies(Copies):
     def _count(self) -> None:
         flight, self._flight = self._flight, None
         assert flight is not None, "it was looked at"
-        self._pay(flight.seconds)
+        self.schedule.pay(flight.seconds)
         with self._lock:
             if flight.total is not None and flight.held is not None and not self._stopped:
                 held = flight.held._replace(total=flight.total)

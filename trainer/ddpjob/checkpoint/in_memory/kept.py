@@ -1,13 +1,9 @@
 """`Kept`: the objects that one `Snapshot` keeps in memory, split into large and small values.
 
-Flow: large values are the parameters of modules and the state of optimizers. Only an optimizer step changes them, so
-they are written only after a failure (`large`). Small values change at other times and are copied at the end of each
-step (`settings`, `buffers`): buffers, learning rates, positions of samplers, states of schedulers, plain values.
-`merged` joins both parts when a state is loaded.
-
-Life cycle: `memory.Keeper` creates a Kept when the script passes other objects than before. Kept has only weak
-references to optimizers, averages and most other objects, so that it notices when the script replaces one.
-`change_watch.py` finds changes of large values that no optimizer step has made.
+Only an optimizer step changes large values (parameters, optimizer state), so they are written only after a failure.
+Small values (buffers, learning rates, samplers, schedulers, plain values) are copied at the end of each step. `merged`
+joins both when a state is loaded. A Kept has only weak references to optimizers, averages and most other objects, so
+that it notices when the script replaces one.
 """
 
 import collections
@@ -78,14 +74,16 @@ class Kept:
         optimizers = {name: self._get(name) for name in self.optimizers}
         self.watch = ChangeWatch(optimizers, {name: modules[name] for name in averages}, list(parameters.values()))
         self._seen = NO_VIEWS
+        self._summed: dict[tuple[str, str], tuple[Any, int]] = {}  # see `total`
         self._parts = self._parts_now()
         self._counts = list(map(len, self._parts[1]))
         self.buffered = {f"buffers of {name}": name for name, leaves in self._leaves.items() if leaves}
         """Names of modules with buffers, by the name under which the log reports that the buffers have changed."""
         others = {name: unwrapped(objects[name]) for name in self._others}
         self.models = list(modules)
+        self._samplers = [name for name, value in others.items() if hasattr(value, "reads_ahead")]
         alike = LRScheduler | torch.amp.GradScaler
-        ours = [name for name, value in others.items() if isinstance(value, alike) or hasattr(value, "reads_ahead")]
+        ours = [name for name, value in others.items() if isinstance(value, alike) or name in self._samplers]
         self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
         schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
@@ -133,7 +131,7 @@ class Kept:
 
     def samplers(self) -> dict[str, Any]:
         """Return the GlobalBatchSamplers by name. Raises ReplacedError."""
-        return {name: value for name in self._others if hasattr(value := self._get(name), "reads_ahead")}
+        return {name: self._get(name) for name in self._samplers}
 
     def check_gone(self) -> None:
         """Raise ReplacedError if the script has dropped an optimizer or an average."""
@@ -280,8 +278,16 @@ class Kept:
         return found
 
     def total(self) -> int:
-        """Return the sum of all bits of parameters and optimizer state. Raises OutgrownError, StateError."""
+        """Return the sum of all bits of parameters and optimizer state. Raises OutgrownError; StateError for a large
+        buffer that has changed although `buffers_as_they_are` is the same."""
         self.check()
+        for each, its in self.buffers_as_they_are().items():
+            own = self.buffers()[self.buffered[each]]
+            for key in (key for key, what in its.items() if type(what) is tuple and own[key].is_cpu):
+                now, (before, total) = packed.total([own[key]]), self._summed.get((each, key), (None, 0))
+                if before == its[key] and total != now:
+                    raise StateError(f"{each}: {key} is changed through .data, which is seen in small buffers only")
+                self._summed[each, key] = its[key], now
         return self.watch.total()
 
 

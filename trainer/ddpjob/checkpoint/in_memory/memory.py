@@ -1,24 +1,16 @@
 """Keep the state of one rank in shared memory: after a failure each surviving rank can still write its state.
 
-Inspiration: from the end of a step (a call of `should_stop(step)`, `keep` or `save`) to the next `optimizer.step()`
-nothing changes parameters and optimizer state. No rank can finish that step without the failed rank. So every survivor
-still holds the state of the last complete step, and copying the state at each step is not needed.
+Flow: at the end of a step (a call of `should_stop(step)`, `keep` or `save`) `Keeper` writes only small values: random
+states, buffers and settings. `Survivor` writes parameters and optimizer state after a failure. Before the optimizer
+step the Keeper writes random states and buffers again (slot EARLY), for a rank that is killed before the step ends.
 
-Flow: at the end of a step `Keeper` writes only small values (random states, buffers, settings) to shared memory. It
-writes parameters and optimizer state when the agent requests them, or when the rank ends by an exception. It does not
-write them between `optimizer.step()` and the end of that step, because they are then half updated. Before the optimizer
-step it writes random states and buffers to the slot EARLY: a rank needs them if it is killed before the step ends.
+Proof: on the first PROOF_STEPS steps sums of all bits show that parameters do not change from the end of a step to the
+next optimizer step; later version counters and samples do. docs/dev/state-in-memory.md explains why that suffices.
 
-Proof: the Keeper checks that parameters do not change from the end of a step to the next optimizer step. On the first
-PROOF_STEPS steps it compares sums of all bits, later the version counters of the parameters and some of their values.
-
-Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives the
-Keeper. The Keeper hooks into torch before each optimizer step, in the backward pass and before the forward pass.
+Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives it.
 
 Drawbacks: the script must report the end of each step; the hooks run on every step of every optimizer; and there is
-much mutable state here, because scripts call `should_stop` and `save` at different points of their loops. Two kinds of
-training cannot rely on survivors and copy the state regularly (`copies.py`): one rank that trains alone, and scripts
-that change parameters after the end of a step. A state on a GPU is always copied (`device_copies.py`).
+much mutable state here, because scripts call `should_stop` and `save` at different points of their loops.
 """
 
 import contextlib
@@ -214,11 +206,13 @@ class Keeper:
         if self._unmarked:
             for steps in self._unmarked[: 1 + named]:
                 steps.boundary(saved=saved)
-        if self._outgrown is not None and not self.now.is_off:
+        if self.now.is_off:
+            return
+        if self._outgrown is not None:
             self._safely(self._register, self._outgrown, False)
         self._check_number(step, named)
         kept = self.now.kept
-        if kept is None or self.now.is_off:
+        if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
             return
         must_copy = saved and self._must_copy(kept, step)
@@ -286,7 +280,7 @@ class Keeper:
 
     def _tell_unnamed(self, step: int) -> None:
         """Log once that nothing is kept, because `load` was not given all objects that the script trains."""
-        if self._is_unnamed and not self.now.is_off and step > self._numbers.began + PROOF_STEPS:
+        if self._is_unnamed and self.now.mode is not Mode.OFF and step > self._numbers.began + PROOF_STEPS:
             self._is_unnamed = False
             if self._rank == 0:
                 process.log(
@@ -395,8 +389,6 @@ class Keeper:
 
     def _check_number(self, step: int, named: bool) -> None:
         """Turn memory off if `should_stop` and `save` count steps differently, because `load` returns this number."""
-        if self.now.is_off:
-            return
         if why := self._numbers.problem(int(step), named=named, is_kept=self.now.kept is not None):
             self._shared.node[MISCOUNTED] = 1
             self._forget_assumed()
@@ -416,7 +408,7 @@ class Keeper:
             PLACE: {
                 "named": places.is_named + places.counts,  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
                 "moved": sorted(places.moved),
-                "sample": 0 if self.now.on_device else kept.watch.sample(),
+                "sample": b"" if self.now.on_device else kept.watch.sampled,
                 LEARNED: places.learned,
                 "after": sorted(self._slots.changed),
                 "later": [name for name in [RANDOM, *kept.buffered] if places.suspects(name)],
@@ -457,7 +449,7 @@ class Keeper:
             shared.cells[CLOCK] = 2 * step
         if now.mode is not Mode.READY or not self._has_room_for(kept):
             self._arm(kept, step)
-        elif memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
+        elif self._makers.has_more_passes or memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:

@@ -1,17 +1,12 @@
 """Load the newest state that any node has in memory. A rank that has lost the state gets it from another rank.
 
-Flow: `find` exchanges which state each node has, and chooses one. `fetch` broadcasts parameters and optimizer state
-from the first rank that has them. Each rank adds its own random states, buffers and settings from its slots, or those
-of another rank if its own are lost.
-
 All ranks must call `find` and then `fetch`, because both use collectives. If one rank has an error, all ranks load from
-the folder.
-
-Drawbacks: if one rank lacks the state, `fetch` broadcasts to all ranks, also to those that have it.
+the folder. If one rank lacks the state, `fetch` broadcasts to all ranks, also to those that have it.
 """
 
 import contextlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -273,7 +268,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
     buffers = _flat({name: small[name] for name in place["models"] if name in small and name not in wrapped})
     others = {name: value for name, value in small.items() if name not in place["models"]}
     return {
-        memory.SAMPLE: place["sample"],
+        memory.SAMPLE: zlib.crc32(place["sample"]),
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
         memory.KNOWN: [*place["known"], *buffers],

@@ -3,6 +3,7 @@
 import array
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import time
@@ -41,7 +42,6 @@ class Shared:
         self._described = [self.node[first:][: memory.AREA_CELLS] for first in firsts]  # cells of each area
         self._all = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self.cells = self._all[local_rank]
-        self._slots: mmap.mmap | None = None  # this rank's slots
         self._taken = [0] * memory.SLOTS  # number of bytes that this process has reserved for each slot
         self._areas: dict[int, mmap.mmap] = {}
         self.loaded: Held | None = None
@@ -246,19 +246,17 @@ class Shared:
         if size > self._taken[slot]:
             self._taken[slot] = -(-size // memory.PAGE_BYTES) * memory.PAGE_BYTES
             with self._file() as descriptor:
-                os.posix_fallocate(descriptor, self._slot_offset(slot), self._taken[slot])
+                at = memory.slot_offset(self.local_rank, slot, self.ranks)
+                os.posix_fallocate(descriptor, at, self._taken[slot])
         offset = slot * memory.SECTION_BYTES
-        self._mapped_slots()[offset : offset + size] = data
+        self._slots[offset : offset + size] = data
         self.cells[first + memory.SLOT_GENERATION], self.cells[first + memory.SLOT_BYTES] = self.generation, size
         self.cells[first] = step
 
-    def _slot_offset(self, slot: int) -> int:
-        return memory.slot_offset(self.local_rank, slot, self.ranks)
-
-    def _mapped_slots(self) -> mmap.mmap:
-        if self._slots is None:
-            self._slots = self._map(self._slot_offset(0), memory.SLOTS * memory.SECTION_BYTES)
-        return self._slots
+    @functools.cached_property
+    def _slots(self) -> mmap.mmap:
+        first = memory.slot_offset(self.local_rank, 0, self.ranks)
+        return self._map(first, memory.SLOTS * memory.SECTION_BYTES)
 
     def forget_slot(self, slot: int) -> None:
         """Mark a slot as empty."""
@@ -303,7 +301,7 @@ class Shared:
     def read_slot(self, slot: int) -> Any:
         """Return the value that was written to a slot. Raises OSError, StateError."""
         begin, size = slot * memory.SECTION_BYTES, self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
-        return packed.loads(self._mapped_slots()[begin : begin + size])
+        return packed.loads(self._slots[begin : begin + size])
 
     # ---- the proof that ranks are replicas -----------------------------------------------------------------
 

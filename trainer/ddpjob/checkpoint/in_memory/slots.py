@@ -42,11 +42,9 @@ class Slots:
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
-    def write(
-        self, slot: int, step: int, kept: Kept, rng: dict[str, Any] | None, small: dict[str, Any], made: int = 0
-    ) -> None:
+    def write(self, slot: int, step: int, kept: Kept, rng: Any, small: dict[str, Any], made: int = 0) -> None:
         """Write the small values of this step to a slot. Raises StateError, OSError."""
-        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small) | {"made": made}))
+        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small, made)))
 
     def write_boundary(self, step: int, kept: Kept, rng: dict[str, Any], small: dict[str, Any]) -> None:
         """Write the small values of this step to the slot with the older of the last two steps. A step that is repeated
@@ -70,9 +68,9 @@ class Slots:
             return self._shared.read_slot(versions[max(versions)])["small"][PLACE][LEARNED]
         return None
 
-    def value(self, kept: Kept, rng: dict[str, Any] | None, small: Any) -> dict[str, Any]:
-        """Return the dict that is written to a slot."""
-        return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
+    def value(self, kept: Kept, rng: dict[str, Any] | None, small: Any, made: int = 0) -> dict[str, Any]:
+        """Return the dict that is written to a slot. made: number of optimizer steps of this step."""
+        return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small, "made": made}
 
     def give_up_early(self, why: str, *what: str) -> set[str]:
         """Stop writing random states or buffers to EARLY, because they change after the backward pass. Return the names
@@ -111,18 +109,19 @@ class Slots:
         self.changed, rng = set(), random_states.compact() if RANDOM in self._has else None
         if rng == self._rng and not (in_backward and FORWARDED in self._has and kept.buffered):
             return
-        self._rng = rng
-        content = kept.buffers_as_they_are()
-        # Leave out buffers that the forward pass did not change, such as an average that is updated after a step.
-        # A buffer that is updated after a step would be one step older than on the ranks that finish the step.
-        before, own = self._content, kept.with_own_buffers
-        if before is None:  # in the first step it is not known which buffers the forward pass changes
-            before, own = content, kept.wrapped
-        self._forwarded = {
-            (each, key): what
-            for each, its in content.items()
-            for key, what in its.items()
-            if kept.buffered[each] in own or what != before.get(each, {}).get(key)
-        }
-        forwarded = {(kept.buffered[each], key) for each, key in self._forwarded if FORWARDED in self._has}
-        self.write(EARLY, self._shared.cells[CLOCK] // 2 + 1, kept, rng, kept.buffers(forwarded), self.made)
+        self._rng, small = rng, {}
+        if content := kept.buffers_as_they_are():
+            # Leave out buffers that the forward pass did not change, such as an average that is updated after a step.
+            # A buffer that is updated after a step would be one step older than on the ranks that finish the step.
+            before, own = self._content, kept.with_own_buffers
+            if before is None:  # in the first step it is not known which buffers the forward pass changes
+                before, own = content, kept.wrapped
+            self._forwarded = {
+                (each, key): what
+                for each, its in content.items()
+                for key, what in its.items()
+                if kept.buffered[each] in own or what != before.get(each, {}).get(key)
+            }
+            forwarded = self._forwarded if FORWARDED in self._has else {}
+            small = kept.buffers({(kept.buffered[each], key) for each, key in forwarded})
+        self.write(EARLY, self._shared.cells[CLOCK] // 2 + 1, kept, rng, small, self.made)

@@ -85,6 +85,9 @@ class Makers:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped while nothing was kept
         self._first: int | None = None  # id of the optimizer that stepped first after the last should_stop()
         self._has_hooked = False  # True if a backward pass followed the last optimizer step
+        self._passes = self._passes_most = 0  # number of backward passes in this step, and in any step before
+        self.has_more_passes = False
+        """True if the last step had more backward passes than any step before, as when adversarial training begins."""
 
     def step(self, optimizer: Any, is_own: bool | None) -> None:
         """Record a step of this optimizer. is_own: True if the optimizer is kept; None if nothing is."""
@@ -97,7 +100,7 @@ class Makers:
 
     def backward(self, *, has_stepped: bool) -> None:
         """Record that a backward pass has begun. has_stepped: True if an optimizer has stepped after should_stop()."""
-        self._has_hooked = True
+        self._has_hooked, self._passes = True, self._passes + 1
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
@@ -105,6 +108,8 @@ class Makers:
         ReplacedError if only optimizers that are not kept have stepped."""
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
+        self.has_more_passes = self._passes > self._passes_most
+        self._passes, self._passes_most = 0, max(self._passes, self._passes_most)
         if others_make and not made and self._has_made:
             raise ReplacedError("an optimizer that save() was not given makes the steps")
         return is_mixed

@@ -1,16 +1,13 @@
 """After a failure a thread of each surviving rank writes the state, if it is still the state of the last complete step.
 
-Flow: the agent closes its end of a pipe when a rank of the group has failed. The thread `ddpjob-memory` wakes up,
-checks that no optimizer step has changed the state, writes the state to shared memory and sets ANSWER to SAVED or
-UNABLE. A rank that ends by an exception does the same at exit. So does a rank that stops on request, if there is no
-folder or its last save has failed.
+Flow: docs/dev/state-in-memory.md. A rank that ends by an exception also writes its state at exit. So does a rank that
+stops on request, if there is no folder or its last save has failed.
 
 Life cycle: `memory.Keeper` creates one Survivor per process. The thread is a daemon and runs until the process exits.
-The Survivor reads the `Present`, which the Keeper writes. `shared.py` accesses the memory that the ranks share.
+The Survivor reads the `Present`, which the Keeper writes.
 
 Drawbacks: the thread races with the training thread. A lock and the CLOCK cell in shared memory protect only against
-optimizer steps. Other changes by the script are found by comparing version counters before and after the write
-(`_check_unchanged`). `_is_in_step` inspects the stack of the training thread.
+optimizer steps. Other changes by the script are found by comparing version counters before and after the write.
 """
 
 import contextlib

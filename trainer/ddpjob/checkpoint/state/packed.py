@@ -41,6 +41,7 @@ WORTH_BYTES = 32 << 20
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 _HEAD = 16  # bytes of two integers: the length of the pickle, and of the whole state
 _HUGE_BYTES = 4 << 20
+_SPARE_BYTES = 1 << 20  # larger buffers are not kept
 _UNREADABLE = (
     pickle.UnpicklingError, EOFError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OSError
 )  # fmt: skip
@@ -52,12 +53,26 @@ _PLAIN = {("collections", "OrderedDict"), ("collections", "Counter"), ("torch", 
 
 def dumps(value: Any) -> bytes:
     """Return a small value and its tensors as bytes. Raises StateError for a value of an unsupported type."""
-    buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=5).dump(value)
+        pickler, buffer = _spare.pop()
+    except IndexError:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, protocol=5)
+    buffer.seek(0)
+    try:
+        pickler.dump(value)
     except RecursionError:
         raise StateError(f"a state is nested deeper than {NESTED_MAX}") from None
-    return buffer.getvalue()
+    buffer.truncate()
+    data = buffer.getvalue()
+    pickler.clear_memo()  # otherwise it keeps the value alive
+    if len(data) <= _SPARE_BYTES:
+        _spare.append((pickler, buffer))
+    return data
+
+
+_spare: list[tuple["_Pickler", io.BytesIO]] = []
+"""A pickler that is not in use, with its buffer: new ones for each value take five times as long."""
 
 
 def loads(data: Any) -> Any:
