@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import multiprocessing
 import os
@@ -83,7 +84,8 @@ def _many(first: int, count: int, life: Life, processes: int | None) -> int:
     started = time.monotonic()
     bad: list[Outcome] = []
     counted: Counter[str] = Counter()
-    with multiprocessing.Pool(processes) as pool:
+    # Without Python's garbage collector a life takes 20 % less time, and a process of 200 lives 150 MB more memory.
+    with multiprocessing.Pool(processes, gc.disable, maxtasksperchild=4) as pool:
         for done, (found, more) in zip(
             itertools.count(1), pool.imap_unordered(partial(lives, life=life), blocks), strict=False
         ):

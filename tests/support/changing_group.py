@@ -140,6 +140,9 @@ class Walk:
     def _away(self) -> list[int]:
         return [place for place, node in enumerate(self.nodes) if not node.is_here]
 
+    def _ready(self) -> int:
+        return sum(node.is_here and not node.told for node in self.nodes)
+
     def _stopping(self) -> list[int]:
         return [place for place, node in enumerate(self.nodes) if node.stopping]
 
@@ -169,7 +172,7 @@ class Walk:
         self._stop_has_reason |= node.has_ranks
         node.linked_at, node.has_ranks, node.stopping = None, False, False
         node.departures.append(self.now)
-        self._may_be_charged |= sum(node.is_here and not node.told for node in self.nodes) < self.least
+        self._may_be_charged |= self._ready() < self.least
         self.lead.lost(place, self.now)
 
     def _tell(self, place: int) -> None:
@@ -178,6 +181,7 @@ class Walk:
         self._tell_story(f"node {place} is told to stop")
         node.told = True
         self._stop_has_reason |= node.has_ranks
+        self._may_be_charged |= self._ready() < self.least
         self.lead.termination_requested(place, self.now)
         if self.over:
             return
@@ -325,7 +329,7 @@ class Walk:
 
     def _check_that_it_goes_on(self) -> None:
         """Check that the group trains again after a while, if enough nodes are connected and no rank has to end."""
-        ready = sum(node.is_here and not node.told for node in self.nodes)
+        ready = self._ready()
         if not self.over and self.lead.state == "gathering" and ready >= self.size:
             raise Wrong(f"{ready} nodes are here, {self.size} train, and they wait")
         if self.over or self.lead.state == "running" or ready < self.least or any(node.stopping for node in self.nodes):

@@ -422,6 +422,14 @@ def test_members_that_did_not_complete_are_not_left_out() -> None:
     assert world.status.state == "Restarting"
 
 
+def test_a_job_that_was_scaled_down_while_its_training_ended_ends() -> None:
+    """The job must end if a user takes away a node that has trained before the operator sees that all have completed:
+    fewer than minNodes of those that trained are left, and the node that only waited ends, too."""
+    world = trains_under_ddprun().change(nodes=2).settle()
+    world.exits(0, message=trained("0,2")).exits(1).settle()
+    assert world.status.state == "Succeeded"
+
+
 def test_an_agent_that_ends_with_0_after_its_ranks_failed_for_torchrun_is_no_used_budget() -> None:
     """An agent's exit must not count all restarts as used: ddprun reports each restart, unlike torchrun."""
     world = trains_under_ddprun(backoffLimit=3)

@@ -145,6 +145,25 @@ def test_restart_grace_seconds_may_be_as_low_as_one(given: int, grace: int) -> N
     assert deleted(world.step()) == [("digits-1-0", grace)]
 
 
+def test_a_pod_that_started_and_disappeared_between_two_reconciles_is_not_recreated_under_its_name() -> None:
+    """The pod must not be created again under its name: its process may be running unobserved as the same rank."""
+    world = digits().started().runs(0, 1)
+    world.deleted_pods.append(world.pods.pop("digits-1-1"))
+    world.restarted()
+    assert world.names() == ["digits-2-0", "digits-2-1"]
+
+
+@pytest.mark.parametrize("seen", ["its deletion", "nothing"])
+def test_a_pod_that_disappeared_without_a_node_is_recreated_under_its_name_only_if_its_deletion_was_seen(seen) -> None:
+    """A pod that disappeared while the operator saw nothing may have run: a second pod of its name would begin with
+    generation 0 again, and a checkpoint folder with a later generation would refuse its ranks."""
+    world = digits().started()
+    world = world.deleted_first(1) if seen == "its deletion" else world
+    world.deleted_pods.append(world.pods.pop("digits-1-1"))
+    world.restarted()
+    assert world.names() == (["digits-1-0", "digits-1-1"] if seen == "its deletion" else ["digits-2-0", "digits-2-1"])
+
+
 def test_a_rank_that_completed_between_two_reconciles_counts_as_completed() -> None:
     world = digits().started().runs(0, 1).exits(1)
     world.deleted_pods.append(world.pods.pop("digits-1-1"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ddprun.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
-RECALL_SECONDS = 5.0  # how long an appointed leader waits for nodes of the last generation
+RECALL_SECONDS = 5.0  # how long an appointed leader waits for nodes of the last generation; later ones stop all ranks
 SILENT_SECONDS = 30.0  # after six missed heartbeats an agent counts as lost
 GREETING_SECONDS = 5.0
 UNAUTHENTICATED_MAX = 64

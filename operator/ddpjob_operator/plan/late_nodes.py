@@ -28,7 +28,8 @@ def late(view: View, status: api.Status) -> Set[int]:
     completed, started = status.completed, status.started
     if view.spec.facts.resizes_in_place:
         members = _members_at_the_end(view)
-        return (started | completed) - members if members else set()
+        # If a user scales away nodes that have trained, too few are left. The waiting nodes end with 0 as well.
+        return (started | completed) - members if view.is_enough(members) else set()
     # A node that failed before enough others completed may have trained with them.
     if not view.is_elastic or not view.is_enough(status.completed) or view.recorded.is_broken:
         return set()

@@ -73,9 +73,10 @@ def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
     unconfigured_since = _unconfigured_since(view, status)
-    # A pod that had a node counts as started: it may be running unobserved, so its name must not be used again.
+    # A pod that may have had a node counts as started: it may be running unobserved, and its name is used once.
+    # A pod that was first seen without a node and then with a deletion never gets one.
     ran = {p.place for p in view.pods.values() if p.trainer.state != "waiting" and not p.trainer.init}
-    started = ran | {p.place for p in view.deleted_pods.values() if p.node}
+    started = ran | {p.place for p in view.deleted_pods.values() if p.node or p.deletion_requested_at is None}
     completed = {p.place for p in view.known_pods.values() if p.has_completed}
     if completed or status.completed_nodes:
         started = _with_the_group(view, status, started, completed)
