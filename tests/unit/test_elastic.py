@@ -152,6 +152,15 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
+def test_a_pod_is_replaced_again_after_ten_seconds_although_the_cluster_clock_is_an_hour_ahead() -> None:
+    world = trains_under_ddprun().vanishes(2).settle().runs(2)
+    name = "digits-1-2-r1"
+    bound = world.pods[name]
+    world.pods[name] = replace(bound, scheduled_at=world.now + dt.timedelta(hours=1), bound_since=world.now)
+    world.settle().exits(2, 137).settle().after(11).settle()
+    assert "digits-1-2-r2" in world.names()
+
+
 def test_reports_of_the_others_count_before_and_after_a_loss_is_seen() -> None:
     """Agents restart ranks before the operator sees the loss. Their progress must not freeze until the next start."""
     world = trains_under_ddprun().after(5)
