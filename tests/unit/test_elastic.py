@@ -154,6 +154,15 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
 
 def test_a_pod_is_replaced_again_after_ten_seconds_although_the_cluster_clock_is_an_hour_ahead() -> None:
     world = trains_under_ddprun().vanishes(2).settle().runs(2)
+def test_an_agent_that_is_killed_again_and_again_does_not_end_the_job_of_the_others() -> None:
+    """A flapping pod must not use up backoffLimit: nobody waits for it, and its agent was killed from outside."""
+    world = trains_under_ddprun()
+    for number in range(1, 8):
+        world.after(11).reports_step(40 + number).exits(2, 137).settle().after(11).settle().runs(2).settle()
+        assert (world.status.state, world.status.replacements) == ("Running", {"2": number})
+    assert (world.status.restarts.application, world.status.restarts.infrastructure) == (0, 7)
+
+
     name = "digits-1-2-r1"
     bound = world.pods[name]
     world.pods[name] = replace(bound, scheduled_at=world.now + dt.timedelta(hours=1), bound_since=world.now)
