@@ -102,9 +102,11 @@ def test_a_range_in_the_command_of_ddprun_makes_the_job_elastic() -> None:
     assert what.spec.facts.min_nodes == 2
 
 
-def trains_under_ddprun(nodes: int = 3, **spec: Any) -> World:
+def trains_under_ddprun(nodes: int = 3, *, agents_ask: bool = True, **spec: Any) -> World:
     """Return a job whose nodes train for a minute, at step 40."""
-    world = elastic(container=DDPRUN, nodes=nodes, **spec).running().after(60).reports_step(40).settle()
+    world = elastic(container=DDPRUN, nodes=nodes, **spec)
+    world.agents_ask = agents_ask
+    world.running().after(60).reports_step(40).settle()
     assert world.status.reason == "AllNodesRun"
     return world
 
@@ -154,6 +156,24 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
+def test_an_agent_that_is_killed_again_and_again_does_not_end_the_job_of_the_others() -> None:
+    """A flapping pod must not use up backoffLimit: nobody waits for it, and its agent was killed from outside."""
+    world = trains_under_ddprun()
+    for number in range(1, 8):
+        world.after(11).reports_step(40 + number).exits(2, 137).settle().after(11).settle().runs(2).settle()
+        assert (world.status.state, world.status.replacements) == ("Running", {"2": number})
+    assert (world.status.restarts.application, world.status.restarts.infrastructure) == (0, 7)
+
+
+def test_a_pod_is_replaced_again_after_ten_seconds_although_the_cluster_clock_is_an_hour_ahead() -> None:
+    world = trains_under_ddprun().vanishes(2).settle().runs(2)
+    name = "digits-1-2-r1"
+    bound = world.pods[name]
+    world.pods[name] = replace(bound, scheduled_at=world.now + dt.timedelta(hours=1), bound_since=world.now)
+    world.settle().exits(2, 137).settle().after(11).settle()
+    assert "digits-1-2-r2" in world.names()
+
+
 def test_reports_of_the_others_count_before_and_after_a_loss_is_seen() -> None:
     """Agents restart ranks before the operator sees the loss. Their progress must not freeze until the next start."""
     world = trains_under_ddprun().after(5)
@@ -181,9 +201,7 @@ def test_too_few_that_are_left_wait_for_the_replacement() -> None:
 
 def test_if_no_agent_asks_who_leads_the_others_wait_for_a_new_node_0() -> None:
     """Agents that cannot reach the status receiver must wait for node 0: they would not learn of a new leader."""
-    world = trains_under_ddprun()
-    world.agents_ask = False
-    world.vanishes(0).settle()
+    world = trains_under_ddprun(agents_ask=False).vanishes(0).settle()
     assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"0": 1})
     assert any("digits-1-0-r1 takes its place, the other 2 nodes wait" in event.message for event in world.events)
     assert world.runs(0).settle().status.reason == "AllNodesRun"
@@ -234,6 +252,14 @@ def test_a_leader_that_is_lost_before_agents_ask_a_new_operator_is_followed_by_o
     assert world.status.leader == api.JobLeader(term=3, place=2)
 
 
+def test_a_new_operator_that_nobody_has_asked_yet_appoints_a_leader_for_the_lost_node_0() -> None:
+    """Agents without a leader ask each second, so a new operator may see the loss before the first question."""
+    world = trains_under_ddprun()
+    world.agents_ask = False
+    world.vanishes(0).settle()
+    assert (world.status.state, world.status.leader) == ("Running", api.JobLeader(term=2, place=1))
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"
@@ -256,7 +282,7 @@ def test_restarts_in_place_of_two_leaders_are_all_counted() -> None:
 def test_a_new_attempt_begins_with_node_0() -> None:
     world = trains_under_ddprun().vanishes(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(suspend=False).settle()
-    assert (world.status.attempt, world.status.leader) == (2, None)
+    assert (world.status.attempt, world.status.leader) == (2, api.JobLeader(term=1))
 
 
 def test_a_smaller_number_of_nodes_stops_only_the_nodes_above_it() -> None:

@@ -30,7 +30,7 @@ def test_a_pod_bound_in_the_future_by_the_server_clock_counts_as_bound_when_we_s
     """A pod bound "in the future" must count as bound when we saw it. Otherwise a failed node is noticed too late."""
     memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
     for seconds in (0, 20, 40, 24 * 60):
-        assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].bound_since == START
+        assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].bound_at == START
     early = pod("b", scheduled_at=START - AHEAD)
     assert memory.by_own_clock([early], START) == [early]
 

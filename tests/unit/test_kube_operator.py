@@ -127,6 +127,17 @@ def test_only_reports_of_a_pod_of_the_current_job_are_accepted() -> None:
     asyncio.run(run())
 
 
+def test_the_first_question_of_an_agent_is_recorded_at_once() -> None:
+    """The status must say that agents ask before this operator is lost: the next one may see no question in time."""
+
+    async def run() -> None:
+        made = operator()
+        made.leader_of(Sender("default", "digits", 1))
+        assert len(made.queue.schedule) == 1
+
+    asyncio.run(run())
+
+
 def test_the_answer_to_an_agent_costs_little_whatever_the_job_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job must be read once for all requests of its agents: 65,000 annotations take 6 ms, and 200 pods send requests.
     An unreadable job must not put a traceback into the log for each request."""

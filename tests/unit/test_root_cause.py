@@ -214,6 +214,13 @@ def test_the_cause_is_the_failure_that_explains_the_others(case: Case) -> None:
     assert again == (failure, found), "the order of the pods changes nothing"
 
 
+@pytest.mark.parametrize("ahead", [-3600, 3600])
+def test_a_failure_on_a_node_whose_clock_is_an_hour_off_gets_a_time_between_the_binding_and_now(ahead: int) -> None:
+    """The failure must not seem older than its pod: failures of a node within the last hour make a job avoid it."""
+    wrong = pod(1, 3, seconds=10 + ahead, scheduled_at=at(5), said=library(time=at(9 + ahead).timestamp()))
+    assert first_sign(wrong).time.replace(microsecond=0) == (at(5) if ahead < 0 else CONTEXT.now)
+
+
 @pytest.mark.parametrize(
     ("reason", "found"),
     [

@@ -511,9 +511,11 @@ def _runtime_reason(pod: Pod) -> str:
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """Return when the rank failed, as it reported. If that is implausible, return when its container ended."""
+    """Return when the rank failed, as it reported. If that is implausible, return when its container ended. Both are
+    times of the node's clock; the result is neither before the pod was bound nor after the present second."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now
     failed = dt.datetime.fromtimestamp(own.time, dt.timezone.utc)
-    return failed if dt.timedelta() <= ended + CLOCKS_DIFFER - failed <= REPORTED_BEFORE_MAX else ended
+    failed = failed if dt.timedelta() <= ended + CLOCKS_DIFFER - failed <= REPORTED_BEFORE_MAX else ended
+    return min(max(failed, pod.bound_at or failed), now + dt.timedelta(microseconds=999_999))

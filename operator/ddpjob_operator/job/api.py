@@ -232,7 +232,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     in_place: InPlace | None = None
     """Restarts in place in this attempt, as reported by node 0's agent; `restarts` includes them."""
     leader: JobLeader | None = None
-    """Who leads an elastic ddprun job after node 0 was lost."""
+    """Who leads an elastic ddprun job; unset if its agents do not ask."""
     completed_nodes: Ranges = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
     selector: Text = ""

@@ -270,7 +270,10 @@ class Operator:
         key = (sender.namespace, sender.job)
         if (job := self.states.job(key)) is None:
             return None
-        self.states.of(key, job.metadata.uid).agents_ask = True
+        state = self.states.of(key, job.metadata.uid)
+        if not state.agents_ask:
+            state.agents_ask = True
+            self._enqueue(key, priority=Priority.NEWS)  # to record that they ask before an operator is lost
         entry = self.caches.pods.entry(key[0], leadership.pod_name(job))
         port = naming.port(job.metadata.uid, job.status.attempt)
         return leadership.answer(job, None if entry is None else entry.value, port)

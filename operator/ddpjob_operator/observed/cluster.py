@@ -82,7 +82,7 @@ class Pod(msgspec.Struct, frozen=True):
     scheduled_at: dt.datetime | None = None
     """When the pod was bound to its node, by the cluster's clock: comparable with that of other pods."""
     bound_since: dt.datetime | None = None
-    """When the pod was bound, by our clock, comparable with now; not later than when we first saw it bound."""
+    """When the pod was bound, if that is ahead of our clock: when we first saw it bound. Read `bound_at`."""
     accepted_at: dt.datetime | None = None
     """When the kubelet accepted the pod (status.startTime), by the node's clock, as are the trainer's times."""
     silent_since: dt.datetime | None = None
@@ -118,6 +118,11 @@ class Pod(msgspec.Struct, frozen=True):
     """The observation in which the pod's end was first seen; 0: the first one."""
     deletion_seen: int = 0
     """The observation in which the pod's deletion was first seen requested; 0: the first one."""
+
+    @property
+    def bound_at(self) -> dt.datetime | None:
+        """When the pod was bound, comparable with now: not later than when we first saw it bound."""
+        return self.bound_since or self.scheduled_at
 
     @property
     def ended(self) -> bool:

@@ -52,7 +52,10 @@ def in_last_group(view: View, status: api.Status, waiting: Set[int], lost: Colle
 
 def with_present(view: View, status: api.Status) -> api.Status:
     """Return the status with a new leader if a lower spec.nodes removed the leader's place, and its pod has ended. That
-    pod ends first, because all ranks save together."""
+    pod ends first, because all ranks save together. Node 0 is recorded once agents ask: a new operator, which nobody
+    has asked yet, must know that they would learn of another leader."""
+    if view.appoints and 0 < status.attempt == view.recorded.attempt:
+        status = replace(status, leader=leader(view.job, status))
     place = leader(view.job, status).place
     gone = place not in view.spec.members and all(p.place != place for p in view.removed)
     return after_loss(view, status, {place}) if gone else status

@@ -143,9 +143,7 @@ def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | N
 
 def _slowest(status: api.Status, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime] | None:
     created = [p for p in pods if p.node and not p.unschedulable and p.trainer.reason in _BEING_CREATED]
-    begun = [
-        (at, p.place, p) for p in created if (at := p.bound_since or p.scheduled_at or status.attempt_time) is not None
-    ]
+    begun = [(at, p.place, p) for p in created if (at := p.bound_at or status.attempt_time) is not None]
     if not begun:
         return None
     since, _, pod = min(begun, key=lambda begin: begin[:2])

@@ -51,7 +51,7 @@ def going_on(view: View, status: api.Status) -> Decision | None:
         return None
     lost = lost_alone(view, status, trigger[1])
     lost = sorted(set(lost).difference(p.place for p in _still_ending(view, lost)))
-    if not lost or not (settled := settle(view, status, trigger[1])).verdict.restart:
+    if not lost or not (settled := settle(view, status, trigger[1], others_go_on=True)).verdict.restart:
         return None
     # Add up the goodput first: once a pod is replaced, time before the first step counts as restart and not as start.
     status = settled.status(view, with_goodput(status, view.now))

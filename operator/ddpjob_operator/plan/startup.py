@@ -291,7 +291,7 @@ def _waits(view: View, status: api.Status, place: int) -> dt.datetime | None:
     own = (
         p for p in owned(view.job, view.seen) if (p.attempt, p.place, p.replacement) == (status.attempt, place, number)
     )
-    at = after(next((p.scheduled_at for p in own), None), NEXT_POD_SECONDS)
+    at = after(next((p.bound_at for p in own), None), NEXT_POD_SECONDS)
     return None if at is None or view.now >= at else at
 
 

@@ -303,7 +303,7 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
             return None
         if not node.with_most:
             # The wait begins when the pod was bound, if later: after an API outage, new pods may be bound to this node.
-            return max(node.since, pod.bound_since or pod.scheduled_at or node.since) + patience
+            return max(node.since, pod.bound_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     if not pod.node:
         return None

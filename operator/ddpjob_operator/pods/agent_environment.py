@@ -19,7 +19,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]
     variables = {
         "DDPJOB_REPLACEMENT": replacement,
-        "DDPJOB_LEADER_APPOINTED": 1 if job.status.leader is not None else None,
+        "DDPJOB_LEADER_APPOINTED": 1 if job.status.leader and job.status.leader.term > 1 else None,
         "DDPJOB_SPARES": spec.spares or None,
         "DDPJOB_RESTARTS_LEFT": grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
