@@ -163,12 +163,12 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
     """Judge if the killed run ends like the undisturbed one, apart from what the library refused before the first kill.
     late: before the last kill."""
     log, kills = killed.log, killed.log.count("STRUCK ")
-    if not kills:
-        return Verdict("UNSTRUCK", "no kill has struck", log)
     if REPEATS in log:  # the agent takes the error of a `raise` kill before the first step for a mistake
         return Verdict("UNSTRUCK", REPEATS, log)
     if not killed.has_ended_well:
         return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(log)}", log)
+    if not kills:
+        return Verdict("UNSTRUCK", "no kill has struck", log)
     differ = difference(whole, killed)
     if not differ:
         return Verdict("SAME", "", log, kills)
