@@ -74,8 +74,9 @@ def _seeds_of_loaders(recipe: Recipe) -> Iterator[Part]:
 
 
 def _skipped(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
-    if recipe["ahead"] in ("one", "all"):
-        yield from (Part(rank, name) for rank in (0, 1) for name in (SAMPLES, "sampler"))
+    """Yield the samples, and what the script does and draws in each epoch: fewer batches end an epoch earlier."""
+    names = (SAMPLES, "sampler", "scheduler", "average", "extra", *GENERATORS)
+    yield from (Part(rank, name) for rank in (0, 1) for name in names if recipe["ahead"] in ("one", "all"))
 
 
 def _torch(_: re.Match[str], __: Recipe) -> Iterator[Part]:
