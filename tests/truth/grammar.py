@@ -152,6 +152,7 @@ def _epoch_ends(recipe: Recipe) -> list[int]:
 
 # "choice=options" → options that each of them requires of other choices. Applied in this order.
 _RULES = {
+    "scheduler=in_hook looked_ahead": "optimizer=adam",
     "optimizer=lbfgs": "accumulation=none scaler=none clip=none second=none model=linear surgery=none hook=none "
     "backward=plain",
     "optimizer=zero": "surgery=none scaler=none second=none mark=stop save=in_loop load=at_once "
@@ -159,7 +160,7 @@ _RULES = {
     "optimizer=lookahead sharing": "scaler=none surgery=none",
     "optimizer=adamw_fused": "scaler=none",
     "model=sparse": "optimizer=sgd clip=none scaler=none hook=none accumulation=none parameters=all "
-    "surgery=none buffers=none backward=plain",
+    "surgery=none buffers=none backward=plain scheduler=none extra=none",
     "model=complex": "optimizer=adam hook=none scaler=none surgery=none clip=none backward=plain",
     "model=stochastic_depth": "ddp=plain hook=none second=none backward=plain",
     "parameters=ignored_by_ddp": "ddp=plain optimizer=sgd hook=none second=none",
@@ -216,23 +217,10 @@ def normal(recipe: Recipe) -> dict[str, str]:
         found |= _plain_for(found)
         if _repeats_unseen(found):
             found["place_at_end"] = "next_epoch"
-        found |= _plain_for_optimizer(found) | _plain_for_scheduler(found["scheduler"], found["scheduler_at"])
+        if found["average_at"] == "marked" and found["mark"] == "stop_top":
+            found["average_at"] = "stepped"
+        found |= _plain_for_scheduler(found["scheduler"], found["scheduler_at"])
     return found
-
-
-def _plain_for_optimizer(recipe: Recipe) -> dict[str, str]:
-    """Return the options that the optimizer, or the mark of a step, requires of several others."""
-    plain: dict[str, str] = {}
-    if recipe["optimizer"] == "zero" and recipe["save"] == "rank_0":
-        plain["save"] = "in_loop"
-    if recipe["average_at"] == "marked" and recipe["mark"] == "stop_top":
-        plain["average_at"] = "stepped"
-    if recipe["model"] == "sparse":  # there is no weight decay for sparse gradients, and no norm of them
-        plain |= {"scheduler": recipe["scheduler"].replace("groups_by_hand", "by_hand")}
-        plain |= {"extra": recipe["extra"].replace("clip_history", "none")}
-    if recipe["optimizer"] in ("zero", "post_local") and recipe["scheduler"] in ("in_hook", "looked_ahead"):
-        plain["scheduler"] = "step"
-    return plain
 
 
 def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:

@@ -110,11 +110,11 @@ class SinceLastStep:
         count = min(len(parameters), WATCHED_MAX)  # number of watched parameters, evenly spread over all
         self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
         settled, current = self._settled, process.current  # a hook that refers to self would keep this object alive
-        current.gradients = current.gradients or 0
+        current.gradients = current.gradients or 0  # from here on they are counted
 
         def arrived(own: torch.Tensor) -> None:
             settled.discard(id(own))
-            current.gradients += 1
+            current.gradients = (current.gradients or 0) + 1
 
         for parameter in self._watched[optimizer]:
             self._all.add(id(parameter))
