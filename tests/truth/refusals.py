@@ -96,6 +96,7 @@ _SENTENCES = (
     _Sentence(r"a DataLoader draws its seed from torch's global generator: a restart within an epoch does not", _torch),
     _Sentence(r"a DataLoader with workers iterates this sampler: a restart does not continue random num", _augmented),
     _Sentence(r"\w+: batches are taken before they are trained .* a restart skips them", _skipped),
+    _Sentence(r"(?P<model>\w+): called without its DistributedDataParallel .* a restart gives all ranks", _gradients),
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
     _Sentence(
         r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue",
@@ -208,6 +209,7 @@ def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
     sends_those_of_last = recipe["join"] == "yes" and has_statistics  # not those of rank 0
     if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp" or sends_those_of_last:
         yield "model"
-    is_trained = recipe["average"].startswith("target") and has_statistics  # its forward pass changes its buffers
+    has_buffers = has_statistics or recipe["buffers"] != "none"
+    is_trained = recipe["average"].startswith("target") and has_buffers  # its forward pass changes its buffers
     if is_trained or (recipe["buffers"] == "of_each_rank" and recipe["average"] != "none"):
         yield "average"
