@@ -187,7 +187,7 @@ _RULES = {
     "surgery=optimizer_replaced": "scheduler=none optimizer=adam load=at_once second=none surgery_at=stepped "
     "parameters=all",
     "surgery=model_replaced": "scheduler=none optimizer=adam load=at_once second=none parameters=all hook=none "
-    "ddp=plain buffers=none surgery_at=stepped average=none scaler=none",
+    "ddp=plain buffers=none surgery_at=stepped average=none scaler=none precision=float32",
     "surgery=noise": "surgery_at=stepped",
     "surgery=layer_replaced": "model=plain_norm hook=none ddp=plain parameters=all buffers=none precision=float32",
     "surgery=rate_finder": "ddp=plain hook=none second=none parameters=all",
