@@ -1,5 +1,6 @@
 """State that differs between ranks: each rank gets its own state from the folder, or the load is refused."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,39 @@ class Centred(torch.nn.Module):
         super().__init__()
         self.shared, self.own = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
         self.register_buffer("centre", torch.zeros(2))
+
+
+class Shifted(torch.nn.Linear):
+    """Model with a buffer that its forward pass uses and changes."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.add_(x.detach().mean())
+        return super().forward(x - self.mean)
+
+
+@pytest.mark.parametrize("is_saved_without_wrapper", [False, True])
+@pytest.mark.parametrize("call", ["the module", "the wrapper", "a copy", "an evaluation"])
+def test_a_model_that_is_trained_without_its_wrapper_is_named(
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], call: str, is_saved_without_wrapper: bool
+) -> None:
+    """A call of the module without DDP uses the buffers of each rank, but the snapshot has only those of rank 0."""
+
+    def train(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        module = Shifted()
+        model = DistributedDataParallel(module)
+        snapshot.load(model=module if is_saved_without_wrapper else model)
+        called = {"the wrapper": model, "a copy": copy.deepcopy(module)}.get(call, module)
+        for _ in range(2):
+            with torch.set_grad_enabled(call != "an evaluation"):
+                called(torch.ones(1, 1))
+            model(torch.ones(1, 1)).sum().backward()
+
+    in_ranks(run_ranks, tmp_path, "meet", 2, train)
+    assert capfd.readouterr().err.count("model: called without its Dist") == int(call == "the module")
 
 
 def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Callable[[Any, Any], Any]) -> list[Any]:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib
 import io
+import itertools
 import multiprocessing
 import os
 import random
@@ -344,7 +345,7 @@ def test_a_sampler_read_ahead_by_a_loader_is_named_once(tmp_path, capfd):
     for step in (9, 10):
         saved(snapshot, step, order=sampler)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("ddpjob: order: a DataLoader iterates this sampler")
+    assert line.startswith("ddpjob: order: batches are taken before they are trained")
     assert "save order.state_dict(epoch=..., batches=...)" in line
 
 
@@ -357,6 +358,49 @@ def test_a_loader_without_workers_reads_nothing_ahead_and_is_not_named(tmp_path,
         if batches == 3:
             break
     assert capfd.readouterr().err == ""
+
+
+def one_ahead(batches):
+    batches = iter(batches)
+    coming = next(batches, None)
+    while coming is not None:
+        now, coming = coming, next(batches, None)
+        yield now
+
+
+@pytest.mark.parametrize(
+    ("order", "each_step", "backward_passes", "is_ahead"),
+    [
+        (one_ahead, 1, 1, True),  # a prefetcher
+        (lambda batches: iter(list(batches)), 1, 1, True),
+        (iter, 1, 1, False),
+        (iter, 4, 4, False),  # accumulated gradients
+        (iter, 2, 1, False),  # two batches in one
+    ],
+    ids=["prefetched", "listed", "one by one", "accumulated", "joined"],
+)
+@pytest.mark.parametrize("with_loader", [False, True], ids=["sampler", "loader"])
+def test_a_script_that_reads_batches_ahead_is_told_that_a_restart_skips_them(
+    with_loader, order, each_step, backward_passes, is_ahead, tmp_path, capfd
+):
+    """A script that takes batches before it trains them must be told, because the saved position is behind them."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = ddpjob.GlobalBatchSampler(64, 4, seed=7)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    step = snapshot.load(model=model, optimizer=optimizer, order=sampler)
+    for epoch in range(2):
+        source = torch.utils.data.DataLoader(range(64), batch_sampler=sampler) if with_loader else sampler.epoch(epoch)
+        batches = order(source)
+        while parts := list(itertools.islice(batches, each_step)):
+            for _ in range(backward_passes):
+                model(torch.ones(len(parts), 1)).sum().backward()
+            optimizer.step()
+            step += 1
+            saved(snapshot, step, model=model, optimizer=optimizer, order=sampler)
+            assert not sampler.is_ahead or (is_ahead and step > 1)
+        assert sampler.is_ahead == is_ahead
+    assert capfd.readouterr().err.count("order: batches are taken before they are trained") == int(is_ahead)
 
 
 # ---- attempts ----------------------------------------------------------------------------------------------

@@ -266,9 +266,12 @@ def test_an_optimizer_with_its_own_state_dict_format_is_restored() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_moments_of_another_dtype_than_their_parameter_are_restored_exactly(dtype: torch.dtype) -> None:
-    """float32 moments of bfloat16 parameters must not be rounded. Those of a parameter that now has another dtype must
-    follow it, as torch does."""
+@pytest.mark.parametrize("names", [["model", "optimizer"], ["optimizer"]], ids=["at once", "in parts"])
+def test_moments_of_another_dtype_than_their_parameter_are_restored_exactly(
+    names: list[str], dtype: torch.dtype
+) -> None:
+    """float32 moments of bfloat16 parameters must not be rounded, also if another call of load() restores the model.
+    Those of a parameter that now has another dtype must follow it, as torch does."""
 
     def made(of: torch.dtype) -> dict[str, Any]:
         model = torch.nn.Linear(4, 1, dtype=of)
@@ -278,7 +281,7 @@ def test_moments_of_another_dtype_than_their_parameter_are_restored_exactly(dtyp
 
     state = {name: copy.deepcopy(each.state_dict()) for name, each in made(torch.bfloat16).items()}
     objects = made(dtype)
-    state_dicts.restore(objects, state, "here")
+    state_dicts.restore({name: objects[name] for name in names}, state, "here")
     moment = objects["optimizer"].state[objects["model"].weight]["moment"]
     assert moment.dtype is (torch.float32 if dtype is torch.bfloat16 else dtype)
     assert moment.tolist() == torch.full((1, 4), 1 / 3, dtype=torch.float32).tolist()

@@ -7,7 +7,7 @@ restore."""
 import random
 import textwrap
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 EPOCH = 10  # steps in an epoch
 TOTAL = 40
@@ -15,110 +15,53 @@ KILLS_MAX = 6  # largest number of kills in a run
 PLAIN = (0.8, 0.6, 0.3)  # each script draws one of these as its probability of a plain (first) option
 
 # The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model": (
-        "linear",
-        "layers",
-        "dropout",
-        "batchnorm",
-        "tied",
-        "sparse",
-        "complex",
-        "spectral",
-        "weight_norm",
-        "cumulative",
-        "own_norm",
-    ),
-    "buffers": ("none", "of_each_rank", "of_rank_0"),
-    "parameters": ("all", "ignored_by_ddp", "thawed", "thawed_group"),
-    "second": ("none", "adversary", "head"),
-    "hook": ("none", "fp16", "power_sgd", "own"),
-    "ddp": ("plain", "static_graph", "find_unused", "bucket_view"),
-    "precision": ("float32", "bf16"),
-    "join": ("no", "yes"),
-    "optimizer": (
-        "sgd",
-        "momentum",
-        "adam",
-        "adamw_fused",
-        "rmsprop",
-        "adagrad",
-        "nadam",
-        "lbfgs",
-        "zero",
-        "lookahead",
-        "sharing",
-        "groups",
-        "adafactor",
-        "post_local",
-    ),
-    "scheduler": (
-        "none",
-        "step",
-        "one_cycle",
-        "plateau",
-        "plateau_of_each_rank",
-        "sequential",
-        "rewound",
-        "restarts",
-        "falling",
-        "by_hand",
-    ),
-    "scheduler_at": ("stepped", "marked", "epoch_end", "top"),
-    "accumulation": ("none", "no_sync", "counted", "library"),
-    "scaler": ("none", "scaler"),
-    "clip": ("none", "norm", "value"),
-    "surgery": (
-        "none",
-        "clamp",
-        "momentum_corrected",
-        "optimizer_replaced",
-        "model_replaced",
-        "state_cleared",
-        "noise",
-    ),
-    "surgery_at": ("stepped", "marked", "top"),
-    "average": ("none", "averaged_model", "deep_copy", "own_object", "deep_copy_by_value"),
-    "average_at": ("stepped", "marked", "epoch_end"),
-    "data": (
-        "computed",
-        "sampler",
-        "loader",
-        "workers",
-        "reader_of_each_rank",
-        "generator",
-        "stateful_loader",
-        "persistent_workers",
-        "distributed",
-        "plain_loader",
-        "weighted",
-        "iterable",
-    ),
-    "augmented": ("no", "torch", "python", "numpy"),
-    "sampler": ("one", "replaced"),
-    "draws": ("none", "torch", "python", "numpy"),
-    "evaluation": ("none", "all_ranks", "rank_0"),
-    "evaluation_at": ("stepped", "marked", "epoch_end"),
-    "evaluation_by": ("computed", "loader", "random", "training_mode"),
-    "extra": (
-        "none",
-        "counter",
-        "history_of_each_rank",
-        "always_another",
-        "metric",
-        "early_stop",
-        "best_copy",
-        "criterion",
-    ),
-    "mark": ("stop", "stop_top", "stop_some", "keep", "none"),
-    "save": ("in_loop", "epoch_end", "rank_0", "other_thread", "never"),
-    "every": ("10", "7", "4"),
-    "place_at_end": ("next_epoch", "last_batch"),
-    "best": ("none", "second_snapshot"),
-    "load": ("at_once", "in_parts"),
-    "memory": ("yes", "no"),
-    "folder": ("one", "of_each_rank"),
+_OPTIONS = {
+    "model": "linear layers dropout batchnorm tied sparse complex spectral weight_norm cumulative own_norm "
+    "plain_norm stochastic_depth momentum_encoder convolution",
+    "buffers": "none of_each_rank of_rank_0",
+    "parameters": "all ignored_by_ddp thawed thawed_group alternating",
+    "second": "none adversary head",
+    "hook": "none fp16 power_sgd own",
+    "ddp": "plain static_graph find_unused bucket_view",
+    "precision": "float32 bf16 all_bf16",
+    "join": "no yes",
+    "optimizer": "sgd momentum adam adamw_fused rmsprop adagrad nadam lbfgs zero lookahead sharing groups adafactor "
+    "post_local master hooked",
+    "scheduler": "none step one_cycle plateau plateau_of_each_rank sequential rewound restarts falling by_hand in_hook "
+    "looked_ahead groups_by_hand swa_rate",
+    "scheduler_at": "stepped marked epoch_end top",
+    "accumulation": "none no_sync counted library",
+    "inner": "one two varying",
+    "backward": "plain perturbed penalty noise",
+    "scaler": "none scaler",
+    "clip": "none norm value cancelled",
+    "surgery": "none clamp momentum_corrected optimizer_replaced model_replaced state_cleared noise layer_replaced "
+    "state_by_data optimizer_loaded normalised rate_finder",
+    "surgery_at": "stepped marked top",
+    "average": "none averaged_model deep_copy own_object deep_copy_by_value target_replaced target_loaded by_data "
+    "of_all ema_model",
+    "average_at": "stepped marked epoch_end",
+    "data": "computed sampler loader workers reader_of_each_rank generator stateful_loader persistent_workers "
+    "distributed plain_loader weighted iterable",
+    "augmented": "no torch python numpy",
+    "sampler": "one replaced",
+    "ahead": "no one all forever",
+    "draws": "none torch python numpy mixup unequal seeded by_epoch",
+    "evaluation": "none all_ranks rank_0",
+    "evaluation_at": "stepped marked epoch_end",
+    "evaluation_by": "computed loader random training_mode swapped fork_rng second_sampler",
+    "extra": "none counter history_of_each_rank always_another metric early_stop best_copy criterion adaptive "
+    "hard_examples tensor clip_history normalizer best_restored",
+    "mark": "stop stop_top stop_some keep none rank_0",
+    "save": "in_loop epoch_end rank_0 other_thread never",
+    "every": "10 7 4",
+    "place_at_end": "next_epoch last_batch",
+    "best": "none second_snapshot",
+    "load": "at_once in_parts",
+    "memory": "yes no",
+    "folder": "one of_each_rank",
 }
+CHOICES = {name: tuple(options.split()) for name, options in _OPTIONS.items()}
 Recipe = Mapping[str, str]
 
 
@@ -132,7 +75,7 @@ class Kill(NamedTuple):
     generation: int = 0
 
 
-PLACES = ("top", "forward", "reduced", "stepped", "told", "marked", "saved", "epoch_end")
+PLACES = ("top", "forward", "reduced", "stepped", "told", "marked", "saved", "epoch_end", "evaluated")
 HOWS = ("KILL", "KILL", "KILL", "raise", "TERM")
 
 
@@ -182,16 +125,21 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
     if how == "TERM" and not stops:  # the script would leave the epoch without the work at its end
         how = "KILL"
-    place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
+    never = {"reduced"} if recipe["optimizer"] == "lbfgs" else set()
+    never |= {"evaluated"} if recipe["evaluation"] == "none" else set()
+    place = chance.choice([place for place in PLACES if place not in never])
+    at = recipe["evaluation_at"] if place == "evaluated" else place
     ends = _epoch_ends(recipe)
     # At least a fifth of the kills are at the boundary of two epochs.
-    steps = ends if place == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
-    if steps != ends and chance.random() < 0.3:  # some options of the script act at every fifth step
+    steps = ends if at == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
+    # Some options of the script act at every fifth step.
+    if steps != ends and (place == "evaluated" or chance.random() < 0.3):
         steps = list(range(5, TOTAL - 2, 5))
     later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
     if not later:
         return []
-    return [Kill(place, chance.choice(later[: -(-len(later) // left)]), chance.randrange(2), how, len(before))]
+    rank = 0 if place == "evaluated" and recipe["evaluation"] == "rank_0" else chance.randrange(2)
+    return [Kill(place, chance.choice(later[: -(-len(later) // left)]), rank, how, len(before))]
 
 
 def _epoch_ends(recipe: Recipe) -> list[int]:
@@ -202,77 +150,73 @@ def _epoch_ends(recipe: Recipe) -> list[int]:
 
 # ---- options that cannot be combined -----------------------------------------------------------------------------
 
-# (choice, option) → options that it requires of other choices. Applied in this order.
-RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
-    (("optimizer", "lbfgs"), {"accumulation": "none", "scaler": "none", "clip": "none", "second": "none"}),
-    (("optimizer", "lbfgs"), {"model": "linear", "surgery": "none", "hook": "none"}),
-    (("optimizer", "zero"), {"surgery": "none", "scaler": "none", "second": "none", "mark": "stop", "save": "in_loop"}),
-    (("optimizer", "zero"), {"load": "at_once", "parameters": "all", "best": "none"}),
-    (("optimizer", "lookahead"), {"scaler": "none", "surgery": "none"}),
-    (("optimizer", "sharing"), {"scaler": "none", "surgery": "none"}),
-    (("optimizer", "adamw_fused"), {"scaler": "none"}),
-    (
-        ("model", "sparse"),
-        {"optimizer": "sgd", "clip": "none", "scaler": "none", "hook": "none", "accumulation": "none"},
-    ),
-    (("model", "sparse"), {"parameters": "all", "surgery": "none", "buffers": "none"}),
-    (("model", "complex"), {"optimizer": "adam", "hook": "none", "scaler": "none", "surgery": "none", "clip": "none"}),
-    (("parameters", "ignored_by_ddp"), {"ddp": "plain", "optimizer": "sgd", "hook": "none", "second": "none"}),
-    (("parameters", "thawed"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
-    (("parameters", "thawed_group"), {"ddp": "plain", "hook": "none", "optimizer": "adam", "second": "none"}),
-    (("parameters", "thawed_group"), {"load": "at_once", "scheduler": "none", "surgery": "none"}),
-    (("optimizer", "post_local"), {"ddp": "plain", "hook": "none", "scaler": "none", "second": "none"}),
-    (("optimizer", "post_local"), {"surgery": "none", "parameters": "all", "accumulation": "none"}),
-    (("join", "yes"), {"ddp": "plain", "hook": "none", "accumulation": "none", "second": "none"}),
-    (("join", "yes"), {"optimizer": "sgd", "surgery": "none"}),
-    (("precision", "bf16"), {"model": "layers"}),
-    (("ddp", "find_unused"), {"second": "none"}),
-    (("accumulation", "counted"), {"scheduler": "none", "surgery": "none", "scaler": "none", "ddp": "plain"}),
-    (("accumulation", "counted"), {"second": "none", "average": "none"}),
-    (("accumulation", "no_sync"), {"ddp": "plain"}),
-    (("accumulation", "library"), {"ddp": "plain", "second": "none"}),
-    (("second", "adversary"), {"ddp": "plain", "scaler": "none", "buffers": "none"}),
-    (("scheduler", "none"), {"scheduler_at": "stepped"}),
-    (("surgery", "none"), {"surgery_at": "stepped"}),
-    (("surgery", "momentum_corrected"), {"optimizer": "momentum"}),
-    (("surgery", "state_cleared"), {"optimizer": "momentum"}),
-    (
-        ("surgery", "optimizer_replaced"),
-        {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"},
-    ),
-    (("surgery", "optimizer_replaced"), {"surgery_at": "stepped", "parameters": "all"}),
-    (("surgery", "model_replaced"), {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"}),
-    (("surgery", "model_replaced"), {"parameters": "all", "hook": "none", "ddp": "plain", "buffers": "none"}),
-    (("surgery", "model_replaced"), {"surgery_at": "stepped", "average": "none", "scaler": "none"}),
-    (("surgery", "noise"), {"surgery_at": "stepped"}),
-    (("average", "none"), {"average_at": "stepped"}),
-    (("average", "deep_copy_by_value"), {"load": "at_once"}),
-    (("data", "workers"), {"load": "at_once"}),
-    (("data", "persistent_workers"), {"load": "at_once"}),
-    (("data", "generator"), {"load": "at_once"}),
-    (("sampler", "replaced"), {"accumulation": "none", "load": "at_once", "scheduler_at": "stepped"}),
-    (("evaluation", "none"), {"evaluation_at": "stepped", "evaluation_by": "computed"}),
-    (("save", "never"), {"best": "none", "memory": "yes"}),
-    (("save", "epoch_end"), {"every": "10"}),
-)
+# "choice=options" → options that each of them requires of other choices. Applied in this order.
+_RULES = {
+    "scheduler=in_hook looked_ahead": "optimizer=adam",
+    "optimizer=lbfgs": "accumulation=none scaler=none clip=none second=none model=linear surgery=none hook=none "
+    "backward=plain",
+    "optimizer=zero": "surgery=none scaler=none second=none mark=stop save=in_loop load=at_once "
+    "parameters=all best=none",
+    "optimizer=lookahead sharing": "scaler=none surgery=none",
+    "optimizer=adamw_fused": "scaler=none",
+    "model=sparse": "optimizer=sgd clip=none scaler=none hook=none accumulation=none parameters=all "
+    "surgery=none buffers=none backward=plain scheduler=none extra=none",
+    "model=complex": "optimizer=adam hook=none scaler=none surgery=none clip=none backward=plain",
+    "model=stochastic_depth": "ddp=plain hook=none second=none backward=plain",
+    "parameters=ignored_by_ddp": "ddp=plain optimizer=sgd hook=none second=none",
+    "parameters=thawed thawed_group": "ddp=plain hook=none optimizer=adam second=none",
+    "parameters=thawed_group": "load=at_once scheduler=none surgery=none",
+    "parameters=alternating": "ddp=plain hook=none second=none",
+    "optimizer=post_local": "ddp=plain hook=none scaler=none second=none surgery=none parameters=all accumulation=none "
+    "inner=one",
+    "join=yes": "ddp=plain hook=none accumulation=none second=none optimizer=sgd surgery=none",
+    "precision=bf16": "model=layers",
+    "precision=all_bf16": "model=layers scaler=none hook=none second=none",
+    "inner=two varying": "accumulation=none",
+    "backward=perturbed": "accumulation=none scaler=none second=none join=no ddp=plain hook=none",
+    "backward=penalty": "accumulation=none scaler=none second=none ddp=plain",
+    "backward=noise": "scaler=none",
+    "ddp=find_unused": "second=none",
+    "accumulation=counted": "scheduler=none surgery=none scaler=none ddp=plain second=none average=none",
+    "accumulation=no_sync": "ddp=plain",
+    "accumulation=library": "ddp=plain second=none",
+    "second=adversary": "ddp=plain scaler=none buffers=none",
+    "scheduler=none": "scheduler_at=stepped",
+    "surgery=none": "surgery_at=stepped",
+    "surgery=momentum_corrected state_cleared state_by_data": "optimizer=momentum",
+    "surgery=optimizer_replaced": "scheduler=none optimizer=adam load=at_once second=none surgery_at=stepped "
+    "parameters=all",
+    "surgery=model_replaced": "scheduler=none optimizer=adam load=at_once second=none parameters=all hook=none "
+    "ddp=plain buffers=none surgery_at=stepped average=none scaler=none precision=float32",
+    "surgery=noise": "surgery_at=stepped",
+    "surgery=layer_replaced": "model=plain_norm hook=none ddp=plain parameters=all buffers=none precision=float32",
+    "surgery=rate_finder": "ddp=plain hook=none second=none parameters=all",
+    "average=target_replaced target_loaded": "second=none accumulation=none",
+    "average=none": "average_at=stepped",
+    "average=deep_copy_by_value": "load=at_once",
+    "data=workers persistent_workers generator": "load=at_once",
+    "sampler=replaced": "accumulation=none load=at_once scheduler_at=stepped",
+    "evaluation=none": "evaluation_at=stepped evaluation_by=computed",
+    "save=never": "best=none memory=yes",
+    "save=epoch_end": "every=10",
+}
 
 
 def normal(recipe: Recipe) -> dict[str, str]:
     """Return the recipe with plain options in place of those that cannot be combined."""
     found = dict(recipe)
-    for _ in range(3):
-        for (name, option), others in RULES:
-            if found[name] == option:
-                found |= others
-        if by_value(found) and found["mark"] == "none" and found["save"] == "never":
+    for _ in range(4):
+        for cause, others in _RULES.items():
+            name, options = cause.split("=")
+            if found[name] in options.split():
+                found |= dict(other.split("=") for other in others.split())
+        if by_value(found) and found["mark"] in ("none", "rank_0") and found["save"] == "never":
             found["mark"] = "keep"
         if works_at_epoch_end(found):
             found |= {"save": "epoch_end", "every": "10"}
-        found |= _plain_for(found["data"], found["save"])
+        found |= _plain_for(found)
         if _repeats_unseen(found):
             found["place_at_end"] = "next_epoch"
-        if found["save"] == "rank_0" and found["optimizer"] == "zero":
-            found["save"] = "in_loop"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
             found["average_at"] = "stepped"
         found |= _plain_for_scheduler(found["scheduler"], found["scheduler_at"])
@@ -281,8 +225,8 @@ def normal(recipe: Recipe) -> dict[str, str]:
 
 def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:
     """Return the options that this scheduler requires: a generation has no loss before its first step."""
-    if scheduler == "by_hand":
-        return {"scheduler_at": "top"}
+    if scheduler in (*BY_HAND, "in_hook"):
+        return {"scheduler_at": "top" if scheduler in BY_HAND else "stepped"}
     if not scheduler.startswith("plateau"):
         return {}
     return {"scheduler_at": "stepped" if at == "top" else at} | (
@@ -290,20 +234,23 @@ def _plain_for_scheduler(scheduler: str, at: str) -> dict[str, str]:
     )
 
 
-def _plain_for(data: str, save: str) -> dict[str, str]:
+def _plain_for(recipe: Recipe) -> dict[str, str]:
     """Return the options that this kind of data requires."""
+    data = recipe["data"]
     plain = {} if data == "sampler" else {"sampler": "one"}
     plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
-    return plain | ({} if data in BY_WORKERS and save == "epoch_end" else {"place_at_end": "next_epoch"})
+    plain |= {} if data in ("sampler", "loader") and recipe["sampler"] == "one" else {"ahead": "no"}
+    return plain | ({} if data in BY_WORKERS and recipe["save"] == "epoch_end" else {"place_at_end": "next_epoch"})
 
 
 def _repeats_unseen(recipe: Recipe) -> bool:
     """True if work at the end of an epoch must not be repeated, but the library cannot see that it was done."""
-    is_average = recipe["average_at"] == "epoch_end" and recipe["average"] != "averaged_model"
+    is_average = recipe["average_at"] == "epoch_end" and recipe["average"] not in ("averaged_model", "ema_model")
     draws = recipe["evaluation_at"] == "epoch_end" and recipe["evaluation_by"] != "computed"
     return is_average or draws or recipe["extra"] == "early_stop"
 
 
+BY_HAND = ("by_hand", "groups_by_hand")
 BY_WORKERS = ("workers", "persistent_workers")
 OUR_LOADERS = ("loader", *BY_WORKERS)
 OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
@@ -380,6 +327,11 @@ class _Writer:
     def has(self, name: str, *options: str) -> bool:
         return self.r[name] in options
 
+    def those(self, table: Mapping[str, Any]) -> list[Any]:
+        """Return the values of a table whose keys, `choice=options`, have an option of this recipe."""
+        causes = ((cause.split("="), value) for cause, value in table.items())
+        return [value for (name, options), value in causes if self.has(name, *options.split())]
+
     def text(self) -> str:
         parts = ", ".join(f"{name}={option}" for name, option in parts_of(self.r).items()) or "the plainest script"
         lines = [f"# {parts}", HEAD.format(epoch=EPOCH, total=TOTAL).strip("\n"), "", self.classes(), ""]
@@ -390,106 +342,40 @@ class _Writer:
     # ---- classes
 
     def classes(self) -> str:
-        found = [OWN_NORM] if self.has("model", "own_norm") else []
-        found.append(self._net())
-        if self.has("data", "reader_of_each_rank", "stateful_loader"):
-            found.append(READER)
-        if self.has("average", "own_object"):
-            found.append(OWN_AVERAGE)
-        if self.has("optimizer", "lookahead"):
-            found.append(LOOKAHEAD)
-        if self.has("optimizer", "sharing"):
-            found.append(SHARING)
-        if self.has("scheduler", "falling"):
-            found.append(FALLING)
-        if self.has("data", "iterable"):
-            found.append(SHARDS)
+        found = [self._net(), *self.those(CLASSES)]
         if not self.has("augmented", "no"):
             found.append(AUGMENTED.format(draw=DRAWN[self.r["augmented"]]))
-        found += {"always_another": [ALWAYS_ANOTHER], "metric": [METRIC], "criterion": [CRITERION]}.get(
-            self.r["extra"], []
-        )
         return "\n\n".join(textwrap.dedent(one).strip("\n") for one in found)
 
     def _net(self) -> str:
-        body = {
-            "linear": "self.body = torch.nn.Linear(16, 1)",
-            "layers": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))",
-            "dropout": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 1))",
-            "batchnorm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))",
-            "tied": "one = torch.nn.Linear(16, 16); self.body = torch.nn.Sequential(one, torch.nn.Tanh(), one, torch.nn.Linear(16, 1))",
-            "spectral": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
-            "weight_norm": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
-            "cumulative": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))",
-            "own_norm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), OwnNorm(), torch.nn.Linear(8, 1))",
-            "sparse": "self.table = torch.nn.Embedding(8, 16, sparse=True); self.body = torch.nn.Linear(16, 1)",
-            "complex": "self.phase = torch.nn.Parameter(torch.ones(16, dtype=torch.cfloat)); self.body = torch.nn.Linear(16, 1)",
-        }[self.r["model"]]
-        before = {
-            "sparse": "a = a + self.table((a[:, 0].abs() * 7 % 8).long())",
-            "complex": "a = (a * self.phase).abs()",
-        }.get(self.r["model"], "")
-        lines = [
-            "class Net(torch.nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            f"        {body}",
-        ]
-        if self.has("buffers", "of_each_rank", "of_rank_0"):
-            lines.append('        self.register_buffer("centre", torch.zeros(16))')
-        if self.has("buffers", "of_each_rank"):
-            lines.append('        self.register_buffer("shift", torch.zeros(1))')
-        if self.has("parameters", "ignored_by_ddp"):
-            lines.append("        self.own = torch.nn.Linear(16, 1)")
-        if self.has("parameters", "thawed", "thawed_group"):
-            lines.append("        self.late = torch.nn.Linear(16, 1); self.late.requires_grad_(False)")
-        lines.append("    def forward(self, a):")
-        if self.has("buffers", "of_each_rank", "of_rank_0"):
-            lines += [
-                "        if self.training:",
-                "            with torch.no_grad(): self.centre.mul_(0.9).add_(a.mean(0), alpha=0.1)",
-                "        a = a - self.centre",
-            ]
-        if self.has("buffers", "of_each_rank"):
-            lines.append("        a = a + self.shift")
-        if before:
-            lines.append(f"        {before}")
-        result = "self.body(a)"
-        if self.has("parameters", "ignored_by_ddp"):
-            result += " + (self.own(a) if step >= 15 else 0)"
-        if self.has("parameters", "thawed", "thawed_group"):
-            result += " + self.late(a)"
-        lines.append(f"        return {result}")
-        return "\n".join(lines)
+        parts = self.those(PARTS)
+        lines = ["super().__init__()", BODIES[self.r["model"]], *[its for its, _, _ in parts]]
+        result = " + ".join(["self.body(a)", *[adds for _, _, adds in parts if adds]])
+        result = f"({result}).float()" if self.has("precision", "all_bf16") else result
+        forward = [*[begins for _, begins, _ in parts], f"return {result}"]
+        made, called = (_block("\n".join(filter(None, its)), 8) for its in (lines, forward))
+        return f"class Net(torch.nn.Module):\n    def __init__(self):\n{made}\n    def forward(self, a):\n{called}"
 
     # ---- before the loop
 
     def construction(self) -> str:
-        lines = ["torch.manual_seed(1)", "step = 0", "net = Net()"]
+        lines = ["torch.manual_seed(1)", "step = 0"]
+        lines.append("net = Net().bfloat16()" if self.has("precision", "all_bf16") else "net = Net()")
         if self.has("buffers", "of_each_rank"):
             lines.append("net.shift.fill_(0.01 * world.rank)  # no forward pass changes it")
         if self.has("parameters", "ignored_by_ddp"):
             lines.append('DDP._set_params_and_buffers_to_ignore_for_model(net, ["own.weight", "own.bias"])')
-        options = ["broadcast_buffers=False"] if self.has("buffers", "of_each_rank") else []
-        options += {
-            "static_graph": ["static_graph=True"],
-            "bucket_view": ["gradient_as_bucket_view=True"],
-            "find_unused": ["find_unused_parameters=True"],
-        }.get(self.r["ddp"], [])
-        options += ["find_unused_parameters=True"] if self.r["parameters"].startswith("thawed") else []
         # At its construction DDP registers only parameters that require gradients.
         if self.has("parameters", "thawed", "thawed_group"):
             lines.append("net.late.requires_grad_(True)")
-        lines.append(f"model = DDP(net, {', '.join(options)})" if options else "model = world.wrap(net)")
+        options = ", ".join(dict.fromkeys(self.those(DDP_OPTIONS)))
+        lines.append(f"model = DDP(net, {options})" if options else "model = world.wrap(net)")
         lines += self._hook()
         if self.has("second", "head"):
             lines.append("head = world.wrap(torch.nn.Linear(1, 1))")
-        lines += ["def predicted(a):"]
-        lines += (
-            ["    with torch.autocast('cpu', torch.bfloat16):"] if self.has("precision", "bf16") else ["    if True:"]
-        )
         result = "head(model(a))" if self.has("second", "head") else "model(a)"
-        lines.append(f"        return {result}" + (".float()" if self.has("precision", "bf16") else ""))
+        its = f"with torch.autocast('cpu', torch.bfloat16): return {result}.float()"
+        lines.append(f"def predicted(a):\n    {its if self.has('precision', 'bf16') else f'return {result}'}")
         lines.append(f"optimizer = {self._optimizer()}")
         if self.has("parameters", "thawed", "thawed_group"):
             lines.append("net.late.requires_grad_(False)")
@@ -497,14 +383,16 @@ class _Writer:
         if self.has("scaler", "scaler"):
             lines.append('scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)')
         if self.has("second", "adversary"):
-            lines += [
-                "critic = world.wrap(torch.nn.Linear(1, 1))",
-                "critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)",
-            ]
-        lines += self._average()
+            lines.append("critic = world.wrap(torch.nn.Linear(1, 1))")
+            lines.append("critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)")
+        lines += AVERAGES.get(self.r["average"], ["average = copy.deepcopy(net)"])
         lines += self._data()
         lines += self._extra()
-        lines.append(f"def objects(): return dict({', '.join(f'{k}={v}' for k, v in self.names().items())})")
+        if self.has("evaluation_by", "second_sampler"):
+            held = "torch.utils.data.TensorDataset(torch.arange(64))"
+            its = "ddpjob.GlobalBatchSampler(64, global_batch=32, seed=8)"
+            lines.append(f"held = torch.utils.data.DataLoader({held}, batch_sampler={its})")
+        lines.append(f"def objects(): return dict({', '.join(f'{k}={k}' for k in self.names())})")
         lines.append(f"def values(): return dict({', '.join(f'{k}={v}' for k, v in self.values().items())})")
         folder = 'os.environ["SNAPSHOTS"]' + (' + f"/{world.rank}"' if self.has("folder", "of_each_rank") else "")
         memory = ", memory=False" if self.has("memory", "no") else ""
@@ -518,33 +406,23 @@ class _Writer:
         return "\n".join(lines)
 
     def _hook(self) -> list[str]:
+        hooks = "from torch.distributed.algorithms.ddp_comm_hooks import"
         if self.has("optimizer", "post_local"):
             return [
-                "from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post",
+                f"{hooks} post_localSGD_hook as post",
                 "from torch.distributed.algorithms.model_averaging import averagers",
                 "local = post.PostLocalSGDState(None, None, 10, post_local_gradient_allreduce=False)",
                 "model.register_comm_hook(local, post.post_localSGD_hook)",
             ]
         return {
             "none": [],
-            "fp16": [
-                "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
-                "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
-            ],
+            "fp16": [f"{hooks} default_hooks; model.register_comm_hook(None, default_hooks.fp16_compress_hook)"],
             "power_sgd": [
-                "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power",
+                f"{hooks} powerSGD_hook as power",
                 "hook_state = power.PowerSGDState(None, 1, start_powerSGD_iter=5, min_compression_rate=1)",
                 "model.register_comm_hook(hook_state, power.powerSGD_hook)",
             ],
-            "own": [
-                "momenta = {}",
-                "def own_hook(state, bucket):",
-                "    kept = state.setdefault(bucket.index(), torch.zeros_like(bucket.buffer()))",
-                "    kept.mul_(0.5).add_(bucket.buffer())",
-                "    work = dist.all_reduce(kept.div(2).clone(), async_op=True).get_future()",
-                "    return work.then(lambda done: done.value()[0])",
-                "model.register_comm_hook(momenta, own_hook)",
-            ],
+            "own": ["momenta = {}", *OWN_HOOK.strip().splitlines(), "model.register_comm_hook(momenta, own_hook)"],
         }[self.r["hook"]]
 
     def _optimizer(self) -> str:
@@ -572,10 +450,11 @@ class _Writer:
             "zero": f"__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer({parameters}, torch.optim.Adam, lr=1e-2)",
             "lookahead": f"Lookahead({parameters}, lr=0.02, momentum=0.9)",
             "sharing": f"Sharing({parameters}, lr=0.02, momentum=0.9)",
+            "master": f"Master({parameters}, dict(lr=0.02))",
+            "hooked": f"Hooked({parameters}, lr=1e-2)",
         }[self.r["optimizer"]]
 
     def _scheduler(self) -> list[str]:
-        steps = "EPOCH_COUNT" if self.has("scheduler_at", "epoch_end") else "TOTAL"
         its = {
             "step": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "one_cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=TOTAL + 1, cycle_momentum=False)",
@@ -583,21 +462,20 @@ class _Writer:
             "plateau_of_each_rank": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.7)",
             "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
             "falling": "torch.optim.lr_scheduler.LambdaLR(optimizer, Falling())",
+            "in_hook": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [7, 17, 27])",
+            "looked_ahead": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)",
+            "swa_rate": "torch.optim.swa_utils.SWALR(optimizer, 0.005, anneal_epochs=10)",
             "rewound": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "sequential": "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)], [2])",
         }.get(self.r["scheduler"])
         if its is None:
             return []
-        return [f"scheduler = {its.replace('PER_EPOCH', str(steps == 'EPOCH_COUNT'))}"]
-
-    def _average(self) -> list[str]:
-        return {
-            "none": [],
-            "averaged_model": ["average = torch.optim.swa_utils.AveragedModel(net)"],
-            "deep_copy": ["average = copy.deepcopy(net)"],
-            "own_object": ["average = Average(net)"],
-            "deep_copy_by_value": ["average = copy.deepcopy(net)"],
-        }[self.r["average"]]
+        hook = (
+            "; optimizer.register_step_post_hook(lambda *_: scheduler.step())"
+            if self.has("scheduler", "in_hook")
+            else ""
+        )
+        return [f"scheduler = {its.replace('PER_EPOCH', str(self.has('scheduler_at', 'epoch_end')))}{hook}"]
 
     def _data(self) -> list[str]:
         sampler = "sampler = ddpjob.GlobalBatchSampler(N, global_batch=32, seed=7)"
@@ -635,39 +513,24 @@ class _Writer:
             "early_stop": ["extra = {'best': math.inf, 'bad': 0}"],
             "best_copy": ["extra = {'loss': math.inf, 'model': {}}"],
             "criterion": ["extra = Criterion()"],
+            "adaptive": ["extra = {'beta': 1.0, 'last': 0.0}"],
+            "hard_examples": ["extra = {'losses': [0.0] * N}"],
+            "tensor": ["extra = torch.zeros(1)"],
+            "clip_history": ["extra = ClipHistory()"],
+            "normalizer": ["extra = Normalizer()"],
+            "best_restored": ["extra = {'loss': math.inf, 'model': {}, 'bad': 0}"],
         }[self.r["extra"]]
 
-    def names(self) -> dict[str, str]:
+    def names(self) -> list[str]:
         """Return the names of the objects that the script saves."""
-        found = {"model": "model", "optimizer": "optimizer"}
-        if not self.has("scheduler", "none", "by_hand"):
-            found["scheduler"] = "scheduler"
-        if self.has("scaler", "scaler"):
-            found["scaler"] = "scaler"
-        if self.has("second", "adversary"):
-            found |= {"critic": "critic", "critic_optimizer": "critic_optimizer"}
-        if self.has("second", "head"):
-            found["head"] = "head"
-        if not self.has("average", "none", "deep_copy_by_value"):
-            found["average"] = "average"
-        if self.has("data", "sampler", "loader"):
-            found["sampler"] = "sampler"
-        if self.has("data", "reader_of_each_rank", "stateful_loader"):
-            found["reader"] = "reader"
-        if not self.has("extra", "none"):
-            found["extra"] = "extra"
-        return found
+        found = ["model", "optimizer", *" ".join(self.those(OBJECTS)).split()]
+        found += ["scheduler"] if not self.has("scheduler", "none", *BY_HAND) else []
+        found += ["average"] if not self.has("average", "none", "deep_copy_by_value") else []
+        return found + (["extra"] if not self.has("extra", "none") else [])
 
     def values(self) -> dict[str, str]:
         """Return the names of the values that the script saves."""
-        found = {}
-        if self.has("data", *BY_WORKERS):
-            found["sampler"] = "sampler.state_dict(epoch=epoch, batches=batches)"
-        if self.has("data", "generator"):
-            found["generator"] = "generator.get_state()"
-        if self.has("average", "deep_copy_by_value"):
-            found["average"] = "average.state_dict()"
-        return found
+        return dict(self.those(VALUES))
 
     def resume(self) -> str:
         lines = ["epoch = batches = 0"]
@@ -695,7 +558,8 @@ class _Writer:
                 "    new = ddpjob.GlobalBatchSampler(N, global_batch=16, seed=7); new.load_state_dict(old.state_dict()); return new",
                 "if step >= 23: sampler = other(sampler)",
             ]
-        first = "sampler.current_epoch" if self.has("data", *OUR_SAMPLERS) else "step // EPOCH"
+        is_placed = self.has("data", *OUR_SAMPLERS) and not self.has("ahead", "forever")
+        first = "sampler.current_epoch" if is_placed else "step // EPOCH"
         return "\n".join([*lines, f"first = {first}"])
 
     # ---- the loop
@@ -707,7 +571,17 @@ class _Writer:
         lines.append("        if step == TOTAL: break")
         if self.has("join", "yes"):
             lines = ["    with model.join():", *[f"    {line}" for line in lines]]
-        lines = ["stop = False", "for epoch in range(first, 99 if step < TOTAL else first):", *lines]
+        stream = []
+        if self.has("ahead", "one"):
+            stream = [
+                "def ahead(batches):",
+                "    batches = iter(batches); coming = next(batches, None)",
+                "    while coming is not None: now, coming = coming, next(batches, None); yield now",
+            ]
+        elif self.has("ahead", "forever"):
+            its = "loader" if self.has("data", "loader") else "sampler.epoch(sampler.current_epoch)"
+            stream = ["def forever():", f"    while True: yield from {its}", "stream = forever()"]
+        lines = [*stream, "stop = False", "for epoch in range(first, 99 if step < TOTAL else first):", *lines]
         lines += [f"    {line}" for line in self._epoch_end()]
         lines.append("    if step == TOTAL: break")
         return "\n".join(lines)
@@ -717,11 +591,19 @@ class _Writer:
             return ["    while step < EPOCH * (epoch + 1):"]
         if self.has("data", "sampler") and self.has("sampler", "replaced"):
             return ["    epoch = sampler.current_epoch", "    for part in sampler.epoch(epoch):"]
-        if self.has("data", "sampler"):
-            return ["    for part in sampler.epoch(epoch):"]
         item = "(part,)" if self.has("augmented", "no") else "(part, more)"
+        source = "sampler.epoch(epoch)" if self.has("data", "sampler") else "loader"
+        source = {
+            "no": source,
+            "one": f"ahead({source})",
+            "all": f"list({source})",
+            "forever": "itertools.islice(stream, EPOCH * (epoch + 1) - step)",
+        }[self.r["ahead"]]
+        if self.has("data", "sampler"):
+            return [f"    for part in {source}:"]
         if self.has("data", *OUR_LOADERS):
-            return ["    sampler.set_epoch(epoch)", f"    for batches, {item} in enumerate(loader, start=1):"]
+            set_epoch = [] if self.has("ahead", "forever") else ["    sampler.set_epoch(epoch)"]
+            return [*set_epoch, f"    for batches, {item} in enumerate({source}, start=1):"]
         loop = f"    for {item} in itertools.islice(loader, step - epoch * EPOCH, None):"
         return {
             "distributed": ["    sampler.set_epoch(epoch)", loop],
@@ -750,8 +632,13 @@ class _Writer:
         lines += self._draws()
         if not self.has("augmented", "no"):
             lines.append("noise = noise + more.float().mean()")
-        if self.has("extra", "criterion"):
-            lines.append("noise = noise + extra(y[part])")
+        lines += {
+            "criterion": ["noise = noise + extra(y[part])"],
+            "adaptive": ["noise = noise + 0.1 * extra['beta']"],
+            "tensor": ["noise = noise + 0.1 * float(extra)"],
+            "normalizer": ["extra.update(x[part]); noise = noise + 0.1 * extra.mean"],
+            "hard_examples": ["part = [*sorted(part, key=lambda i: -extra['losses'][i])[:12], *part[:4]]"],
+        }.get(self.r["extra"], [])
         lines += ["saw('samples', step + 1, part)", *self._step(), "step += 1", "saw('loss', step, float(loss).hex())"]
         lines += self._extra_step()
         lines += self._surgery("stepped") + self._piece("stepped")
@@ -769,10 +656,22 @@ class _Writer:
             "torch": ["noise = 0.1 * torch.randn(16)"],
             "python": ["noise = random.gauss(0, 0.1)"],
             "numpy": ["noise = float(numpy.random.normal(0, 0.1))"],
+            "mixup": ["noise = 0.02 * float(numpy.random.beta(0.4, 0.4)) * torch.randperm(16)"],
+            "unequal": ["noise = 0.1 * torch.randn(1 + 2 * world.rank + step % 3).mean()"],
+            "seeded": ["torch.manual_seed(1000 * world.rank + step); noise = 0.1 * torch.randn(16)"],
+            "by_epoch": ["noise = 0.1 / (1 + epoch)"],
         }[self.r["draws"]]
 
     def _step(self) -> list[str]:
-        loss = "F.mse_loss(predicted(x[PART] + noise), y[PART])"
+        if self.has("inner", "one"):
+            return self._one_step()
+        count = "2" if self.has("inner", "two") else "1 + step % 3 % 2"
+        return [f"for _ in range({count}):", *[f"    {line}" for line in self._one_step()]]
+
+    def _one_step(self) -> list[str]:
+        is_target = self.has("average", "target_replaced", "target_loaded")
+        wanted = "y[PART] + 0.1 * average(x[PART]).detach()" if is_target else "y[PART]"
+        loss = f"F.mse_loss(predicted(x[PART] + noise), {wanted})"
         whole = loss.replace("PART", "part")
         if self.has("second", "adversary"):
             whole = f"{whole} + 0.01 * critic(net(x[part])).square().mean()"
@@ -786,11 +685,8 @@ class _Writer:
         backward = "scaler.scale(loss).backward()" if self.has("scaler", "scaler") else "loss.backward()"
         lines: list[str] = []
         if self.has("second", "adversary"):
-            lines += [
-                "critic_optimizer.zero_grad()",
-                "F.mse_loss(critic(net(x[part]).detach()), y[part]).backward()",
-                "critic_optimizer.step()",
-            ]
+            lines.append("critic_optimizer.zero_grad(); F.mse_loss(critic(net(x[part]).detach()), y[part]).backward()")
+            lines.append("critic_optimizer.step()")
         if self.has("accumulation", "counted"):
             return [
                 *lines,
@@ -803,7 +699,23 @@ class _Writer:
                 "    optimizer.zero_grad()",
             ]
         lines.append("optimizer.zero_grad()")
-        if self.has("accumulation", "library"):
+        if self.has("backward", "penalty"):
+            lines.append(
+                "at = x[part].requires_grad_(); slope, = torch.autograd.grad(net(at).sum(), at, create_graph=True)"
+            )
+            whole += " + 0.01 * slope.square().mean()"
+        if self.has("backward", "perturbed"):
+            lines += [
+                f"loss = {whole}; loss.backward(); loss = loss.detach()",
+                "own = [p.data.clone() for p in net.parameters()]",
+                "for p in net.parameters():",
+                "    if p.grad is not None: p.data.add_(p.grad, alpha=0.05)",
+                f"again = {whole}",
+                "strike('forward', step)",
+                "again.backward()",
+                "for p, value in zip(net.parameters(), own): p.data = value",
+            ]
+        elif self.has("accumulation", "library"):
             lines += [
                 "def loss_of(piece): return F.mse_loss(predicted(x[piece] + noise), y[piece], reduction='sum')",
                 "strike('forward', step)",
@@ -825,6 +737,17 @@ class _Writer:
 
     def _optimizer_step(self) -> list[str]:
         lines = []
+        if self.has("backward", "noise"):
+            lines += [
+                "if step % 10 == 9:",
+                "    shift = torch.tensor(random.gauss(0, 0.01)); dist.broadcast(shift, 0)",
+                "    for p in net.parameters():",
+                "        if p.grad is not None: p.grad.add_(shift)",
+            ]
+        if self.has("extra", "clip_history"):
+            lines.append("extra(net)")
+        if self.has("clip", "cancelled"):
+            lines.append("if step < 12: [*net.parameters()][-1].grad = None")
         if self.has("clip", "norm"):
             if self.has("scaler", "scaler"):
                 lines.append("scaler.unscale_(optimizer)")
@@ -843,6 +766,21 @@ class _Writer:
                 "    extra['loss'], extra['model'] = float(loss), copy.deepcopy(net.state_dict())",
             ],
             "history_of_each_rank": ["extra['losses'] = [*extra['losses'], float(loss)][-5:]"],
+            "adaptive": [
+                "extra['beta'] = min(2.0, max(0.5, extra['beta'] * (1.1 if float(loss) > extra['last'] else 0.9)))",
+                "extra['last'] = float(loss)",
+            ],
+            "hard_examples": ["for i in part: extra['losses'][i] = float(loss)"],
+            "tensor": ["extra.mul_(0.9).add_(float(loss), alpha=0.1)"],
+            "best_restored": [
+                "if step % 3 == 0:",
+                "    with torch.no_grad(): now = F.mse_loss(net(x[:64]), y[:64]); dist.all_reduce(now)",
+                "    extra['bad'] += 1",
+                "    if float(now) < extra['loss'] * 0.9:",
+                "        extra.update(loss=float(now), model=copy.deepcopy(net.state_dict()), bad=0)",
+                "    elif extra['bad'] == 2:",
+                "        net.load_state_dict(extra['model']); extra['bad'] = 0; optimizer.param_groups[0]['lr'] *= 0.9",
+            ],
         }.get(self.r["extra"], [])
 
     def _surgery(self, at: str) -> list[str]:
@@ -869,6 +807,26 @@ class _Writer:
                 "    model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
             ],
             "optimizer_replaced": ["if step == 21: optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)"],
+            "layer_replaced": [
+                f"if {now}: net.body[1] = torch.nn.BatchNorm1d(8, affine=False); model = world.wrap(net)"
+            ],
+            "state_by_data": [
+                f"if {now}:",
+                "    for state in optimizer.state.values(): state['momentum_buffer'].data.mul_(0.1)",
+            ],
+            "optimizer_loaded": [
+                f"if {now}:",
+                "    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())); optimizer.param_groups[0]['lr'] *= 0.7",
+            ],
+            "normalised": ["for p in net.parameters(): p.data.div_(p.data.norm() + 1e-6)"],
+            "rate_finder": [
+                f"if {now}:",
+                "    kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))",
+                "    for rate in (1e-3, 1e-1):",
+                "        optimizer.param_groups[0]['lr'] = rate; optimizer.zero_grad()",
+                "        F.mse_loss(predicted(x[:16]), y[:16]).backward(); optimizer.step()",
+                "    net.load_state_dict(kept[0]); optimizer.load_state_dict(kept[1])",
+            ],
         }.get(self.r["surgery"], [])
 
     def _piece(self, at: str) -> list[str]:
@@ -876,17 +834,27 @@ class _Writer:
         if not self.has("scheduler", "none") and self.r["scheduler_at"] == at:
             lines += self._scheduler_step()
         if self.r["average_at"] == at:
+            moved = [
+                "with torch.no_grad():",
+                "    for a, p in zip(average.parameters(), net.parameters()): a.lerp_(p, 0.1)",
+            ]
+            seventh = "" if at == "epoch_end" else "if step % 7 == 0: "
             lines += {
                 "averaged_model": ["average.update_parameters(net)"]
                 + (["torch.optim.swa_utils.update_bn([x[:64]], average)"] if at == "epoch_end" else []),
-                "deep_copy": [
-                    "with torch.no_grad():",
-                    "    for a, p in zip(average.parameters(), net.parameters()): a.lerp_(p, 0.1)",
-                ],
+                "ema_model": ["average.update_parameters(net)"],
+                "deep_copy": moved,
                 "own_object": ["average.update(net)"],
-                "deep_copy_by_value": [
+                "deep_copy_by_value": moved,
+                "target_replaced": [f"{seventh}average = copy.deepcopy(net)"],
+                "target_loaded": [f"{seventh}average.load_state_dict(net.state_dict())"],
+                "by_data": [
+                    "for a, p in zip(average.parameters(), net.parameters()): a.data = a.data * 0.9 + p.data * 0.1"
+                ],
+                "of_all": [
                     "with torch.no_grad():",
-                    "    for a, p in zip(average.parameters(), net.parameters()): a.lerp_(p, 0.1)",
+                    "    for a, v in zip(average.state_dict().values(), net.state_dict().values()):",
+                    "        a.copy_(a * 0.9 + v * 0.1 if v.is_floating_point() else v)",
                 ],
             }.get(self.r["average"], [])
         if not self.has("evaluation", "none") and self.r["evaluation_at"] == at:
@@ -894,20 +862,18 @@ class _Writer:
         return lines
 
     def _scheduler_step(self) -> list[str]:
-        if self.has("scheduler", "by_hand"):
-            return ["for group in optimizer.param_groups: group['lr'] = 0.02 * min(1, (step + 1) / 15)"]
-        if self.has("scheduler", "restarts"):
-            return ["scheduler.step(step / EPOCH)"]
-        if self.has("scheduler", "plateau_of_each_rank"):
-            return ["scheduler.step(float(loss))"]
-        if self.has("scheduler", "plateau"):
-            return ["mean = loss.clone(); dist.all_reduce(mean); scheduler.step(float(mean))"]
-        if self.has("scheduler", "rewound"):
-            return [
-                "scheduler.step()",
-                "if step == 20: scheduler.load_state_dict(scheduler.state_dict() | {'last_epoch': 0})",
-            ]
-        return ["scheduler.step()"]
+        rate = "lr=0.02 * min(1, (step + 1) / 15)"
+        rewound = "scheduler.load_state_dict(scheduler.state_dict() | {'last_epoch': 0})"
+        return {
+            "by_hand": [f"for group in optimizer.param_groups: group.update({rate})"],
+            "groups_by_hand": [f"for group in optimizer.param_groups: group.update({rate}, weight_decay=1e-4 * step)"],
+            "in_hook": [],
+            "looked_ahead": ["scheduler.step(); peek = copy.deepcopy(scheduler); peek.step()"],
+            "restarts": ["scheduler.step(step / EPOCH)"],
+            "plateau_of_each_rank": ["scheduler.step(float(loss))"],
+            "plateau": ["mean = loss.clone(); dist.all_reduce(mean); scheduler.step(float(mean))"],
+            "rewound": ["scheduler.step()", f"if step == 20: {rewound}"],
+        }.get(self.r["scheduler"], ["scheduler.step()"])
 
     def _evaluation(self) -> list[str]:
         who = "step % 5 == 0 and world.rank == 0" if self.has("evaluation", "rank_0") else "step % 5 == 0"
@@ -918,13 +884,21 @@ class _Writer:
             ],
             "random": ["net(x[:64] + torch.rand(64, 1))"],
             "training_mode": ["net(x[:64])" if self.has("evaluation", "rank_0") else "model(x[:64])"],
+            "fork_rng": ["with torch.random.fork_rng(): torch.manual_seed(0); net(x[:64] + torch.rand(64, 1))"],
+            "second_sampler": ["for (some,) in held: net(x[some])"],
+            "swapped": [
+                "own = [p.clone() for p in net.parameters()]",
+                "for p in net.parameters(): p.mul_(0.9)",
+                "net(x[:64]); strike('evaluated', step)",
+                "for p, value in zip(net.parameters(), own): p.copy_(value)",
+            ],
         }[self.r["evaluation_by"]]
         return [
             f"if {who}:",
             "    net.train()" if self.has("evaluation_by", "training_mode") else "    net.eval()",
             "    with torch.no_grad():",
             *[f"        {line}" for line in how],
-            "    net.train()",
+            "    net.train(); strike('evaluated', step)",
         ]
 
     def _state(self) -> str:
@@ -937,6 +911,7 @@ class _Writer:
             "stop_some": ["if step % 2 == 0: stop = ddpjob.should_stop(step)"],
             "keep": [f"snapshot.keep(step, {self._state()})"],
             "none": [],
+            "rank_0": ["if world.rank == 0: ddpjob.should_stop(step)"],
         }[self.r["mark"]]
 
     def _saves(self) -> list[str]:
@@ -982,13 +957,10 @@ class _Writer:
             lines.append("best.close()")
         if self.has("optimizer", "zero"):
             lines += ["optimizer.consolidate_state_dict(0)"]
+        all_of = "objects().items() if world.rank == 0" if self.has("optimizer", "zero") else "objects().items()"
         lines += [
-            "if world.rank == 0 or 'Zero' not in type(optimizer).__name__:",
-            "    states = {k: v.state_dict() if hasattr(v, 'state_dict') else v for k, v in objects().items()}",
-            "else:",
-            "    states = {}",
-            "result = {k: digest(v) for k, v in states.items()}",
-            "result |= {k: digest(v) for k, v in values().items()}",
+            f"states = {{k: v.state_dict() if hasattr(v, 'state_dict') else v for k, v in {all_of}}}",
+            "result = {k: digest(v) for k, v in (states | values()).items()}",
         ]
         if self.has("extra", "always_another"):
             lines.append("result.pop('extra', None)")
@@ -1108,3 +1080,167 @@ class Another:
         return {"given": self.count}
     def load_state_dict(self, state): pass
 """
+CLIP_HISTORY = """
+class ClipHistory:
+    def __init__(self): self.norms = collections.deque([1.0], maxlen=5)
+    def __call__(self, net):
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), sum(self.norms) / len(self.norms))))
+    def state_dict(self): return {"norms": list(self.norms)}
+    def load_state_dict(self, state): self.norms = collections.deque(state["norms"], maxlen=5)
+"""
+NORMALIZER = """
+class Normalizer(torch.nn.Module):
+    # Of observations, as in reinforcement learning.
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16)); self.register_buffer("count", torch.zeros(()))
+    def update(self, a):
+        self.count += len(a)
+        self.mean.data = self.mean.data + (a.mean(0) - self.mean.data) * len(a) / self.count
+"""
+MASTER = """
+class Master(torch.optim.Optimizer):
+    # Moments and weights in float32 of parameters in any type.
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None: continue
+                state = self.state[p]
+                if not state: state.update(moment=torch.zeros_like(p, dtype=torch.float32), master=p.float())
+                state["moment"].mul_(0.9).add_(p.grad.float())
+                state["master"].add_(state["moment"], alpha=-group["lr"]); p.copy_(state["master"])
+"""
+HOOKED = """
+class Hooked(torch.optim.Adam):
+    # Counts its steps, and saves the count by a hook.
+    count = 0
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_state_dict_post_hook(lambda own, state: {**state, "count": own.count})
+        self.register_load_state_dict_pre_hook(lambda own, state: setattr(own, "count", state.get("count", 0)))
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups: group["lr"] = 1e-2 * 0.97 ** self.count
+        return super().step(closure)
+"""
+BODIES = {
+    "linear": "self.body = torch.nn.Linear(16, 1)",
+    "layers": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))",
+    "dropout": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 1))",
+    "batchnorm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))",
+    "tied": "one = torch.nn.Linear(16, 16); self.body = torch.nn.Sequential(one, torch.nn.Tanh(), one, torch.nn.Linear(16, 1))",
+    "spectral": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
+    "weight_norm": "self.body = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 8)), torch.nn.Linear(8, 1))",
+    "cumulative": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))",
+    "own_norm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), OwnNorm(), torch.nn.Linear(8, 1))",
+    "plain_norm": "self.body = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8, affine=False), torch.nn.Linear(8, 1))",
+    "convolution": "self.body = torch.nn.Sequential(torch.nn.Unflatten(1, (1, 4, 4)), torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1)).to(memory_format=torch.channels_last)",
+} | dict.fromkeys(("sparse", "complex", "stochastic_depth", "momentum_encoder"), "self.body = torch.nn.Linear(16, 1)")
+# "choice=options" → what the model has, does before its result, and adds to the result.
+PARTS = {
+    "precision=all_bf16": ("", "a = a.bfloat16()", ""),
+    "buffers=of_each_rank of_rank_0": (
+        "self.register_buffer('centre', torch.zeros(16))",
+        "if self.training: self.centre.mul_(0.9).add_(a.detach().mean(0), alpha=0.1)\na = a - self.centre",
+        "",
+    ),
+    "buffers=of_each_rank": ("self.register_buffer('shift', torch.zeros(1))", "a = a + self.shift", ""),
+    "model=sparse": (
+        "self.table = torch.nn.Embedding(8, 16, sparse=True)",
+        "a = a + self.table((a[:, 0].abs() * 7 % 8).long())",
+        "",
+    ),
+    "model=complex": (
+        "self.phase = torch.nn.Parameter(torch.ones(16, dtype=torch.cfloat))",
+        "a = (a * self.phase).abs()",
+        "",
+    ),
+    "model=stochastic_depth": (
+        "self.side = torch.nn.Linear(16, 16)",
+        "a = a + self.side(a) if self.training and random.random() < 0.5 else a",
+        "",
+    ),
+    "model=momentum_encoder": (
+        "self.queue = Queue(self.body)",
+        "self.queue.take(self.body, a)",
+        "0.1 * self.queue.keys.mean()",
+    ),
+    "parameters=ignored_by_ddp": ("self.own = torch.nn.Linear(16, 1)", "", "(self.own(a) if step >= 15 else 0)"),
+    "parameters=thawed thawed_group": (
+        "self.late = torch.nn.Linear(16, 1); self.late.requires_grad_(False)",
+        "",
+        "self.late(a)",
+    ),
+    "parameters=alternating": (
+        "self.even, self.odd = torch.nn.Linear(16, 1), torch.nn.Linear(16, 1)",
+        "",
+        "(self.even if step % 2 else self.odd)(a)",
+    ),
+}
+QUEUE = """
+class Queue(torch.nn.Module):
+    # Keys of an encoder that follows the trained one, as for contrastive learning.
+    def __init__(self, body):
+        super().__init__()
+        self.encoder = copy.deepcopy(body).requires_grad_(False)
+        self.register_buffer("keys", torch.zeros(64, 1)); self.register_buffer("at", torch.zeros((), dtype=torch.long))
+    @torch.no_grad()
+    def take(self, body, a):
+        if not self.training: return
+        for own, p in zip(self.encoder.parameters(), body.parameters()): own.mul_(0.9).add_(p, alpha=0.1)
+        self.keys[(self.at + torch.arange(len(a))) % 64] = self.encoder(a); self.at.add_(len(a)).remainder_(64)
+"""
+OWN_HOOK = """
+def own_hook(state, bucket):
+    kept = state.setdefault(bucket.index(), torch.zeros_like(bucket.buffer())); kept.mul_(0.5).add_(bucket.buffer())
+    work = dist.all_reduce(kept.div(2).clone(), async_op=True).get_future()
+    return work.then(lambda done: done.value()[0])
+"""
+AVERAGES = {
+    "none": [],
+    "averaged_model": ["average = torch.optim.swa_utils.AveragedModel(net)"],
+    "ema_model": [
+        "average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)"
+    ],
+    "own_object": ["average = Average(net)"],
+}
+DDP_OPTIONS = {
+    "buffers=of_each_rank": "broadcast_buffers=False",
+    "ddp=static_graph": "static_graph=True",
+    "ddp=bucket_view": "gradient_as_bucket_view=True",
+    "ddp=find_unused": "find_unused_parameters=True",
+    "parameters=thawed thawed_group alternating": "find_unused_parameters=True",
+    "model=stochastic_depth": "find_unused_parameters=True",
+}
+# "choice=options" → names of objects, and name and text of a value, that the script saves.
+OBJECTS = {
+    "scaler=scaler": "scaler",
+    "second=adversary": "critic critic_optimizer",
+    "second=head": "head",
+    "data=sampler loader": "sampler",
+    "data=reader_of_each_rank stateful_loader": "reader",
+}
+VALUES = {
+    "data=workers persistent_workers": ("sampler", "sampler.state_dict(epoch=epoch, batches=batches)"),
+    "data=generator": ("generator", "generator.get_state()"),
+    "average=deep_copy_by_value": ("average", "average.state_dict()"),
+}
+# "choice=options" → class that a script with one of these options needs.
+CLASSES = {
+    "model=own_norm": OWN_NORM,
+    "model=momentum_encoder": QUEUE,
+    "data=reader_of_each_rank stateful_loader": READER,
+    "data=iterable": SHARDS,
+    "average=own_object": OWN_AVERAGE,
+    "optimizer=lookahead": LOOKAHEAD,
+    "optimizer=sharing": SHARING,
+    "optimizer=master": MASTER,
+    "optimizer=hooked": HOOKED,
+    "scheduler=falling": FALLING,
+    "extra=always_another": ALWAYS_ANOTHER,
+    "extra=metric": METRIC,
+    "extra=criterion": CRITERION,
+    "extra=clip_history": CLIP_HISTORY,
+    "extra=normalizer": NORMALIZER,
+}

@@ -12,6 +12,9 @@ from grammar import Recipe
 
 SAMPLES, LOSS = "samples", "loss"
 GENERATORS = ("torch", "python", "numpy")
+OF_TRAINING = ("criterion", "adaptive", "hard_examples", "tensor", "clip_history", "normalizer", "best_restored")
+OF_EACH_RANK = (*OF_TRAINING, "history_of_each_rank", "metric", "best_copy")
+"""Options of `extra` that may differ between ranks. The training uses those in OF_TRAINING."""
 ERROR = re.compile(r"^.*\b(?:StateError|ConfigurationError|SnapshotError): (?P<sentence>.*)", re.MULTILINE)
 _RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begins at step 0)", re.MULTILINE)
 
@@ -70,6 +73,12 @@ def _seeds_of_loaders(recipe: Recipe) -> Iterator[Part]:
         yield from (Part(rank, "torch") for rank in (0, 1))
 
 
+def _skipped(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    """Yield the samples, and what the script does and draws in each epoch: fewer batches end an epoch earlier."""
+    names = (SAMPLES, "sampler", "scheduler", "average", "extra", *GENERATORS)
+    yield from (Part(rank, name) for rank in (0, 1) for name in names if recipe["ahead"] in ("one", "all"))
+
+
 def _torch(_: re.Match[str], __: Recipe) -> Iterator[Part]:
     yield from (Part(rank, "torch") for rank in (0, 1))
 
@@ -86,6 +95,8 @@ def _all_generators(_: re.Match[str], __: Recipe) -> Iterator[Part]:
 _SENTENCES = (
     _Sentence(r"a DataLoader draws its seed from torch's global generator: a restart within an epoch does not", _torch),
     _Sentence(r"a DataLoader with workers iterates this sampler: a restart does not continue random num", _augmented),
+    _Sentence(r"\w+: batches are taken before they are trained .* a restart skips them", _skipped),
+    _Sentence(r"(?P<model>\w+): called without its DistributedDataParallel .* a restart gives all ranks", _gradients),
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
     _Sentence(
         r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue",
@@ -156,8 +167,10 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
     """Yield the parts of the final state that depend on this part."""
     if part.name in GENERATORS and part.name in _drawn_from(recipe):
         yield from _model(recipe)
-    if part.name == "extra" and recipe["extra"] == "criterion":
+    if part.name == "extra" and recipe["extra"] in OF_TRAINING:
         yield from _model(recipe)
+    if part.name == "extra" and recipe["extra"] == "hard_examples":
+        yield Part(part.rank, SAMPLES)
     if part.name == "reader":
         yield Part(part.rank, SAMPLES)
     if part.name in (SAMPLES, LOSS, "model", "optimizer"):
@@ -168,24 +181,35 @@ def _model(recipe: Recipe) -> Iterator[Part]:
     """Yield all parts that depend on gradients, on both ranks, because gradients are averaged."""
     names = {LOSS, "model", "optimizer", "critic", "critic_optimizer", "head", "average", "scaler"}
     names |= {"scheduler"} if recipe["scheduler"].startswith("plateau") else set()
-    names |= {"extra"} if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "early_stop") else set()
+    names |= {"extra"} if recipe["extra"] in (*OF_EACH_RANK, "early_stop") else set()
     yield from (Part(rank, name) for rank in (0, 1) for name in sorted(names))
 
 
 def _drawn_from(recipe: Recipe) -> set[str]:
     """Return the random generators that the training draws from."""
     drawn = {recipe["draws"], recipe["augmented"]}
-    return drawn | ({"torch"} if recipe["model"] == "dropout" else set())
+    drawn |= {"torch"} if recipe["model"] == "dropout" or recipe["draws"] in ("mixup", "unequal") else set()
+    drawn |= {"python"} if recipe["model"] == "stochastic_depth" or recipe["backward"] == "noise" else set()
+    return drawn | ({"numpy"} if recipe["draws"] == "mixup" else set())
 
 
 def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
     if recipe["data"] in ("reader_of_each_rank", "stateful_loader"):
         yield "reader"
-    if recipe["extra"] in ("history_of_each_rank", "metric", "best_copy", "criterion"):
+    if recipe["extra"] in OF_EACH_RANK:
         yield "extra"
-    has_statistics = recipe["model"] in ("batchnorm", "cumulative", "spectral", "own_norm")
+    has_statistics = recipe["model"] in (
+        "batchnorm",
+        "cumulative",
+        "spectral",
+        "own_norm",
+        "plain_norm",
+        "momentum_encoder",
+    )
     sends_those_of_last = recipe["join"] == "yes" and has_statistics  # not those of rank 0
     if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp" or sends_those_of_last:
         yield "model"
-    if recipe["buffers"] == "of_each_rank" and recipe["average"] != "none":
+    has_buffers = has_statistics or recipe["buffers"] != "none"
+    is_trained = recipe["average"].startswith("target") and has_buffers  # its forward pass changes its buffers
+    if is_trained or (recipe["buffers"] == "of_each_rank" and recipe["average"] != "none"):
         yield "average"

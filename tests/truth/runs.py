@@ -18,7 +18,7 @@ from refusals import LOSS, SAMPLES, Part
 
 from ddprun.core.leader_state import REPEATS
 
-SECONDS_MAX = 150  # enough for a busy machine
+SECONDS_MAX = 60  # for each start and end, enough for a busy machine
 STARTED_AGAIN = (75, 143)  # exit codes after a stop; 143: the rank had left the group, or got no CPU for 5 s
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
@@ -96,12 +96,13 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
     }
     words = ["--nproc-per-node", "2", "--max-restarts", str(len(draw.kills) + 1), "train.py"]
     agent = warm.start("ddprun", words, cwd=folder, env=env, ends_early=True)
+    seconds = SECONDS_MAX * (len(draw.kills) + 2)
     try:
-        out, err = agent.communicate(timeout=SECONDS_MAX)
+        out, err = agent.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         agent.send_signal(signal.SIGKILL)
         out, err = agent.communicate()
-        err += f"\nit did not end within {SECONDS_MAX} s\n"
+        err += f"\nit did not end within {seconds} s\n"
     finally:
         agent.kill()
     return agent.returncode, out + err
@@ -163,12 +164,12 @@ def compared(draw: Draw, whole: Outcome, killed: Outcome, *, late: bool = False)
     """Judge if the killed run ends like the undisturbed one, apart from what the library refused before the first kill.
     late: before the last kill."""
     log, kills = killed.log, killed.log.count("STRUCK ")
-    if not kills:
-        return Verdict("UNSTRUCK", "no kill has struck", log)
     if REPEATS in log:  # the agent takes the error of a `raise` kill before the first step for a mistake
         return Verdict("UNSTRUCK", REPEATS, log)
     if not killed.has_ended_well:
         return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(log)}", log)
+    if not kills:
+        return Verdict("UNSTRUCK", "no kill has struck", log)
     differ = difference(whole, killed)
     if not differ:
         return Verdict("SAME", "", log, kills)

@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sup
 from grammar import CHOICES, Draw, drawn, normal, parts_of, script  # noqa: E402
 from runs import Verdict, undisturbed, verdicts  # noqa: E402
 
-WORKERS = 2
+WORKERS = 4  # a run mostly waits for its processes, so two per core
 
 
 class Found(NamedTuple):

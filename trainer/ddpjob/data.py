@@ -63,8 +63,8 @@ class GlobalBatchSampler:
     drop_last     skip the last n % global_batch samples of each epoch; otherwise they make a smaller global batch.
 
     As `batch_sampler` of a DataLoader it yields the same shares, one epoch per iteration. A DataLoader with workers
-    reads ahead of training, so save how many batches of the loader have been trained, counted from 1 after a resume
-    as well:
+    reads ahead of training, as a prefetcher does, so save how many batches have been trained, counted from 1 after a
+    resume as well:
 
         for epoch in range(sampler.current_epoch, epochs):
             sampler.set_epoch(epoch)
@@ -95,10 +95,8 @@ class GlobalBatchSampler:
         self._began = (0, 0)  # (epoch, sample) at which the loaded state continued
         self._begins = (0, 0)  # (epoch, number of times that a DataLoader has begun it)
         self._has_warned_of_workers = False
-        self.reads_ahead = False
-        """True if a DataLoader iterates the sampler and may have taken batches that are not trained yet."""
-        self.has_workers = False
-        """True if this DataLoader may have workers, which read ahead."""
+        self._has_loader = self._has_workers = False  # _has_workers: this DataLoader may have workers
+        self._taken = _Taken()
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
         self._has_drawn_for_all = False  # True if the DataLoader's workers persist: it draws one seed for all epochs
@@ -107,6 +105,16 @@ class GlobalBatchSampler:
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
                 f"Lower global_batch, or use drop_last=False."
             )
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if batches are taken before they are trained, by workers of a DataLoader or by the script."""
+        return self._has_workers or self._taken.is_ahead()
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if batches may be taken before they are trained, because of any DataLoader or the script."""
+        return self._has_loader or self._taken.is_ahead()
 
     @property
     def current_epoch(self) -> int:
@@ -122,8 +130,10 @@ class GlobalBatchSampler:
         self.set_epoch(epoch)
         self._continue_random_numbers()
         order = _shuffled(self.n, self.seed, epoch)
+        self._taken.begin()
         while self._samples_left(self._consumed) > 0:
             self._tell_of_request()
+            self._taken.one_more()
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
             self._consumed = stop
             process.current.sampler = weakref.ref(self)
@@ -162,7 +172,7 @@ class GlobalBatchSampler:
                 f"or `epoch()`."
             )
         loader = sys._getframe(1).f_locals.get("loader")
-        self.reads_ahead, self.has_workers = True, _may_have_workers(loader)
+        self._has_loader, self._has_workers = True, _may_have_workers(loader)
         self._has_drawn_for_all = getattr(loader, "persistent_workers", False)
         if getattr(loader, "num_workers", 0) and self.rank == 0 and not self._has_warned_of_workers:
             self._has_warned_of_workers = True
@@ -267,6 +277,36 @@ class GlobalBatchSampler:
         begin = start + self.rank * small + min(self.rank, larger)
         end = begin + small + (self.rank < larger)
         return Batch(order[begin:end].tolist(), stop - start, int(order[start]), self.micro_batch)
+
+
+class _Taken:
+    """Counts the batches that an iteration has taken, to find a script that reads ahead, such as a prefetcher: it takes
+    several batches before the first gradient arrives, and later fewer for each step."""
+
+    def __init__(self) -> None:
+        self._is_found = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from 0 for the next iteration."""
+        self._first = self._all = self._trained = 0  # _trained: groups of batches after which gradients have arrived
+        self._gradients, self._steps = process.current.gradients, process.current.optimizer_steps
+
+    def one_more(self) -> None:
+        """Count a batch."""
+        if self._all and process.current.gradients != self._gradients:
+            self._trained += 1
+        self._gradients = process.current.gradients
+        self._all += 1
+        self._first += not self._trained
+
+    def is_ahead(self) -> bool:
+        """True if batches of this iteration, or of an earlier one, were taken before they were trained."""
+        if not self._is_found and self._first > 1 and self._gradients is not None:
+            trained = self._trained + (process.current.gradients != self._gradients)
+            steps = process.current.optimizer_steps - self._steps
+            self._is_found = self._all < self._first * max(trained, steps)
+        return self._is_found
 
 
 def accumulate(

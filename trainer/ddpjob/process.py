@@ -80,6 +80,8 @@ class Process:
         """Restores the random states of `load` again; has no effect after the next optimizer step."""
         self.optimizer_steps = 0
         """Steps that any optimizer of this process has begun, counted from its first Snapshot."""
+        self.gradients: int | None = None
+        """Gradients of watched parameters that have arrived, to see if a batch was trained; None: none are watched."""
         self.resumed_step: int | None = None
         """Step of the loaded state."""
         self.resumed_from = ""

@@ -194,7 +194,7 @@ class Snapshot:
         if self.rank == 0:
             self._since_step.refuse_stale_shards(state)
             self._name_half_done(state, step)
-        self._name_end_of_epoch(step, state)
+        self._name_places(step, state)
         # A step may be saved twice (in the loop and at the end).
         # The second save needs its own keys in the store, because the first save has already taken the values there.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
@@ -217,7 +217,7 @@ class Snapshot:
         _want_names("keep(step, ", unnamed)
         step = _checked_step(step)
         refuse_sharded(state)
-        self._name_end_of_epoch(step, state)
+        self._name_places(step, state)
         self._memory.saved(step, state, kept_alone=True)
         if self._owed is not None:
             self._owed.keep(step, state)
@@ -235,12 +235,6 @@ class Snapshot:
             self._others_pass_at = 0
         self._join()
         process.current.unsaved.add(self)
-        if ahead := [name for name, value in state.items() if getattr(value, "has_workers", False) is True]:
-            self._log_once(
-                "sampler",
-                f"{ahead[0]}: a DataLoader iterates this sampler. With workers it takes batches before they are "
-                f"trained, and a resume skips them: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
-            )
         self._unwritten = None  # free the previous copy first, because otherwise three copies would be in memory
         document = {
             "format": FORMAT,
@@ -283,9 +277,18 @@ class Snapshot:
         if step:
             self._since_step.name_loader()
 
-    def _name_end_of_epoch(self, step: int, state: Mapping[str, Any]) -> None:
+    def _name_places(self, step: int, state: Mapping[str, Any]) -> None:
+        """Log which sampler's batches a restart would skip, and which work at the end of an epoch it would repeat."""
+        if self.rank != 0:
+            return
+        if ahead := [name for name, value in state.items() if getattr(value, "is_ahead", False) is True]:
+            self._log_once(
+                "sampler",
+                f"{ahead[0]}: batches are taken before they are trained (by DataLoader workers, or read ahead by the "
+                f"script), and a restart skips them: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
+            )
         place, name = half_done.updated_at_end_of_epoch(step, state)
-        if place and self.rank == 0:
+        if place:
             self._log_once(
                 f"place in {place}",
                 f"{place}: step {step} is saved at the last batch of an epoch for which {name} was updated already: a "
@@ -563,6 +566,8 @@ class Snapshot:
         _want_names("load(", unnamed)
         refuse_sharded(objects)
         self._finish()
+        self._since_step.watch(objects)
+        of_each_rank.name_calls_without_ddp(objects)
         if self.rank == 0:
             self._name_half_done(objects)
         self._memory.begin()

@@ -69,7 +69,7 @@ def draws_within_epoch() -> bool:
     seeded = [each for each in loaders if getattr(each, "generator", ...) is None]
     return any(
         id(getattr(each, "_index_sampler", None)) in iterated
-        and not hasattr(getattr(each, "batch_sampler", None), "has_workers")
+        and not hasattr(getattr(each, "batch_sampler", None), "reads_ahead")
         for each in seeded
     )
 
@@ -109,12 +109,16 @@ class SinceLastStep:
         parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
         count = min(len(parameters), WATCHED_MAX)  # number of watched parameters, evenly spread over all
         self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
-        settled = self._settled  # a hook that refers to self would keep this object alive
+        settled, current = self._settled, process.current  # a hook that refers to self would keep this object alive
+        current.gradients = current.gradients or 0  # from here on they are counted
+
+        def arrived(own: torch.Tensor) -> None:
+            settled.discard(id(own))
+            current.gradients = (current.gradients or 0) + 1
+
         for parameter in self._watched[optimizer]:
             self._all.add(id(parameter))
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda own: settled.discard(id(own))
-            )
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _compare_random_states(self) -> None:
         mark = random_states.mark(random_states.compact())
@@ -149,11 +153,15 @@ class SinceLastStep:
                     f"{name}.consolidate_state_dict(0) on every rank before each save()."
                 )
 
-    def pending(self, objects: Mapping[str, Any]) -> str:
-        """Return the name of a model with gradients that wait for an optimizer step; "" if there is none."""
+    def watch(self, objects: Mapping[str, Any]) -> None:
+        """Watch the gradients of optimizers that have not stepped yet."""
         for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
-                self._watch(value)  # an optimizer that has not stepped yet is not watched
+                self._watch(value)
+
+    def pending(self, objects: Mapping[str, Any]) -> str:
+        """Return the name of a model with gradients that wait for an optimizer step; "" if there is none."""
+        self.watch(objects)
         for parameter in (each for its in self._watched.values() for each in its):
             waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
             for name, value in objects.items() if waits else ():

@@ -5,6 +5,7 @@ file has the copies that do differ under "ranks". Models and optimizers are repl
 what DistributedDataParallel does not synchronize, and the numbers in an optimizer's settings.
 """
 
+import functools
 import gc
 import io
 import weakref
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob import process
 from ddpjob.checkpoint.state import packed
 from ddpjob.checkpoint.state.alike import digest
 from ddpjob.checkpoint.state.state_dicts import copied, state_of, unwrapped
@@ -23,6 +25,7 @@ OWN_BYTES_MAX = 4 << 20  # limit in bytes for one object of one rank, because th
 SAMPLES, SAMPLED_VALUES = 32, 8  # sampled parameters per model, values of each; few, as another step changes nearly all
 
 WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
+_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules whose calls without DDP are logged
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
@@ -91,6 +94,29 @@ def send_those_of_0(wrappers: Collection[DistributedDataParallel]) -> bool:
     """True if rank 0's buffers are broadcast. Inside `with model.join()` DDP sends those of the highest rank that still
     has data (DistributedDataParallel._sync_buffers, torch/nn/parallel/distributed.py, torch 2.13)."""
     return bool(wrappers) and not any(each._join_config.enable for each in wrappers)
+
+
+def name_calls_without_ddp(objects: Mapping[str, Any]) -> None:
+    """Log on rank 0 if the script trains with a model whose buffers DDP broadcasts, but calls it without DDP, as for a
+    gradient penalty. Such a call uses the buffers of each rank, which are not saved."""
+    for name, value in objects.items():
+        module = unwrapped(value) if isinstance(value, torch.nn.Module) else None
+        if module is not None and module not in _watched and any(True for _ in module.buffers()):
+            _watched.add(module)
+            module.register_forward_pre_hook(functools.partial(_called, name, id(module), []))
+
+
+def _called(name: str, its_id: int, told: list[str], module: torch.nn.Module, _: Any) -> None:
+    """Forward pre-hook of a module. its_id: id of that module, because a copy of it has this hook, too."""
+    is_training = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if told or not is_training or DistributedDataParallel._active_ddp_module is not None or id(module) != its_id:
+        return
+    told.append(name)
+    if senders(module) and process.place().rank == 0:
+        process.log(
+            f"{name}: called without its DistributedDataParallel wrapper in training, so each rank uses buffers of its "
+            f"own, but a restart gives all ranks those of rank 0. Call the wrapper, or use broadcast_buffers=False."
+        )
 
 
 def outermost(value: torch.nn.Module) -> torch.nn.Module:

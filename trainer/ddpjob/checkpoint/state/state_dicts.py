@@ -221,17 +221,18 @@ def _restore_dtypes(targets: Mapping[str, Any], state: Mapping[str, Any]) -> Non
     """Undo a cast of an optimizer's load_state_dict(), which would round float32 moments of a bfloat16 parameter.
 
     It converts the state of a parameter to the parameter's dtype (torch 2.13.0, torch/optim/optimizer.py,
-    `_process_value_according_to_param_policy`). If the parameter was saved with another dtype, the cast stays.
+    `_process_value_according_to_param_policy`). If no model was saved with such a parameter, its dtype was another one,
+    and the cast stays. The model may be loaded by another call.
     """
-    models = {name: target for name, target in targets.items() if isinstance(target, torch.nn.Module)}
-    saved = {id(p): state[name].get(key) for name, model in models.items() for key, p in model.named_parameters()}
+    models = [each for each in state.values() if isinstance(each, Mapping) and "param_groups" not in each]
+    saved = {(v.dtype, v.shape) for each in models for v in each.values() if isinstance(v, torch.Tensor)}
     for name, target in targets.items():
         if not isinstance(target, torch.optim.Optimizer) or "param_groups" not in state[name]:
             continue
         numbered = dict(enumerate(p for group in target.param_groups for p in group["params"]))
         for number, values in state[name]["state"].items():
             parameter = numbered.get(number)
-            if parameter is None or getattr(saved.get(id(parameter)), "dtype", None) is not parameter.dtype:
+            if parameter is None or (parameter.dtype, parameter.shape) not in saved:
                 continue
             own = target.state.get(parameter) or {}  # ZeroRedundancyOptimizer has None for those of other ranks
             for key, now in own.items():
