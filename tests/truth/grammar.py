@@ -177,7 +177,8 @@ _RULES = {
     "backward=penalty": "accumulation=none scaler=none second=none ddp=plain",
     "backward=noise": "scaler=none",
     "ddp=find_unused": "second=none",
-    "accumulation=counted": "scheduler=none surgery=none scaler=none ddp=plain second=none average=none",
+    # A sampler that is read ahead is known at the second optimizer step, which may come after the first save here.
+    "accumulation=counted": "scheduler=none surgery=none scaler=none ddp=plain second=none average=none ahead=no",
     "accumulation=no_sync": "ddp=plain",
     "accumulation=library": "ddp=plain second=none",
     "second=adversary": "ddp=plain scaler=none buffers=none",
