@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
@@ -106,6 +107,8 @@ class SinceLastStep:
         if optimizer in self._watched:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(map(is_lazy, parameters)):  # they get hooks at the first step, when they have a shape
+            return
         parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
         count = min(len(parameters), WATCHED_MAX)  # number of watched parameters, evenly spread over all
         self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
