@@ -18,6 +18,7 @@ from memory_node import Node, begin, make_step, parts, rescue, saved, settle, st
 import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import writers
+from ddpjob.checkpoint.in_memory.change_watch import SAMPLES, ChangeWatch
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.group import gather
@@ -1044,6 +1045,23 @@ def test_moments_changed_through_data_do_not_count_as_those_of_the_step(node: No
 
     assert node.run(0, lambda: train(6, damp)) == 0
     assert node.run(1, lambda: train(6)) == 4
+
+
+@pytest.mark.parametrize("layers", [1, 4, 30])
+def test_a_change_through_data_of_any_parameter_is_seen(layers: int) -> None:
+    """An average that is updated through `.data` moves no version counter, so the values must be sampled."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters())
+    watch = ChangeWatch({"optimizer": optimizer}, {}, [*model.parameters()])
+    watch.record()
+    assert not watch.changed()
+    unseen = []
+    for number, parameter in enumerate(model.parameters()):
+        before = parameter.data
+        parameter.data = before + 1
+        unseen += [] if watch.changed() else [number]
+        parameter.data = before
+    assert len(unseen) <= max(0, 2 * layers - SAMPLES)
 
 
 @pytest.mark.parametrize(

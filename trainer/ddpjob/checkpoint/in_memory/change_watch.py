@@ -74,7 +74,8 @@ class ChangeWatch:
             self._counters.append(_Counters(PARAMETERS, None, left))
         self._averages = {name: (weakref.ref(each), [*each.parameters()][:SAMPLES]) for name, each in averages.items()}
         dense = list(filter(_is_dense, parameters))
-        self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
+        count = min(SAMPLES, len(dense))
+        self._samples = [dense[number * len(dense) // count] for number in range(count)]
         self._first = self._all = NO_VIEWS
         self.sampled = b""
         """Samples of the parameters at the last `record`, also to compare parameters of ranks."""
