@@ -16,6 +16,7 @@ from ddpjob_cli.manifest import yamlfile
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
 from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod
@@ -156,11 +157,14 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
-def test_an_agent_that_is_killed_again_and_again_does_not_end_the_job_of_the_others() -> None:
-    """A flapping pod must not use up backoffLimit: nobody waits for it, and its agent was killed from outside."""
+@pytest.mark.parametrize(("code", "init"), [(137, ""), (2, ""), (1, "copy")])
+def test_a_pod_that_fails_again_and_again_does_not_end_the_job_of_the_others(code: int, init: str) -> None:
+    """A flapping pod must not use up backoffLimit: nobody waits for it, and the leader restarts failed ranks itself."""
     world = trains_under_ddprun()
     for number in range(1, 8):
-        world.after(11).reports_step(40 + number).exits(2, 137).settle().after(11).settle().runs(2).settle()
+        world.after(11).reports_step(40 + number)
+        world._change(2, phase="Failed", trainer=Container("ended", "Error", exit_code=code, init=init))
+        world.settle().after(11).settle().runs(2).settle()
         assert (world.status.state, world.status.replacements) == ("Running", {"2": number})
     assert (world.status.restarts.application, world.status.restarts.infrastructure) == (0, 7)
 

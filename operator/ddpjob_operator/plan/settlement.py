@@ -51,8 +51,8 @@ def settle(view: View, status: api.Status, first: api.JobFailure, *, others_go_o
     """Return the cause behind the failure recorded first, the limit that it counts against, and if the job restarts.
     others_go_on: True if the other nodes of an elastic job train on."""
     cause, failure_class = _cause(view, status, first)
-    if others_go_on and failure_class == "application" and cause.signal == "SIGKILL":
-        failure_class = "infrastructure"  # the agent was killed: it restarts killed ranks itself, and the others go on
+    if others_go_on and failure_class == "application" and root_cause.is_own(cause):
+        failure_class = "infrastructure"  # an agent or an init container: failed ranks are the leader's to restart
     history, attempt = budgets.history(status), _attempt(view, status, cause)
     never_starts = root_cause.cannot_start(cause) and not _has_trained_before(status)
     if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
