@@ -362,6 +362,13 @@ def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
     assert told(world) is not None
 
 
+def test_a_smaller_job_whose_nodes_have_all_left_has_startDeadlineSeconds_for_the_others() -> None:
+    """The time must not count from the attempt's start: all pods would be deleted at once, also those that save."""
+    world = trains_under_ddprun(minNodes=1, startDeadlineSeconds=30).vanishes(0).vanishes(1).settle().change(nodes=2)
+    world.settle().after(20).stops(2, 75).settle().runs(0, 1).settle()
+    assert (world.status.attempt, world.status.reason) == (1, "AllNodesRun")
+
+
 def test_a_node_whose_ranks_were_in_the_group_leads_rather_than_one_that_has_just_come() -> None:
     """A node whose ranks were in the group must lead: a newcomer has no state, and knows no generation's number."""
     world = trains_under_ddprun(minNodes=1).vanishes(1).settle().runs(1).settle().vanishes(0).settle()
