@@ -82,6 +82,8 @@ def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None
     name `pod_name(job)`. port: of the leader's agent."""
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
-    found = leader(job, job.status)
-    left, places = json.loads(agent_environment.grant(job).text()), job.spec.members.text
+    found, left = leader(job, job.status), json.loads(agent_environment.grant(job).text())
+    # A queue may have admitted fewer nodes than spec.nodes; a lower spec.nodes may not be in the status yet.
+    nodes = min(job.spec.nodes, job.status.attempt_nodes or job.spec.nodes)
+    places = job.spec.with_nodes(nodes).members.text
     return {"term": found.term, "place": found.place, "host": pod.address, "port": port, "left": left, "places": places}
