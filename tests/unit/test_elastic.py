@@ -264,6 +264,13 @@ def test_a_new_operator_that_nobody_has_asked_yet_appoints_a_leader_for_the_lost
     assert (world.status.state, world.status.leader) == ("Running", api.JobLeader(term=2, place=1))
 
 
+def test_a_new_leader_waits_for_no_node_that_was_lost_with_the_last_leader() -> None:
+    """A new leader must not wait for lost nodes: all ranks stand still for these 5 s."""
+    answer = told(trains_under_ddprun(nodes=4, minNodes=1).vanishes(0).vanishes(2).settle())
+    assert answer is not None
+    assert Appointment.read(json.dumps(answer).encode()).survivors(Members((0, 1, 2, 3))) == {1, 3}
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ddpjob_core.members import Members
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.view import View
@@ -83,7 +84,5 @@ def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
     found, left = leader(job, job.status), json.loads(agent_environment.grant(job).text())
-    # A queue may have admitted fewer nodes than spec.nodes; a lower spec.nodes may not be in the status yet.
-    nodes = min(job.spec.nodes, job.status.attempt_nodes or job.spec.nodes)
-    places = job.spec.with_nodes(nodes).members.text
+    places = Members(sorted(job.status.started.intersection(job.spec.members))).text
     return {"term": found.term, "place": found.place, "host": pod.address, "port": port, "left": left, "places": places}
