@@ -279,14 +279,16 @@ def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     assert told(world) is not None
 
 
-def test_restarts_in_place_of_two_leaders_are_all_counted() -> None:
-    world = trains_under_ddprun()
+def one_restart(turn: int) -> AgentReport:
+    """Return the report of a leader that has restarted the ranks once."""
     counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
     failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
-    world.agent = AgentReport(replacement=0, generation=1, restarts=counts, failures=[failure])
-    world.settle().vanishes(0).settle()
-    world.agent = AgentReport(replacement=2, generation=3, restarts=counts, failures=[failure])
-    world.settle().settle()
+    return AgentReport(replacement=turn, restarts=counts, failures=[failure])
+
+
+def test_restarts_in_place_of_two_leaders_are_all_counted() -> None:
+    world = trains_under_ddprun()
+    world.agent_reports(one_restart(0)).settle().vanishes(0).settle().agent_reports(one_restart(2)).settle()
     assert world.status.restarts.application == 2
 
 
@@ -360,6 +362,13 @@ def test_a_job_that_grows_again_waits_for_the_leader_that_it_had_left() -> None:
     assert (world.status.state, world.names()[-1]) == ("Running", "digits-1-2-r1")
 
 
+def test_a_leader_that_reports_a_restart_while_it_leaves_does_not_count_as_started_later() -> None:
+    """If the job grows again, the next pod of the place must not count as vanished, which would restart all."""
+    world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle().agent_reports(one_restart(2)).settle()
+    world.stops(2, 75).settle().change(nodes=3).settle()
+    assert (world.status.state, world.status.attempt, world.names()[-1]) == ("Running", 1, "digits-1-2-r1")
+
+
 def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
     world = led_by_node_2().change(nodes=2).settle().stops(2, 75).settle()
     assert world.status.leader is not None
@@ -428,10 +437,7 @@ def test_a_pod_that_fails_for_lack_of_memory_is_charged_and_ends_the_job_at_its_
 def test_restarts_in_place_do_not_count_a_node_that_never_came_as_started() -> None:
     """A node whose pod was never created must not count as started, or the job would wait for its completion."""
     world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle()
-    counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
-    failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
-    world.agent = AgentReport(replacement=0, generation=1, restarts=counts, failures=[failure])
-    world.settle().vanishes(2).settle()
+    world.agent_reports(one_restart(0)).settle().vanishes(2).settle()
     assert (world.status.started_nodes, world.names()[-1]) == ("0-1", "digits-1-2")
     assert world.exits(0).exits(1).settle().status.state == "Succeeded"
 
