@@ -515,6 +515,13 @@ def test_a_lost_node_or_spare_is_replaced_while_the_others_go_on(lost: int) -> N
     assert world.runs(lost).settle().status.reason == "AllNodesRun"
 
 
+def test_a_mistake_on_a_spare_alone_does_not_fail_the_job() -> None:
+    """A mistake that all pods make is permanent. One node trains, so one pod is not all."""
+    world = digits(container=DDPRUN, nodes=1, spares=1).running()
+    world.exits(1, 1, message="Traceback (most recent call last):\nFileNotFoundError: data").settle()
+    assert (world.status.state, world.status.replacements) == ("Running", {"1": 1})
+
+
 def test_a_spare_does_not_hold_a_success_and_is_deleted_at_the_end() -> None:
     world = trains_with_a_spare().exits(0, message=trained("0-2")).exits(1).exits(2).settle()
     assert (world.status.state, world.status.message) == ("Succeeded", "all 3 nodes completed")

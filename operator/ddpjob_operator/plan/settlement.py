@@ -104,7 +104,7 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
         untried=status.first_step_time is None and not _has_trained_before(status) and ran < budget.TRAINED_SECONDS,
-        nodes=view.spec.nodes,
+        nodes=view.spec.pods,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
