@@ -78,6 +78,20 @@ def test_an_appointed_leader_starts_as_soon_as_the_survivors_are_here_and_waits_
     assert taken(found) == [StartOrder(4, Members((0, 1)), False)]
 
 
+def test_the_nodes_of_a_smaller_job_do_not_wait_for_those_that_it_had() -> None:
+    """A new pod must tell the leader how many nodes there are now: all ranks would stand still for the last call."""
+    found = running(4, least=2, last_call_seconds=30.0, has_operator=True)
+    for gone in (3, 2, 1):
+        found.lost(gone, T0)
+        for node in range(gone):
+            found.stopped(node, [], T0)
+    found.orders.clear()
+    found.joined(1, T0 + 1, replacement=1, nodes=2, grant=Grant(3, 99, 10, replaced=3))
+    assert taken(found) == [StartOrder(3, Members((0, 1)))]
+    found.joined(3, T0 + 2, replacement=1, nodes=4, grant=Grant(3, 99, 10, replaced=3))
+    assert not found.is_full, "the job is larger again"
+
+
 def test_nodes_that_do_not_come_end_the_job_as_infrastructure_and_are_named() -> None:
     found = lead(3)
     found.joined(0, T0)

@@ -16,6 +16,7 @@ from ddpjob_cli.manifest import yamlfile
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
 from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod
@@ -156,11 +157,14 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
-def test_an_agent_that_is_killed_again_and_again_does_not_end_the_job_of_the_others() -> None:
-    """A flapping pod must not use up backoffLimit: nobody waits for it, and its agent was killed from outside."""
+@pytest.mark.parametrize(("code", "init"), [(137, ""), (2, ""), (1, "copy")])
+def test_a_pod_that_fails_again_and_again_does_not_end_the_job_of_the_others(code: int, init: str) -> None:
+    """A flapping pod must not use up backoffLimit: nobody waits for it, and the leader restarts failed ranks itself."""
     world = trains_under_ddprun()
     for number in range(1, 8):
-        world.after(11).reports_step(40 + number).exits(2, 137).settle().after(11).settle().runs(2).settle()
+        world.after(11).reports_step(40 + number)
+        world._change(2, phase="Failed", trainer=Container("ended", "Error", exit_code=code, init=init))
+        world.settle().after(11).settle().runs(2).settle()
         assert (world.status.state, world.status.replacements) == ("Running", {"2": number})
     assert (world.status.restarts.application, world.status.restarts.infrastructure) == (0, 7)
 
@@ -260,6 +264,13 @@ def test_a_new_operator_that_nobody_has_asked_yet_appoints_a_leader_for_the_lost
     assert (world.status.state, world.status.leader) == ("Running", api.JobLeader(term=2, place=1))
 
 
+def test_a_new_leader_waits_for_no_node_that_was_lost_with_the_last_leader() -> None:
+    """A new leader must not wait for lost nodes: all ranks stand still for these 5 s."""
+    answer = told(trains_under_ddprun(nodes=4, minNodes=1).vanishes(0).vanishes(2).settle())
+    assert answer is not None
+    assert Appointment.read(json.dumps(answer).encode()).survivors(Members((0, 1, 2, 3))) == {1, 3}
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"
@@ -268,14 +279,16 @@ def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     assert told(world) is not None
 
 
-def test_restarts_in_place_of_two_leaders_are_all_counted() -> None:
-    world = trains_under_ddprun()
+def one_restart(turn: int) -> AgentReport:
+    """Return the report of a leader that has restarted the ranks once."""
     counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
     failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
-    world.agent = AgentReport(replacement=0, generation=1, restarts=counts, failures=[failure])
-    world.settle().vanishes(0).settle()
-    world.agent = AgentReport(replacement=2, generation=3, restarts=counts, failures=[failure])
-    world.settle().settle()
+    return AgentReport(replacement=turn, restarts=counts, failures=[failure])
+
+
+def test_restarts_in_place_of_two_leaders_are_all_counted() -> None:
+    world = trains_under_ddprun()
+    world.agent_reports(one_restart(0)).settle().vanishes(0).settle().agent_reports(one_restart(2)).settle()
     assert world.status.restarts.application == 2
 
 
@@ -349,6 +362,13 @@ def test_a_job_that_grows_again_waits_for_the_leader_that_it_had_left() -> None:
     assert (world.status.state, world.names()[-1]) == ("Running", "digits-1-2-r1")
 
 
+def test_a_leader_that_reports_a_restart_while_it_leaves_does_not_count_as_started_later() -> None:
+    """If the job grows again, the next pod of the place must not count as vanished, which would restart all."""
+    world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle().agent_reports(one_restart(2)).settle()
+    world.stops(2, 75).settle().change(nodes=3).settle()
+    assert (world.status.state, world.status.attempt, world.names()[-1]) == ("Running", 1, "digits-1-2-r1")
+
+
 def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
     world = led_by_node_2().change(nodes=2).settle().stops(2, 75).settle()
     assert world.status.leader is not None
@@ -356,6 +376,13 @@ def test_the_next_leader_is_at_a_place_that_the_job_still_has() -> None:
     assert told(world) is None
     world.runs(0, 1).settle()
     assert told(world) is not None
+
+
+def test_a_smaller_job_whose_nodes_have_all_left_has_startDeadlineSeconds_for_the_others() -> None:
+    """The time must not count from the attempt's start: all pods would be deleted at once, also those that save."""
+    world = trains_under_ddprun(minNodes=1, startDeadlineSeconds=30).vanishes(0).vanishes(1).settle().change(nodes=2)
+    world.settle().after(20).stops(2, 75).settle().runs(0, 1).settle()
+    assert (world.status.attempt, world.status.reason) == (1, "AllNodesRun")
 
 
 def test_a_node_whose_ranks_were_in_the_group_leads_rather_than_one_that_has_just_come() -> None:
@@ -410,10 +437,7 @@ def test_a_pod_that_fails_for_lack_of_memory_is_charged_and_ends_the_job_at_its_
 def test_restarts_in_place_do_not_count_a_node_that_never_came_as_started() -> None:
     """A node whose pod was never created must not count as started, or the job would wait for its completion."""
     world = elastic(container=DDPRUN).started().runs(0, 1).after(31).settle()
-    counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
-    failure = Failure(rank=1, node_rank=1, exit_code=7, failure_class="application", charged_to="application")
-    world.agent = AgentReport(replacement=0, generation=1, restarts=counts, failures=[failure])
-    world.settle().vanishes(2).settle()
+    world.agent_reports(one_restart(0)).settle().vanishes(2).settle()
     assert (world.status.started_nodes, world.names()[-1]) == ("0-1", "digits-1-2")
     assert world.exits(0).exits(1).settle().status.state == "Succeeded"
 
@@ -489,6 +513,13 @@ def test_a_lost_node_or_spare_is_replaced_while_the_others_go_on(lost: int) -> N
     assert (world.status.nodes, world.status.restarts.application) == (api.Nodes(total=3, ready=3), 0)
     assert world.status.message == f"3 of 3 nodes are running, attempt 1; waiting for node {lost}"
     assert world.runs(lost).settle().status.reason == "AllNodesRun"
+
+
+def test_a_mistake_on_a_spare_alone_does_not_fail_the_job() -> None:
+    """A mistake that all pods make is permanent. One node trains, so one pod is not all."""
+    world = digits(container=DDPRUN, nodes=1, spares=1).running()
+    world.exits(1, 1, message="Traceback (most recent call last):\nFileNotFoundError: data").settle()
+    assert (world.status.state, world.status.replacements) == ("Running", {"1": 1})
 
 
 def test_a_spare_does_not_hold_a_success_and_is_deleted_at_the_end() -> None:

@@ -118,6 +118,13 @@ def test_a_long_step_that_a_lost_node_interrupts_is_training_until_the_node_may_
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (840, 90)
 
 
+def test_lost_steps_are_counted_once_if_the_ranks_restart_within_a_second() -> None:
+    """Times of reports are whole seconds. Progress of equal age must be recorded, or each plan adds the steps again."""
+    world = digits(container=DDPRUN).running().reports_step(20).settle()
+    world.reports_step(16, generation=1).settle()
+    assert (spent(world).lost_steps, world.status.progress.step) == (5, 16)
+
+
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
     """A job that reports no steps must have no goodput ratio, because nobody knows if it trains."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()

@@ -18,6 +18,7 @@ from ddpjob_operator.kube.api import reading
 from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.observed.cluster import Pod, Refusal
 from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup, Placement
+from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, TellGroup
 from ddpjob_operator.pods import build
 
@@ -829,6 +830,9 @@ def test_a_preemption_of_the_nodes_that_came_later_stops_only_these() -> None:
     stopping = [pod.place for pod in world.pods.values() if pod.deletion_requested_at is not None]
     assert (world.status.state, stopping, world.groups["digits.2"].uid) == ("Running", [4, 5], first.uid)
     assert any("the queue has admitted 4 nodes, and attempt 1 has 6" in event.message for event in world.events)
+    answer = leadership.answer(world.job, replace(world.pods["digits-1-0"], address="10.0.0.1"), 29400)
+    assert answer is not None
+    assert answer["places"] == "0-3", "a new leader must wait for no pod that was preempted"
     world.stops_all().settle()
     assert (world.status.attempt, quota(world)) == (1, {"digits": 4, "digits.2": None})
     assert world.groups["digits.2"].uid != first.uid

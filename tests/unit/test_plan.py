@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
+from ddpjob_operator.job import api
 from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.job.times import start_back_off_seconds
 from ddpjob_operator.job.validation import Problem
@@ -412,12 +413,11 @@ def test_a_status_older_than_the_pods_is_not_acted_upon() -> None:
     assert world.plan() == Plan()
 
 
-def test_a_job_whose_status_was_lost_gets_a_new_attempt_number() -> None:
-    world = digits().running()
-    from ddpjob_operator.job import api
-
-    world.job = api.DDPJob(metadata=world.job.metadata, spec=world.job.spec)
-    world.settle().stops_all().settle()
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_job_whose_status_was_lost_stops_its_pods_and_gets_a_new_attempt_number(suspend: bool) -> None:
+    world = digits().running().change(suspend=suspend)
+    world.job = replace(world.job, status=api.Status())
+    world.settle().stops_all().settle().change(suspend=False).settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 

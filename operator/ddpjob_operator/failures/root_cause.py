@@ -156,7 +156,7 @@ def settle(
     first: the result of root_cause(). Its pod may be deleted, also by others than the operator.
     failed: the attempt's pods that did not complete. Only the operator may have deleted a running one.
     stepped: this attempt made a step. trained: an earlier attempt has trained. untried: none is known to have trained.
-    nodes: number of nodes; None: as in `failed`. lost: failures of pods on lost nodes.
+    nodes: number of pods; None: as in `failed`. lost: failures of pods on lost nodes.
     early: failure of a node that completed early. steps: last reported step of each rank.
     """
     if first.reason == STALLED:

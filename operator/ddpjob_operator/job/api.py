@@ -214,7 +214,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_retries: Count = 0
     """How often in a row startDeadlineSeconds passed."""
     starting_since: Time | None = None
-    """Start of the first of several attempts in which not all pods started."""
+    """Since when startDeadlineSeconds counts, if not since attemptTime."""
     unconfigured_since: Time | None = None
     """When a ConfigMap or Secret was first missing."""
     restarts: Restarts | None = None

@@ -47,9 +47,9 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     status = transitions.with_idle(counted, last_step_time)
     # Record that all first pods have run: ranks start only after all nodes have joined, except in an elastic job.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
-    ran = {place for place in view.spec.members if naming.replacement(status, place) == 0 and not view.is_elastic}
-    if agent.replacement == leadership.turn(view.job, status):
-        ran.add(leader)
+    leads = {leader} if agent.replacement == leadership.turn(view.job, status) else set()
+    firsts = set() if view.is_elastic else {p for p in view.spec.members if naming.replacement(status, p) == 0}
+    ran = (leads | firsts).intersection(view.spec.members)  # a leader that was scaled away may still report
     status = replace(status, started_nodes=ranges.text(status.started | ran))
     # The agent has already counted these steps as progress, so later failures must not count them again.
     status = replace(status, furthest_step=status.furthest)

@@ -68,8 +68,8 @@ def throttle(
     old: api.Status, new: api.Status, settings: Settings, now: dt.datetime
 ) -> tuple[api.Status, dt.datetime | None]:
     """Return the status to write, and when to write progress that is held back (every progress_write_seconds)."""
-    if old.progress is None or new.progress is None or old.progress.updated >= new.progress.updated:
-        return new if old.progress is None or new.progress is None else replace(new, progress=old.progress), None
+    if old.progress is None or new.progress is None or old.progress == new.progress:
+        return new, None
     due = old.progress.updated + dt.timedelta(seconds=settings.progress_write_seconds)
     if now >= due or apart_from_progress(old) != apart_from_progress(new):
         return new, None

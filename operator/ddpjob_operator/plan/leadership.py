@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ddpjob_core.members import Members
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.view import View
@@ -82,6 +83,6 @@ def answer(job: api.DDPJob, pod: Pod | None, port: int) -> dict[str, Any] | None
     name `pod_name(job)`. port: of the leader's agent."""
     if pod is None or pod.owner_uid != job.metadata.uid or not pod.address:
         return None
-    found = leader(job, job.status)
-    left, places = json.loads(agent_environment.grant(job).text()), job.spec.members.text
+    found, left = leader(job, job.status), json.loads(agent_environment.grant(job).text())
+    places = Members(sorted(job.status.started.intersection(job.spec.members))).text
     return {"term": found.term, "place": found.place, "host": pod.address, "port": port, "left": left, "places": places}

@@ -143,11 +143,7 @@ def resuming(view: View, status: api.Status) -> Decision | None:
 
 
 def starting(view: View, status: api.Status) -> Decision | None:
-    if status.attempt:
-        return None
-    # If the status was lost (a restored backup), no attempt number may be used twice.
-    last = max((0, *(p.attempt for p in owned(view.job, view.seen))))
-    return _begin(view, replace(status, attempt=last))
+    return None if status.attempt else _begin(view, status)
 
 
 def _begin(view: View, status: api.Status) -> Decision:

@@ -51,8 +51,8 @@ def settle(view: View, status: api.Status, first: api.JobFailure, *, others_go_o
     """Return the cause behind the failure recorded first, the limit that it counts against, and if the job restarts.
     others_go_on: True if the other nodes of an elastic job train on."""
     cause, failure_class = _cause(view, status, first)
-    if others_go_on and failure_class == "application" and cause.signal == "SIGKILL":
-        failure_class = "infrastructure"  # the agent was killed: it restarts killed ranks itself, and the others go on
+    if others_go_on and failure_class == "application" and root_cause.is_own(cause):
+        failure_class = "infrastructure"  # an agent or an init container: failed ranks are the leader's to restart
     history, attempt = budgets.history(status), _attempt(view, status, cause)
     never_starts = root_cause.cannot_start(cause) and not _has_trained_before(status)
     if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
@@ -104,7 +104,7 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
         untried=status.first_step_time is None and not _has_trained_before(status) and ran < budget.TRAINED_SECONDS,
-        nodes=view.spec.nodes,
+        nodes=view.spec.pods,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},

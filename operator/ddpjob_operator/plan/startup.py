@@ -79,6 +79,7 @@ def _resized(view: View, status: api.Status, was: str) -> api.Status:
     later = replace(
         status,
         attempt_nodes=view.wanted_nodes,
+        starting_since=view.now,  # perhaps no node is left that has started
         replacements={**status.replacements, **numbers},
         started_nodes=ranges.text(status.started - removed),
     )

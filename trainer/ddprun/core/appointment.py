@@ -21,11 +21,11 @@ class Appointment(NamedTuple):
     grant: Grant | None = None
     """Restarts that were left when the operator answered; at first those of the pod's environment."""
     places: Members | None = None
-    """Nodes that the job has by its present spec; None if nobody has answered yet."""
+    """Nodes that have started and are not lost; None if nobody has answered yet."""
 
     def survivors(self, members: Members) -> set[int]:
-        """Return the members of an earlier leader's generation that may still come: not that leader, and no node that a
-        lower spec.nodes has removed."""
+        """Return the members of an earlier leader's generation that may still come: not that leader, and no node that
+        is lost or not wanted any more."""
         return {place for place in members[1:] if self.places is None or place in self.places}
 
     def replaces(self, known: Appointment) -> bool:

@@ -183,6 +183,7 @@ class LeaderState:
         self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
         self._current = Generation()
         self.places, self._budget, self._policy = places, budget, policy
+        self._sized_by = 0  # `replaced` of the grant of the pod that knows `places`; later pods know better
         self._leader = places.leader if leader is None else leader
         self._turn = turn
         self._survivors = frozenset(survivors)
@@ -265,12 +266,13 @@ class LeaderState:
     ) -> None:
         """Add a node whose agent connected, without running ranks. generation: that of its last ranks; -1 if none ran.
 
-        nodes: how many may take part, by this agent's --nnodes, because the job may have become larger. is_ready: False
+        nodes: how many may take part, by this agent's --nnodes, because the job may have been resized. is_ready: False
         if its ranks could not start at once; `ready` follows.
         """
         assert node not in self._here, "a node is lost before it comes again"
-        if nodes > len(self.places):
-            self.places = Members(range(nodes))
+        made = 0 if grant is None else grant.replaced
+        if nodes and (made, nodes) > (self._sized_by, len(self.places)):
+            self._sized_by, self.places = made, Members(range(nodes))
         self._here.add(node)
         self._terminations.leaving.discard(node)
         self._replacements[node] = replacement
