@@ -1114,6 +1114,23 @@ def test_a_large_buffer_that_changes_through_data_is_named_and_nothing_is_kept(
     assert "not kept in memory: buffers of model: queue is changed through .data" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("length", [8192, 1 << 17])
+def test_a_large_buffer_of_one_repeated_value_is_kept(node: Node, length: int) -> None:
+    """Such a buffer has more values than its memory. Reading beyond that memory would find changes by others."""
+
+    def train() -> None:
+        objects, memory = parts(), torch.zeros(1 << 18)
+        objects["model"].register_buffer("mask", memory[:1].expand(length))
+        ddpjob.Snapshot("snapshots").load(**objects)
+        for step in range(6):
+            steps(step, step + 1, **objects)
+            memory.data[1:] += 1
+        rescue()
+
+    node.run(0, train)
+    assert node.step == 6
+
+
 @pytest.mark.parametrize("what", ["a copy of the model", "a layer without parameters"])
 def test_a_module_that_the_script_has_replaced_is_not_kept_in_its_old_state(node: Node, what: str) -> None:
     """If a script replaces averaged weights, or a layer that has only buffers, a restart must not use the old ones."""
