@@ -567,8 +567,8 @@ class Snapshot:
         refuse_sharded(objects)
         self._finish()
         self._since_step.watch(objects)
-        of_each_rank.name_calls_without_ddp(objects)
         if self.rank == 0:
+            of_each_rank.name_calls_without_ddp(objects)
             self._name_half_done(objects)
         self._memory.begin()
         found = self._memory.find(objects)
