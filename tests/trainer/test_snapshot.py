@@ -403,6 +403,24 @@ def test_a_script_that_reads_batches_ahead_is_told_that_a_restart_skips_them(
     assert capfd.readouterr().err.count("order: batches are taken before they are trained") == int(is_ahead)
 
 
+def test_an_evaluation_and_two_optimizers_read_no_batches_ahead(tmp_path, capfd):
+    """Batches of an evaluation are never trained, and a GAN may take a batch for each of its two optimizers."""
+    model = torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    order, held = ddpjob.GlobalBatchSampler(64, 4, seed=7), ddpjob.GlobalBatchSampler(16, 4, seed=8)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    step = snapshot.load(model=model, one=optimizers[0], other=optimizers[1], order=order, held=held)
+    batches = order.epoch(0)
+    while list(itertools.islice(batches, 2)):
+        for optimizer in optimizers:
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        step += 1
+        list(held.epoch(step))
+        saved(snapshot, step, model=model, one=optimizers[0], other=optimizers[1], order=order, held=held)
+    assert capfd.readouterr().err == ""
+
+
 # ---- attempts ----------------------------------------------------------------------------------------------
 
 

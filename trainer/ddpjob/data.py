@@ -283,6 +283,9 @@ class _Taken:
     """Counts the batches that an iteration has taken, to find a script that reads ahead, such as a prefetcher: it takes
     several batches before the first gradient arrives, and later fewer for each step."""
 
+    latest: "_Taken | None" = None
+    """The iteration that has taken the last batch. If it is another one, this one may have been an evaluation."""
+
     def __init__(self) -> None:
         self._is_found = False
         self.begin()
@@ -290,23 +293,29 @@ class _Taken:
     def begin(self) -> None:
         """Count from 0 for the next iteration."""
         self._first = self._all = self._trained = 0  # _trained: groups of batches after which gradients have arrived
-        self._gradients, self._steps = process.current.gradients, process.current.optimizer_steps
+        self._gradients, self._steps = process.current.gradients, process.current.steps_of.copy()
 
     def one_more(self) -> None:
         """Count a batch."""
+        self._find()
         if self._all and process.current.gradients != self._gradients:
             self._trained += 1
         self._gradients = process.current.gradients
         self._all += 1
         self._first += not self._trained
+        _Taken.latest = self
 
     def is_ahead(self) -> bool:
         """True if batches of this iteration, or of an earlier one, were taken before they were trained."""
+        if _Taken.latest is self:
+            self._find()
+        return self._is_found
+
+    def _find(self) -> None:
         if not self._is_found and self._first > 1 and self._gradients is not None:
             trained = self._trained + (process.current.gradients != self._gradients)
-            steps = process.current.optimizer_steps - self._steps
+            steps = max((process.current.steps_of - self._steps).values(), default=0)
             self._is_found = self._all < self._first * max(trained, steps)
-        return self._is_found
 
 
 def accumulate(

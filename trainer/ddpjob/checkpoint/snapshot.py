@@ -285,7 +285,8 @@ class Snapshot:
             self._log_once(
                 "sampler",
                 f"{ahead[0]}: batches are taken before they are trained (by DataLoader workers, or read ahead by the "
-                f"script), and a restart skips them: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
+                f"script), and a restart skips them. Unless the script itself skips batches, save "
+                f"{ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
         place, name = half_done.updated_at_end_of_epoch(step, state)
         if place:
@@ -813,8 +814,9 @@ def _count_optimizer_steps() -> None:
     2.13.0), and a removal during that loop raises RuntimeError.
     """
 
-    def count(*_: Any) -> None:
+    def count(optimizer: Any, *_: Any) -> None:
         process.current.optimizer_steps += 1
+        process.current.steps_of[id(optimizer)] += 1
 
     register_optimizer_step_pre_hook(count)
 
