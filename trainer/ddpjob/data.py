@@ -99,6 +99,10 @@ class GlobalBatchSampler:
         self._taken = _Taken()
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
+        self.is_saved = False
+        """True if the script has passed the sampler itself to `save` or `keep`."""
+        self._placed_in = 0  # epoch of the last position that `state_dict` has returned as a value
+        self._has_told_of_move = False
         self._has_drawn_for_all = False  # True if the DataLoader's workers persist: it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
@@ -149,6 +153,7 @@ class GlobalBatchSampler:
         """Go to the beginning of an epoch. In an epoch that a restart has interrupted, stay at that batch."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
+            self._note_move(epoch)
             self._epoch, self._consumed = epoch, 0
             if epoch == self._began[0]:
                 self._began = (epoch, 0)
@@ -204,6 +209,7 @@ class GlobalBatchSampler:
         if epoch is None or batches is None:
             return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
         epoch, batches, self.is_placed = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches), True
+        self._placed_in = epoch
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         if not self._samples_left(consumed):
             consumed = self.n  # also with drop_last, because Snapshot recognizes the end of an epoch by n
@@ -237,6 +243,27 @@ class GlobalBatchSampler:
             process.log(
                 f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
                 f"loops ended early. Call sampler.set_epoch(epoch) before each loop to go on to the next epoch."
+            )
+
+    def _note_move(self, epoch: int) -> None:
+        """Log once if a restart repeats epochs, or would continue an epoch that the script has left early."""
+        if self.rank or self._has_told_of_move:
+            return
+        marks = {process.current.saved_at, process.current.marked and process.current.marked[1]}
+        is_marked = process.current.optimizer_steps in marks  # the last step is saved or marked already
+        is_kept_here = self._placed_in == self._epoch if self.is_placed else self.is_saved
+        if epoch < self._epoch == self._began[0]:
+            self._has_told_of_move = True
+            process.log(
+                f"epoch {epoch} of the data begins, but epoch {self._epoch} was loaded: its samples are trained again. "
+                f"Begin with sampler.current_epoch, unless this is an evaluation."
+            )
+        elif is_marked and is_kept_here and self._consumed and self._samples_left(self._consumed):
+            self._has_told_of_move = True
+            process.log(
+                f"epoch {self._epoch} of the data is left early, and a restart from its last step continues it. After "
+                f"the last optimizer.step() of an epoch, call sampler.set_epoch(epoch + 1) before should_stop() and "
+                f"save(), or save sampler.state_dict(epoch=epoch + 1, batches=0)."
             )
 
     def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:

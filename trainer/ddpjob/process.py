@@ -81,6 +81,8 @@ class Process:
         """Restores the random states of `load` again; has no effect after the next optimizer step."""
         self.optimizer_steps = 0
         """Steps that any optimizer of this process has begun, counted from its first Snapshot."""
+        self.saved_at: int | None = None
+        """`optimizer_steps` at the last `save` or `keep`."""
         self.steps_of: collections.Counter[int] = collections.Counter()
         """The same for each optimizer, by its id."""
         self.gradients: int | None = None

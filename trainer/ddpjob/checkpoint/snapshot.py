@@ -281,6 +281,9 @@ class Snapshot:
         """Log which sampler's batches a restart would skip, and which work at the end of an epoch it would repeat."""
         if self.rank != 0:
             return
+        process.current.saved_at = process.current.optimizer_steps
+        for sampler in (each for each in state.values() if hasattr(each, "is_saved")):
+            sampler.is_saved = True
         if ahead := [name for name, value in state.items() if getattr(value, "is_ahead", False) is True]:
             self._log_once(
                 "sampler",
