@@ -274,6 +274,13 @@ class Snapshot:
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
             )
+        if step and not self._last_step:  # at the first save only, because it takes 50 ms if a scheduler is missing
+            name, schedule = half_done.schedule_not_saved(objects)
+            if name:
+                process.log(
+                    f"{name}: its {schedule} is not saved: a restart begins that schedule again, unless the script "
+                    f"sets it from the step. Give the scheduler to load() and save(), too."
+                )
         if step:
             self._since_step.name_loader()
 
