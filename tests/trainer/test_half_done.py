@@ -189,3 +189,27 @@ def test_a_loader_that_draws_a_seed_gets_a_warning(tmp_path, capfd, loader, drop
     saved(snapshot, step, model=model, optimizer=optimizer)
     snapshot.close()
     assert capfd.readouterr().err.count(SEEDED) == int(is_named and at == "within the epoch")
+
+
+@pytest.mark.parametrize("how", ["not saved", "saved", "saved by value", "in an object"])
+def test_a_learning_rate_scheduler_that_is_not_saved_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    """A restart restores the optimizer, but begins the schedule again."""
+
+    class Trainer:
+        def state_dict(self) -> dict[str, Any]:
+            return {"schedule": scheduler.state_dict()}
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    sampler = ddpjob.GlobalBatchSampler(8, 2, 1)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    also = {"saved": scheduler, "saved by value": scheduler.state_dict(), "in an object": Trainer()}
+    for step in (1, 2):
+        optimizer.step()
+        scheduler.step()
+        state = {"it": also[how]} if how in also else {}
+        saved(snapshot, step, model=model, optimizer=optimizer, sampler=sampler, **state)
+    assert capfd.readouterr().err.count("optimizer: its StepLR is not saved") == int(how == "not saved")

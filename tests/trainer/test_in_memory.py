@@ -1132,6 +1132,50 @@ def test_a_large_buffer_that_changes_through_data_is_named_and_nothing_is_kept(
     assert "not kept in memory: buffers of model: queue is changed through .data" in capfd.readouterr().err
 
 
+def test_a_state_is_written_while_the_next_optimizer_step_waits_for_it(node: Node) -> None:
+    """A survivor and the training thread need the same lock. A step that has to wait has changed nothing yet."""
+
+    class RescueFirst:
+        """Lock that a survivor gets before the training thread."""
+
+        def __init__(self, now: Any) -> None:
+            self.now, self.lock, now.lock = now, now.lock, self
+
+        def __enter__(self) -> None:
+            self.now.lock = self.lock
+            rescue()
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    def train() -> None:
+        objects, _, _ = begin()
+        steps(0, 6, **objects)
+        RescueFirst(process.current.keeper.now)
+        make_step(**objects)
+
+    node.run(0, train)
+    assert node.step == 6
+
+
+@pytest.mark.parametrize("length", [8192, 1 << 17])
+def test_a_large_buffer_of_one_repeated_value_is_kept(node: Node, length: int) -> None:
+    """Such a buffer has more values than its memory. Reading beyond that memory would find changes by others."""
+
+    def train() -> None:
+        objects, memory = parts(), torch.zeros(1 << 18)
+        objects["model"].register_buffer("mask", memory[:1].expand(length))
+        ddpjob.Snapshot("snapshots").load(**objects)
+        for step in range(6):
+            steps(step, step + 1, **objects)
+            memory.data[1:] += 1
+        rescue()
+
+    node.run(0, train)
+    assert node.step == 6
+
+
 @pytest.mark.parametrize("what", ["a copy of the model", "a layer without parameters"])
 def test_a_module_that_the_script_has_replaced_is_not_kept_in_its_old_state(node: Node, what: str) -> None:
     """If a script replaces averaged weights, or a layer that has only buffers, a restart must not use the old ones."""

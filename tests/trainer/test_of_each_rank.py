@@ -1,6 +1,7 @@
 """State that differs between ranks: each rank gets its own state from the folder, or the load is refused."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,25 +49,54 @@ class Shifted(torch.nn.Linear):
         return super().forward(x - self.mean)
 
 
-@pytest.mark.parametrize("is_saved_without_wrapper", [False, True])
-@pytest.mark.parametrize("call", ["the module", "the wrapper", "a copy", "an evaluation"])
+class System(torch.nn.Module):
+    """Model that wraps its own part in DDP."""
+
+    def __init__(self, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("saved", ["module", "wrapper", "system"])
+@pytest.mark.parametrize("call", ["module", "wrapper", "system", "copy", "evaluation", "module with a constant"])
 def test_a_model_that_is_trained_without_its_wrapper_is_named(
-    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], call: str, is_saved_without_wrapper: bool
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], call: str, saved: str
 ) -> None:
-    """A call of the module without DDP uses the buffers of each rank, but the snapshot has only those of rank 0."""
+    """A call of the module without DDP changes the buffers of each rank, but the snapshot has only those of rank 0."""
 
     def train(world: Any, snapshot: ddpjob.Snapshot) -> None:
-        module = Shifted()
+        module: torch.nn.Module = Shifted()
+        if call == "module with a constant":
+            module = torch.nn.Linear(1, 1)
+            module.register_buffer("mask", torch.ones(1))
         model = DistributedDataParallel(module)
-        snapshot.load(model=module if is_saved_without_wrapper else model)
-        called = {"the wrapper": model, "a copy": copy.deepcopy(module)}.get(call, module)
+        own = {"module": module, "wrapper": model, "system": System(model), "copy": copy.deepcopy(module)}
+        snapshot.load(model=own[saved])
         for _ in range(2):
-            with torch.set_grad_enabled(call != "an evaluation"):
-                called(torch.ones(1, 1))
+            with torch.set_grad_enabled(call != "evaluation"):
+                own.get(call, module)(torch.ones(1, 1))
             model(torch.ones(1, 1)).sum().backward()
 
     in_ranks(run_ranks, tmp_path, "meet", 2, train)
-    assert capfd.readouterr().err.count("model: called without its Dist") == int(call == "the module")
+    assert capfd.readouterr().err.count("model: called without its Dist") == int(call == "module")
+
+
+def test_a_model_can_be_exported_after_its_first_steps(run_ranks: Any, tmp_path: Path) -> None:
+    """A pickle of the whole model must be readable without this library, and torch.jit.script refuses its hooks."""
+
+    def export(world: Any, snapshot: ddpjob.Snapshot) -> bool:
+        module = torch.nn.BatchNorm1d(1)
+        model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
+        snapshot.load(model=model, optimizer=optimizer)
+        for _ in range(20):
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
+        return b"ddpjob" in pickle.dumps(module) or torch.jit.script(module) is None
+
+    assert in_ranks(run_ranks, tmp_path, "meet", 1, export) == [False]
 
 
 def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Callable[[Any, Any], Any]) -> list[Any]:

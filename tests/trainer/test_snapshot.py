@@ -403,6 +403,58 @@ def test_a_script_that_reads_batches_ahead_is_told_that_a_restart_skips_them(
     assert capfd.readouterr().err.count("order: batches are taken before they are trained") == int(is_ahead)
 
 
+def test_an_evaluation_and_two_optimizers_read_no_batches_ahead(tmp_path, capfd):
+    """Batches of an evaluation are never trained, and a GAN may take a batch for each of its two optimizers."""
+    model = torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    order, held = ddpjob.GlobalBatchSampler(64, 4, seed=7), ddpjob.GlobalBatchSampler(16, 4, seed=8)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    step = snapshot.load(model=model, one=optimizers[0], other=optimizers[1], order=order, held=held)
+    batches = order.epoch(0)
+    while list(itertools.islice(batches, 2)):
+        for optimizer in optimizers:
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        step += 1
+        list(held.epoch(step))
+        saved(snapshot, step, model=model, one=optimizers[0], other=optimizers[1], order=order, held=held)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_placed", [False, True], ids=["sampler", "position"])
+@pytest.mark.parametrize("moves", [False, True], ids=["after the save", "before the save"])
+def test_an_epoch_that_is_left_early_is_named_because_a_restart_continues_it(is_placed, moves, tmp_path, capfd):
+    """A restart from the last step of a shortened epoch would train the rest of the epoch, which the script skipped."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler, snapshot = ddpjob.GlobalBatchSampler(64, 4, seed=7), ddpjob.Snapshot(tmp_path)
+    step = snapshot.load(model=model, optimizer=optimizer, order=sampler)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for batches, _ in enumerate(sampler.epoch(epoch), start=1):
+            optimizer.step()
+            step, place = step + 1, (epoch, batches)
+            if batches == 4 and moves:
+                place = (epoch + 1, 0)
+                if not is_placed:
+                    sampler.set_epoch(epoch + 1)
+            order = sampler.state_dict(epoch=place[0], batches=place[1]) if is_placed else sampler
+            saved(snapshot, step, model=model, optimizer=optimizer, order=order)
+            if batches == 4:
+                break
+    assert capfd.readouterr().err.count("ddpjob: epoch 0 of the data is left early") == int(not moves)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_resume_that_begins_at_an_earlier_epoch_is_named(first, tmp_path, capfd):
+    """A loop over range(epochs) instead of range(sampler.current_epoch, epochs) trains the same epochs again."""
+    sampler = ddpjob.GlobalBatchSampler(64, 4, seed=7)
+    sampler.load_state_dict({"n": 64, "seed": 7, "epoch": 1, "consumed": 8})
+    for epoch in range(first, 3):
+        list(sampler.epoch(epoch))
+    assert capfd.readouterr().err.count("ddpjob: epoch 0 of the data begins, but epoch 1 was loaded") == int(not first)
+
+
 # ---- attempts ----------------------------------------------------------------------------------------------
 
 

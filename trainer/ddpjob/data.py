@@ -99,6 +99,10 @@ class GlobalBatchSampler:
         self._taken = _Taken()
         self.is_placed = False
         """True if the script saves the sampler's position as a value, with `state_dict`."""
+        self.is_saved = False
+        """True if the script has passed the sampler itself to `save` or `keep`."""
+        self._placed_in = 0  # epoch of the last position that `state_dict` has returned as a value
+        self._has_told_of_move = False
         self._has_drawn_for_all = False  # True if the DataLoader's workers persist: it draws one seed for all epochs
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
@@ -149,6 +153,7 @@ class GlobalBatchSampler:
         """Go to the beginning of an epoch. In an epoch that a restart has interrupted, stay at that batch."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self._epoch:
+            self._note_move(epoch)
             self._epoch, self._consumed = epoch, 0
             if epoch == self._began[0]:
                 self._began = (epoch, 0)
@@ -204,6 +209,7 @@ class GlobalBatchSampler:
         if epoch is None or batches is None:
             return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
         epoch, batches, self.is_placed = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches), True
+        self._placed_in = epoch
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         if not self._samples_left(consumed):
             consumed = self.n  # also with drop_last, because Snapshot recognizes the end of an epoch by n
@@ -237,6 +243,27 @@ class GlobalBatchSampler:
             process.log(
                 f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
                 f"loops ended early. Call sampler.set_epoch(epoch) before each loop to go on to the next epoch."
+            )
+
+    def _note_move(self, epoch: int) -> None:
+        """Log once if a restart repeats epochs, or would continue an epoch that the script has left early."""
+        if self.rank or self._has_told_of_move:
+            return
+        marks = {process.current.saved_at, process.current.marked and process.current.marked[1]}
+        is_marked = process.current.optimizer_steps in marks  # the last step is saved or marked already
+        is_kept_here = self._placed_in == self._epoch if self.is_placed else self.is_saved
+        if epoch < self._epoch == self._began[0]:
+            self._has_told_of_move = True
+            process.log(
+                f"epoch {epoch} of the data begins, but epoch {self._epoch} was loaded: its samples are trained again. "
+                f"Begin with sampler.current_epoch, unless this is an evaluation."
+            )
+        elif is_marked and is_kept_here and self._consumed and self._samples_left(self._consumed):
+            self._has_told_of_move = True
+            process.log(
+                f"epoch {self._epoch} of the data is left early, and a restart from its last step continues it. After "
+                f"the last optimizer.step() of an epoch, call sampler.set_epoch(epoch + 1) before should_stop() and "
+                f"save(), or save sampler.state_dict(epoch=epoch + 1, batches=0)."
             )
 
     def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:
@@ -283,6 +310,9 @@ class _Taken:
     """Counts the batches that an iteration has taken, to find a script that reads ahead, such as a prefetcher: it takes
     several batches before the first gradient arrives, and later fewer for each step."""
 
+    latest: "_Taken | None" = None
+    """The iteration that has taken the last batch. If it is another one, this one may have been an evaluation."""
+
     def __init__(self) -> None:
         self._is_found = False
         self.begin()
@@ -290,23 +320,29 @@ class _Taken:
     def begin(self) -> None:
         """Count from 0 for the next iteration."""
         self._first = self._all = self._trained = 0  # _trained: groups of batches after which gradients have arrived
-        self._gradients, self._steps = process.current.gradients, process.current.optimizer_steps
+        self._gradients, self._steps = process.current.gradients, process.current.steps_of.copy()
 
     def one_more(self) -> None:
         """Count a batch."""
+        self._find()
         if self._all and process.current.gradients != self._gradients:
             self._trained += 1
         self._gradients = process.current.gradients
         self._all += 1
         self._first += not self._trained
+        _Taken.latest = self
 
     def is_ahead(self) -> bool:
         """True if batches of this iteration, or of an earlier one, were taken before they were trained."""
+        if _Taken.latest is self:
+            self._find()
+        return self._is_found
+
+    def _find(self) -> None:
         if not self._is_found and self._first > 1 and self._gradients is not None:
             trained = self._trained + (process.current.gradients != self._gradients)
-            steps = process.current.optimizer_steps - self._steps
+            steps = max((process.current.steps_of - self._steps).values(), default=0)
             self._is_found = self._all < self._first * max(trained, steps)
-        return self._is_found
 
 
 def accumulate(

@@ -5,6 +5,7 @@ until it calls `init`, `progress` or `should_stop`, and SIGTERM ends it. This mo
 """
 
 import atexit
+import collections
 import contextlib
 import os
 import select
@@ -80,6 +81,10 @@ class Process:
         """Restores the random states of `load` again; has no effect after the next optimizer step."""
         self.optimizer_steps = 0
         """Steps that any optimizer of this process has begun, counted from its first Snapshot."""
+        self.saved_at: int | None = None
+        """`optimizer_steps` at the last `save` or `keep`."""
+        self.steps_of: collections.Counter[int] = collections.Counter()
+        """The same for each optimizer, by its id."""
         self.gradients: int | None = None
         """Gradients of watched parameters that have arrived, to see if a batch was trained; None: none are watched."""
         self.resumed_step: int | None = None

@@ -274,6 +274,13 @@ class Snapshot:
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
             )
+        if step and not self._last_step:  # at the first save only, because it takes 50 ms if a scheduler is missing
+            name, schedule = half_done.schedule_not_saved(objects)
+            if name:
+                process.log(
+                    f"{name}: its {schedule} is not saved: a restart begins that schedule again, unless the script "
+                    f"sets it from the step. Give the scheduler to load() and save(), too."
+                )
         if step:
             self._since_step.name_loader()
 
@@ -281,11 +288,15 @@ class Snapshot:
         """Log which sampler's batches a restart would skip, and which work at the end of an epoch it would repeat."""
         if self.rank != 0:
             return
+        process.current.saved_at = process.current.optimizer_steps
+        for sampler in (each for each in state.values() if hasattr(each, "is_saved")):
+            sampler.is_saved = True
         if ahead := [name for name, value in state.items() if getattr(value, "is_ahead", False) is True]:
             self._log_once(
                 "sampler",
                 f"{ahead[0]}: batches are taken before they are trained (by DataLoader workers, or read ahead by the "
-                f"script), and a restart skips them: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
+                f"script), and a restart skips them. Unless the script itself skips batches, save "
+                f"{ahead[0]}.state_dict(epoch=..., batches=...) instead.",
             )
         place, name = half_done.updated_at_end_of_epoch(step, state)
         if place:
@@ -567,8 +578,8 @@ class Snapshot:
         refuse_sharded(objects)
         self._finish()
         self._since_step.watch(objects)
-        of_each_rank.name_calls_without_ddp(objects)
         if self.rank == 0:
+            of_each_rank.name_calls_without_ddp(objects)
             self._name_half_done(objects)
         self._memory.begin()
         found = self._memory.find(objects)
@@ -813,8 +824,9 @@ def _count_optimizer_steps() -> None:
     2.13.0), and a removal during that loop raises RuntimeError.
     """
 
-    def count(*_: Any) -> None:
+    def count(optimizer: Any, *_: Any) -> None:
         process.current.optimizer_steps += 1
+        process.current.steps_of[id(optimizer)] += 1
 
     register_optimizer_step_pre_hook(count)
 

@@ -520,15 +520,15 @@ class Keeper:
         self._slots.made += 1
         self._makers.first(optimizer)
         self._places.has_begun = False
-        kept.watch.count_step(optimizer)
-        while not self._may_step():
+        while not self._may_step(kept, optimizer):
             time.sleep(AGAIN_SECONDS)  # until the agent ends this process by a signal
 
-    def _may_step(self) -> bool:
+    def _may_step(self, kept: Kept, optimizer: Any) -> bool:
         """Begin the step and return True; False if the ranks are being stopped and memory has the last state."""
         with self.now.lock:
             if self.survivor.is_done:
                 return False
+            kept.watch.count_step(optimizer)  # not earlier: a survivor would take the step for a change by the script
             self._stepped, self.now.dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
         return True

@@ -1,8 +1,8 @@
 """Find unfinished work that no state_dict() contains, to log it before a restart loses or repeats it.
 
 Examples: gradients that wait for an optimizer's step, the state of a communication hook, shards that
-ZeroRedundancyOptimizer consolidated before its last step, a scheduler that has already stepped at the end of an epoch,
-and the seed that a DataLoader draws at the beginning of an epoch.
+ZeroRedundancyOptimizer consolidated before its last step, a scheduler that is not saved, or that has already stepped at
+the end of an epoch, and the seed that a DataLoader draws at the beginning of an epoch.
 """
 
 import gc
@@ -26,6 +26,16 @@ from ddpjob.errors import StateError
 
 COMPARED_STEPS = 3  # number of first steps whose random states are compared, to see if training draws random numbers
 SCANS = 3  # a DataLoader that draws a seed is searched for at this many saves, from the first one
+_NO_SCHEDULE = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    torch.Tensor,
+    int,
+    float,
+    str,
+)
 WATCHED_MAX = 8  # hooks per optimizer; a hook on each parameter would cost time at each step
 
 
@@ -57,6 +67,22 @@ def _updates(value: Any) -> int:
     if isinstance(value, AveragedModel):
         return int(value.n_averaged)
     return value.last_epoch if isinstance(value, LRScheduler) else 0
+
+
+def schedule_not_saved(objects: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name of an optimizer, and the type of its learning rate scheduler if that is not saved; ("", "") if
+    there is none, or if a value of unknown type may contain it."""
+    saved = {id(each.optimizer) for each in objects.values() if isinstance(each, LRScheduler)}
+    lack = {
+        id(each): name
+        for name, each in objects.items()
+        if isinstance(each, torch.optim.Optimizer) and "initial_lr" in each.param_groups[0] and id(each) not in saved
+    }
+    if lack and all(isinstance(each, _NO_SCHEDULE) or hasattr(each, "reads_ahead") for each in objects.values()):
+        for each in gc.get_objects():
+            if issubclass(type(each), LRScheduler) and id(getattr(each, "optimizer", None)) in lack:
+                return lack[id(each.optimizer)], type(each).__name__
+    return "", ""
 
 
 def draws_within_epoch() -> bool:

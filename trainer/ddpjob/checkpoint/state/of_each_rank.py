@@ -5,7 +5,7 @@ file has the copies that do differ under "ranks". Models and optimizers are repl
 what DistributedDataParallel does not synchronize, and the numbers in an optimizer's settings.
 """
 
-import functools
+import contextlib
 import gc
 import io
 import weakref
@@ -23,6 +23,8 @@ from ddpjob.errors import StateError
 
 OWN_BYTES_MAX = 4 << 20  # limit in bytes for one object of one rank, because the group's store transfers it
 SAMPLES, SAMPLED_VALUES = 32, 8  # sampled parameters per model, values of each; few, as another step changes nearly all
+
+CALLS_STEPS = 16  # calls without DDP are searched for in so many first steps of optimizers
 
 WHOLE, KEYS, OPTIMIZER, LARGE = "whole", "keys", "optimizer", "large"
 _watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules whose calls without DDP are logged
@@ -97,26 +99,46 @@ def send_those_of_0(wrappers: Collection[DistributedDataParallel]) -> bool:
 
 
 def name_calls_without_ddp(objects: Mapping[str, Any]) -> None:
-    """Log on rank 0 if the script trains with a model whose buffers DDP broadcasts, but calls it without DDP, as for a
-    gradient penalty. Such a call uses the buffers of each rank, which are not saved."""
+    """Log if the script trains with a model whose buffers DDP broadcasts, but calls it without DDP, as for a gradient
+    penalty. Such a call changes the buffers of each rank, and those of other ranks than rank 0 are not saved."""
     for name, value in objects.items():
-        module = unwrapped(value) if isinstance(value, torch.nn.Module) else None
-        if module is not None and module not in _watched and any(True for _ in module.buffers()):
-            _watched.add(module)
-            module.register_forward_pre_hook(functools.partial(_called, name, id(module), []))
+        inside = value.modules() if isinstance(value, torch.nn.Module) else ()
+        for module in [each.module for each in inside if isinstance(each, DistributedDataParallel)] or [value]:
+            if isinstance(module, torch.nn.Module) and module not in _watched and any(True for _ in module.buffers()):
+                _watched.add(module)
+                _CallWatch(name, module)
 
 
-def _called(name: str, its_id: int, told: list[str], module: torch.nn.Module, _: Any) -> None:
-    """Forward pre-hook of a module. its_id: id of that module, because a copy of it has this hook, too."""
-    is_training = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if told or not is_training or DistributedDataParallel._active_ddp_module is not None or id(module) != its_id:
-        return
-    told.append(name)
-    if senders(module) and process.place().rank == 0:
-        process.log(
-            f"{name}: called without its DistributedDataParallel wrapper in training, so each rank uses buffers of its "
-            f"own, but a restart gives all ranks those of rank 0. Call the wrapper, or use broadcast_buffers=False."
-        )
+class _CallWatch:
+    """Forward pre-hook of a module. Removes itself after some steps: a module with hooks cannot be compiled by
+    torch.jit.script, and a pickle of it cannot be read where this library is missing."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self._name, self._id, self._until = name, id(module), process.current.optimizer_steps + CALLS_STEPS
+        self._before = ""  # hash of the buffers before a call without DDP
+        self._hook = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        is_copy = id(module) != self._id  # a deep copy of a module has its hooks, too
+        if is_copy or self._before or process.current.optimizer_steps >= self._until:
+            self._hook.remove()
+            if not is_copy and self._before and self._before != _buffers_hash(module):
+                process.log(
+                    f"{self._name}: called without its DistributedDataParallel wrapper in training, so each rank "
+                    f"changes buffers of its own, but a restart gives all ranks those of rank 0. Call the wrapper, or "
+                    f"use broadcast_buffers=False."
+                )
+        elif module.training and torch.is_grad_enabled() and DistributedDataParallel._active_ddp_module is None:
+            self._before = _buffers_hash(module) if senders(module) else ""
+
+
+def _buffers_hash(module: torch.nn.Module) -> str:
+    """Return a hash of all buffers; "" within a transform of torch.func, where tensors have no values."""
+    with contextlib.suppress(Exception):  # the training must not end because of it
+        return digest([*module.buffers()])
+    return ""
 
 
 def outermost(value: torch.nn.Module) -> torch.nn.Module:
