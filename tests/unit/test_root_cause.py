@@ -389,6 +389,14 @@ def test_a_pod_that_the_operator_stopped_did_not_end_early(code: int, said: str)
     assert (failure.reason, found) == (root_cause.PEER_LOST, "infrastructure")
 
 
+def test_a_pod_whose_container_never_ran_did_not_end_early() -> None:
+    """The kubelet reports 137 also for a container that it never started, for example of a pod on a cut node."""
+    complaint, stopped = pod(0, said=PEER), told(pod(1, 137), 11)
+    stopped = msgspec.structs.replace(stopped, trainer=msgspec.structs.replace(stopped.trainer, ran=False))
+    failure, found = settled(stopped, complaint, first=first_sign(complaint), **UNEVEN)
+    assert (failure.reason, found) == (root_cause.PEER_LOST, "infrastructure")
+
+
 def test_a_pod_that_exited_with_0_is_not_blamed_before_its_kubelet_gives_the_reason() -> None:
     """A pod that exited with 0 must not be blamed before its kubelet gives the reason: an evicted trainer ends with 0,
     and its phase follows later."""

@@ -342,7 +342,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++ code that ignores SIGTERM.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
     # If torchrun loses its store while it waits, it exits with 143, or with 0 if its logging swallows the SIGTERM.
-    silent = code == 0 or (code == _KILLED and "death signal" not in report.log)
+    silent = pod.trainer.ran and (code == 0 or (code == _KILLED and "death signal" not in report.log))
     return PodEnd(
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
