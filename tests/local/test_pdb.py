@@ -12,11 +12,11 @@ from shell import SECONDS_MAX, Cli
 DEBUGGED = """
 import os, sys
 rank = os.environ["RANK"]
-print("hello from", rank)
+print(f"hello from {{rank}}")  # one write: the run prints on this terminal, too
 answer = 41
 breakpoint()
 if rank == "1":
-    print("went on with", answer)
+    print(f"went on with {{answer}}")
 {end}
 """
 
