@@ -13,7 +13,7 @@ from leads import failure, start, taken
 from ddpjob_core.budget import Budget, Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.members import Members
-from ddprun.core import leader_state, newcomers
+from ddprun.core import charges, connected, leader_state, newcomers
 from ddprun.core.leader_state import EndOrder, LeaderState, Stop
 
 JOIN_SECONDS, LAST_CALL, SNOOZE = 600.0, 30.0, 30.0
@@ -112,7 +112,7 @@ def test_a_lost_node_is_not_waited_for_and_costs_nothing(has_operator: bool) -> 
     stops(found, T0 + 100, patient=False)
     assert taken(found) == [start(found, 1)]
     assert (found.members, found.said) == ((0, 2, 3), "node 1 is lost")
-    assert (found.restarts, found.charged) == (0, [])
+    assert (found.charges.restarts, found.charges.failures) == (0, [])
 
 
 def test_a_hundred_lost_nodes_with_steps_in_between_cost_no_restart_and_no_wait() -> None:
@@ -129,7 +129,7 @@ def test_a_hundred_lost_nodes_with_steps_in_between_cost_no_restart_and_no_wait(
         stops(found, at, patient=True)
         assert taken(found) == [start(found, number + 1)]
         assert found.members == (0, 1)
-    assert found.restarts == 0
+    assert found.charges.restarts == 0
 
 
 def test_nodes_that_are_lost_a_hundred_times_without_a_step_end_the_job() -> None:
@@ -155,7 +155,7 @@ def test_a_rank_that_fails_is_charged_also_where_another_node_is_lost() -> None:
     found.lost(1, T0 + 100)
     found.stopped(0, [], T0 + 100)
     found.stopped(2, [failure(2, 9)], T0 + 100)
-    assert found.counts["application"] == 1
+    assert found.charges.counts["application"] == 1
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_stops_nobody() -> None:
@@ -165,7 +165,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_stops_nobody() -> No
     found.lost(1, T0 + 100)
     stops(found, T0 + 100, patient=False)
     assert taken(found) == [start(found, 1)]
-    assert (found.members, found.restarts) == ((0, 2, 3), 0)
+    assert (found.members, found.charges.restarts) == ((0, 2, 3), 0)
     found.joined(1, T0 + 200, 0, 1)
     assert (taken(found), found.deadline) == ([], None), "the next spare"
     found.lost(1, T0 + 300)
@@ -201,7 +201,7 @@ def test_a_node_that_comes_joins_after_a_snooze_at_a_step_on_which_all_agree() -
     found.tick(T0 + 100 + SNOOZE)
     stops(found, T0 + 131, patient=True)
     assert taken(found) == [start(found, 1)]
-    assert (found.members, found.said, found.restarts) == ((0, 1, 2), "node 2 joined", 0)
+    assert (found.members, found.said, found.charges.restarts) == ((0, 1, 2), "node 2 joined", 0)
 
 
 def test_a_node_that_still_imports_torch_stops_nobody() -> None:
@@ -313,7 +313,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_the_others_go_on(has_operator: b
     for place in (0, 2):
         found.stopped(place, [failure(place, RESUMABLE)], T0 + 101)
     assert taken(found) == [start(found, 1)]
-    assert (found.members, found.restarts) == ((0, 2), 0)
+    assert (found.members, found.charges.restarts) == ((0, 2), 0)
 
 
 def test_node_0_that_is_told_to_stop_without_an_operator_ends_all() -> None:
@@ -339,40 +339,40 @@ def test_whatever_happens_in_20_000_walks_the_rules_hold() -> None:
         walk(seed)
 
 
-LEADER, NEWCOMERS = leader_state, newcomers
-PRESENT = "Members(sorted(chosen[: self._size], key=lambda place: (place != self._leader, place)))"
-STOPPING = "self._stopping = self._here.intersection(self.members)"
+LEADER, CONNECTED, CHARGES, NEWCOMERS = leader_state, connected, charges, newcomers
+PRESENT = "Members(sorted(chosen[: self.size], key=lambda place: (place != leader, place)))"
+STOPPING = "self._stopping = self.nodes.here.intersection(self.members)"
 CHARGE = "return self._charge(Failure(exit_code=75, vanished=True, node_rank=0), now)"
 ENTER = 'self._enter("stopping", now, None)'
 BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
-    "all start, also those that are not here": (LEADER, PRESENT, "self.places"),
-    "one fewer than the smallest number start": (LEADER, "here) >= self._least:", "here) >= self._least - 1:"),
+    "all start, also those that are not here": (CONNECTED, PRESENT, "self.places"),
+    "one fewer than the smallest number start": (
+        LEADER,
+        "here) >= self.nodes.least:",
+        "here) >= self.nodes.least - 1:",
+    ),
     "ranks that end are not waited for": (LEADER, STOPPING, "self._stopping = set()"),
-    "nodes that wait are ordered to stop": (LEADER, STOPPING, "self._stopping = set(self._here)"),
+    "nodes that wait are ordered to stop": (LEADER, STOPPING, "self._stopping = set(self.nodes.here)"),
     "a node that leaves takes part": (
         LEADER,
-        "for place in self._terminations.leaving & self._here:",
+        "for place in self._terminations.leaving & self.nodes.here:",
         "for place in ():",
     ),
     "a lost node that only waited stops all": (LEADER, "if node not in self.members:\n            return None", ""),
-    "a spare starts": (LEADER, "chosen[: self._size]", "chosen"),
-    "a spare is waited for": (LEADER, "here >= self._size or", "here == len(self.places) or"),
+    "a spare starts": (CONNECTED, "chosen[: self.size]", "chosen"),
+    "a spare is waited for": (CONNECTED, "here >= self.size or", "here == len(self.places) or"),
     "a spare stops all": (LEADER, " or self.is_full:\n            return None", ":\n            return None"),
-    "a spare takes the place of a node that is here": (LEADER, "*self.members, *sorted", "*sorted"),
+    "a spare takes the place of a node that is here": (CONNECTED, "*members, *sorted", "*sorted"),
     "ranks wait for a node that imports torch": (
-        LEADER,
-        "ready + rest[: max(0, self._least - len(ready))]",
+        CONNECTED,
+        "ready + rest[: max(0, self.least - len(ready))]",
         "ready + rest",
     ),
     "nobody ever joins": (LEADER, 'if self.state != "running" or', "if True or"),
     "ranks are killed for a node that joins": (LEADER, "self._stop([], now, patient=True)", "self._stop([], now)"),
     "a node that joined is charged": (LEADER, "self.said = self._current.reruns\n", f"{CHARGE}\n"),
-    "a lost node is charged": (LEADER, "history._replace(infrastructure=spent)", "history"),
-    "each start has a last call": (
-        LEADER,
-        "self._calls, self._uncharged = False,",
-        "self._calls, self._uncharged = True,",
-    ),
+    "a lost node is charged": (CHARGES, "history._replace(infrastructure=spent)", "history"),
+    "each start has a last call": (CONNECTED, "self._calls = False", "self._calls = True"),
     "generations are not counted": (
         LEADER,
         "self._begun) + 1",
@@ -394,10 +394,12 @@ BUGS: dict[str, tuple[types.ModuleType, str, str]] = {
 def changed(request: pytest.FixtureRequest) -> Iterator[types.ModuleType]:
     """Return a module of LeaderState with a bug. No file changes."""
     module, old, new = request.param
-    found = mutant(module, old, new)
-    if module is newcomers:
-        found, class_ = mutant(leader_state, "", ""), found.__dict__["Newcomers"]
-        found.__dict__["Newcomers"] = class_
+    names = {"Newcomers": newcomers, "Connected": connected, "Charges": charges, "LeaderState": leader_state}
+    made: dict[str, Any] = {}
+    for name, part in names.items():
+        found = mutant(part, old, new) if part is module else mutant(part, "", "")
+        found.__dict__.update(made)
+        made[name] = found.__dict__[name]
     yield found
     sys.modules.pop("mutant")
 

@@ -12,7 +12,7 @@ from agents import Launcher
 from script_facts import FACTS, differences
 
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
-from ddprun.core.leader_state import REPEATS
+from ddprun.core.charges import REPEATS
 
 
 def facts(launcher: Launcher, *words: object, **env: str) -> Any:

@@ -421,7 +421,7 @@ def test_restarts_in_a_row_go_on_from_what_a_newer_pod_was_told_and_what_nobody_
     stop(found, [])
     heard_of_one = Grant(9, 90, 9, 4, 3, replaced=1, known=Known(0, Spent(1)))
     found.joined(1, T0, 2, 1, grant=heard_of_one)
-    assert (found.counts["inARow"], found.counts["chargedInARow"]) == (5, 4)
+    assert (found.charges.counts["inARow"], found.charges.counts["chargedInARow"]) == (5, 4)
 
 
 def test_late_news_of_a_node_that_is_gone_change_nothing() -> None:
@@ -521,7 +521,7 @@ def test_a_rank_that_ended_well_while_its_peer_complains_is_the_cause(whole_node
     said = "rank 0 ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different numbers"
     assert found.said.startswith(said)
     assert "charged to application" in found.said
-    assert (found.charged[0].rank, found.charged[0].early) == (0, True)
+    assert (found.charges.failures[0].rank, found.charges.failures[0].early) == (0, True)
 
 
 def test_a_lost_node_explains_a_complaint_beside_a_rank_that_ended_well() -> None:
@@ -583,19 +583,19 @@ def test_a_lost_node_is_charged_here_only_where_its_own_pod_comes_back(comes: in
     """A lost node is charged here if its own pod connects again; for a new pod the operator has charged it."""
     found = with_operator(3)
     lose(found, 2)
-    assert (taken(found), found.restarts) == ([], 0), "who is charged is not known yet"
+    assert (taken(found), found.charges.restarts) == ([], 0), "who is charged is not known yet"
     found.joined(2, T0 + 60, 0, comes)
     assert taken(found) == [start(found, 1)]
-    assert (found.restarts, found.counts["infrastructure"]) == (charged, charged)
+    assert (found.charges.restarts, found.charges.counts["infrastructure"]) == (charged, charged)
     assert why in found.said
 
 
 def test_without_an_operator_a_lost_node_is_charged_at_once() -> None:
     found = running(2)
     lose(found, 1)
-    assert found.counts["infrastructure"] == 1
+    assert found.charges.counts["infrastructure"] == 1
     found.joined(1, T0 + 60, 0, 1)
-    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
+    assert (taken(found), found.charges.restarts) == ([start(found, 1)], 1)
 
 
 def test_a_node_that_comes_back_before_the_others_have_stopped_is_charged_too() -> None:
@@ -603,9 +603,9 @@ def test_a_node_that_comes_back_before_the_others_have_stopped_is_charged_too() 
     found.lost(1, T0)
     taken(found)
     found.joined(1, T0)
-    assert (taken(found), found.restarts) == ([], 0), "node 0 may still run a rank of the old generation"
+    assert (taken(found), found.charges.restarts) == ([], 0), "node 0 may still run a rank of the old generation"
     found.stopped(0, [], T0)
-    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
+    assert (taken(found), found.charges.restarts) == ([start(found, 1)], 1)
 
 
 def test_two_nodes_that_are_lost_together_cost_one_restart() -> None:
@@ -613,7 +613,7 @@ def test_two_nodes_that_are_lost_together_cost_one_restart() -> None:
     lose(found, 1, 2)
     found.joined(1, T0 + 1)
     found.joined(2, T0 + 2)
-    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
+    assert (taken(found), found.charges.restarts) == ([start(found, 1)], 1)
 
 
 def test_a_rank_that_had_failed_before_its_node_was_lost_is_charged_as_ever() -> None:
@@ -622,9 +622,9 @@ def test_a_rank_that_had_failed_before_its_node_was_lost_is_charged_as_ever() ->
     taken(found)
     found.stopped(0, [], T0)
     found.lost(1, T0)
-    assert found.counts["application"] == 1
+    assert found.charges.counts["application"] == 1
     found.joined(1, T0 + 60, 0, 1)
-    assert (taken(found), found.restarts) == ([start(found, 1)], 1)
+    assert (taken(found), found.charges.restarts) == ([start(found, 1)], 1)
 
 
 def test_a_connection_that_is_lost_too_often_ends_the_job() -> None:
@@ -647,7 +647,7 @@ def test_a_pod_that_has_been_replaced_cannot_come_back() -> None:
 def test_when_one_node_is_told_the_others_save_and_wait_for_its_replacement(node: int) -> None:
     found = with_operator(3)
     terminate(found, node)
-    assert (taken(found), found.state, found.restarts) == ([], "gathering", 0)
+    assert (taken(found), found.state, found.charges.restarts) == ([], "gathering", 0)
     found.joined(node, T0 + 60, 0, 1)
     assert taken(found) == [start(found, 1)]
     assert f"node {node} was told to stop" in found.said
@@ -666,7 +666,7 @@ def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_
         found.stopped(node, [], T0)
     (order,) = taken(found)
     assert type(order) is (Leave if has_operator else EndOrder)
-    assert found.restarts == 0
+    assert found.charges.restarts == 0
 
 
 def test_node_0_that_is_told_while_a_pre_flight_fails_goes() -> None:
@@ -717,7 +717,7 @@ def test_node_0_that_is_told_leaves_when_all_have_saved_and_ends_nothing() -> No
     terminate(found, 0)
     (order,) = taken(found)
     assert isinstance(order, Leave)
-    assert (found.state, found.restarts) == ("over", 0)
+    assert (found.state, found.charges.restarts) == ("over", 0)
 
 
 @pytest.mark.parametrize("waits_for", ["peers", "back-off"])
@@ -778,7 +778,7 @@ def test_a_failure_before_the_node_was_told_is_charged_and_one_after_it_is_not()
         taken(found)
         found.stopped(0, [failure(0, 9)], T0)
         found.lost(1, T0)
-        assert found.restarts == charged, first
+        assert found.charges.restarts == charged, first
 
 
 def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
@@ -791,7 +791,7 @@ def test_the_replacement_may_come_before_the_others_have_stopped() -> None:
     found.stopped(0, [failure(0, 75)], T0)
     assert taken(found) == []
     found.stopped(2, [failure(2, 75)], T0)
-    assert (taken(found), found.restarts) == ([start(found, 1)], 0)
+    assert (taken(found), found.charges.restarts) == ([start(found, 1)], 0)
     assert found.said == "node 1 was told to stop"
 
 
@@ -821,7 +821,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
     found = running(1, policy=rules_)
     fail(found, [failure(code=code)])
     assert [type(one) for one in taken(found)] == [order]
-    assert [one.charged_to for one in found.charged] == ([charged] if charged else [])
+    assert [one.charged_to for one in found.charges.failures] == ([charged] if charged else [])
 
 
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
@@ -831,10 +831,14 @@ def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
     )
     found.joined(0, T0)
     taken(found)
-    assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
+    assert (found.charges.counts["inARow"], found.charges.counts["chargedInARow"], found.charges.restarts) == (4, 2, 0)
     fail(found, [failure()])
     assert found.deadline == T0 + budget.back_off_seconds(5)
-    assert (found.counts["inARow"], found.counts["chargedInARow"], found.counts["application"]) == (5, 3, 1)
+    assert (
+        found.charges.counts["inARow"],
+        found.charges.counts["chargedInARow"],
+        found.charges.counts["application"],
+    ) == (5, 3, 1)
 
 
 def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
@@ -844,8 +848,8 @@ def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
         at += 700  # seconds; a failure after this time is not one in a row
         found.tick(at)
         taken(found)
-    assert [one.exit_code for one in found.charged] == [3, 4, 5, 6, 7]
-    assert {(one.failure_class, one.charged_to) for one in found.charged} == {("application", "application")}
+    assert [one.exit_code for one in found.charges.failures] == [3, 4, 5, 6, 7]
+    assert {(one.failure_class, one.charged_to) for one in found.charges.failures} == {("application", "application")}
 
 
 # ---- groups in which some places are empty -------------------------------------------------------------------
@@ -874,9 +878,11 @@ def test_a_lost_pod_is_reported_by_its_place_and_waited_for_there() -> None:
     found.lost(2, T0)
     assert taken(found) == [Stop(frozenset({0}), 0, patient=False)]
     found.stopped(0, [], T0)
-    assert not found.charged, "who is charged is known when it comes again"
+    assert not found.charges.failures, "who is charged is known when it comes again"
     found.joined(2, T0)
-    assert [failure.node_rank for failure in found.charged] == [2], "the same pod: only its connection was lost"
+    assert [failure.node_rank for failure in found.charges.failures] == [2], (
+        "the same pod: only its connection was lost"
+    )
 
 
 def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:

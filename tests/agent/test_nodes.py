@@ -14,7 +14,7 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually, hears
 
-from ddprun.core.leader_state import REPEATS
+from ddprun.core.charges import REPEATS
 from ddprun.wire import Link, job_key
 
 LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # as set by an operator

@@ -15,7 +15,7 @@ import pytest
 from agents import Launcher, finish
 from shell import eventually, lives
 
-from ddprun.core.leader_state import REPEATS
+from ddprun.core.charges import REPEATS
 from ddprun.forkserver import CRASH_DESCRIPTOR
 
 # Ranks may be new processes or forks of a server. Both must pass the same tests.

@@ -81,7 +81,7 @@ def test_a_failing_preflight_costs_no_restart_and_the_training_starts(late: bool
     for node in range(2):
         found.stopped(node, [], T0)
     assert taken(found) == [start(found, 0)]
-    assert found.restarts == 0
+    assert found.charges.restarts == 0
     assert ("took longer than 120 s" if late else "No module named 'torch'") in found.said
 
 

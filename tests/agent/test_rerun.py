@@ -35,7 +35,7 @@ def test_running_ranks_are_stopped_and_restarted_at_once_without_a_charge() -> N
         assert taken(found) == [STOP._replace(generation=generation - 1)]
         stop_all(found)
         assert taken(found) == [start(found, generation)]
-    assert (found.restarts, found.charged) == (0, [])
+    assert (found.charges.restarts, found.charges.failures) == (0, [])
 
 
 def test_a_save_while_ranks_stop_for_a_failure_restarts_them_without_a_wait() -> None:
@@ -60,7 +60,7 @@ def test_after_a_failure_all_nodes_wait_for_a_save(exception: str) -> None:
         assert (exception in order.why, order.succeeded, found.deadline) == (True, False, None)
         found.rerun(T0)
         assert taken(found) == [start(found, generation + 1)]
-    assert (found.restarts, found.charged) == (0, [])
+    assert (found.charges.restarts, found.charges.failures) == (0, [])
 
 
 def test_after_the_end_of_the_script_all_nodes_wait_and_a_termination_ends_them() -> None:

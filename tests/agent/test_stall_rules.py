@@ -45,12 +45,12 @@ def test_a_stall_is_charged_to_its_own_budget_and_names_the_rank_that_blocks_the
     stand(found, T0 + 300)
     end(found, T0 + 302)
     assert taken(found) == [start(found, 1)]
-    assert found.counts["stall"] == 1
+    assert found.charges.counts["stall"] == 1
     assert found.said == (
         "the group made no step for 300 s: rank 1 stands at step 41, the others are at 42; in train.py:41 in "
         "load_batch; charged to stall, waiting 0 s"
     )
-    (charged,) = found.charged
+    (charged,) = found.charges.failures
     assert (charged.rank, charged.step, charged.failure_class, charged.stalled) == (1, 41, "stall", True)
 
 
@@ -59,7 +59,7 @@ def test_a_stalled_rank_is_not_blamed_for_the_way_it_ends_when_it_is_stopped() -
     stand(found, T0 + 300)
     dying = failure(1, exception="SystemExit: 1")
     end(found, T0 + 302, [dying])
-    assert found.charged[0].exception.startswith("made no step for 300 s")
+    assert found.charges.failures[0].exception.startswith("made no step for 300 s")
 
 
 def test_a_stall_beyond_the_budget_ends_the_job() -> None:
@@ -121,7 +121,7 @@ def test_a_rank_that_fails_while_all_are_queried_is_the_cause() -> None:
     found.failed(0, [crash], T0 + 300.5)
     found.answered(1, STANDS, [Position(1, 41)], T0 + 301)
     end(found, T0 + 302)
-    assert found.charged[0].failure_class == "application"
+    assert found.charges.failures[0].failure_class == "application"
 
 
 def test_steps_reset_the_back_off_and_missing_steps_stop_the_job() -> None:
@@ -140,7 +140,7 @@ def test_steps_reset_the_back_off_and_missing_steps_stop_the_job() -> None:
     assert fail(8) == "charged to application, waiting 2 s"
     found.tick(T0 + 3)
     assert fail(9) == "3 restarts in a row brought no new step: not restarted"
-    assert found.furthest_step == 9
+    assert found.charges.furthest_step == 9
 
 
 @pytest.mark.parametrize("state", ["gathering", "over"])
@@ -199,9 +199,9 @@ def test_after_a_timeout_the_awaited_rank_is_named_and_charged_as_a_stall() -> N
         "are at 42; in train.py:41 in load_batch; charged to stall, waiting 0 s"
     )
     assert taken(found) == [start(found, 1)]
-    (charged,) = found.charged
+    (charged,) = found.charges.failures
     assert (charged.rank, charged.failure_class, charged.stalled) == (1, "stall", True)
-    assert found.counts["stall"] == 1
+    assert found.charges.counts["stall"] == 1
 
 
 def test_in_unclear_cases_the_rank_that_timed_out_is_the_cause() -> None:
@@ -209,7 +209,7 @@ def test_in_unclear_cases_the_rank_that_timed_out_is_the_cause() -> None:
     found.answered(1, STANDS, [HANGS], AT + 1)
     found.answered(2, STANDS, [HANGS._replace(rank=2)], AT + 1)
     assert settled(found, {1, 2}).startswith("rank 0 ended with exit code 1 (RuntimeError: Timed out")
-    assert found.charged[0].failure_class == "infrastructure"
+    assert found.charges.failures[0].failure_class == "infrastructure"
 
 
 def test_a_node_whose_ranks_have_ended_is_not_waited_for() -> None:
@@ -326,7 +326,7 @@ def test_a_certain_deadlock_is_a_stall_before_any_limit() -> None:
         "the group is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 7, train.py:40 in step), rank 1 "
         "in barrier [4] float32 (collective 7, train.py:41 in step): these never meet; charged to stall, waiting 0 s"
     )
-    assert (found.charged[0].failure_class, found.counts["stall"]) == ("stall", 1)
+    assert (found.charges.failures[0].failure_class, found.charges.counts["stall"]) == ("stall", 1)
 
 
 @pytest.mark.parametrize(

@@ -428,11 +428,15 @@ class Agents:
             return
         agent.over = True
         is_mine = _is_mine(agent, failure)
-        account = self._account(agent) if agent.lead is not None and (agent.lead.restarts or (code and ended)) else None
+        account = (
+            self._account(agent)
+            if agent.lead is not None and (agent.lead.charges.restarts or (code and ended))
+            else None
+        )
         if agent.lead is not None and ended and not code and agent.process.is_elastic:
             account = {**self._account(agent), "members": agent.lead.members.text}
             place = agent.process.job_uid, agent.process.attempt
-            self.not_trained[place] = {*agent.lead.places}.difference(agent.lead.members)
+            self.not_trained[place] = {*agent.lead.nodes.places}.difference(agent.lead.members)
         group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
         said = failure.as_dict() if failure is not None and is_mine and code else {}
         message = encode({**said, **group}).decode() if said or (group and (code or account)) else ""
@@ -455,20 +459,25 @@ class Agents:
         while lead.orders and not leader.over:
             self._carry_out(leader, lead.orders.pop(0))
         process = leader.process
-        self.charged[process.job_uid, process.attempt, leader.turn] = lead.counts
+        self.charged[process.job_uid, process.attempt, leader.turn] = lead.charges.counts
         if leader.over:
             return
         self._check_that_it_goes_on(leader, lead)
         if lead.deadline is not None and lead.deadline != leader.due:
             leader.due = lead.deadline
             self._loop.call_later(max(0.0, lead.deadline - now), self._turn_if_due, leader, lead.deadline)
-        if lead.charged and not leader.back_off and not leader.posting and leader.known != self._account(leader):
+        if (
+            lead.charges.failures
+            and not leader.back_off
+            and not leader.posting
+            and leader.known != self._account(leader)
+        ):
             self._post(leader)
 
     def _check_that_it_goes_on(self, leader: Agent, lead: LeaderState) -> None:
         """Check that a group with enough nodes waits for no further one."""
         here = [agent for agent in (leader, *(link.follower for link in leader.links.values())) if not agent.told]
-        needed = len(lead.places) - leader.spares
+        needed = len(lead.nodes.places) - leader.spares
         if lead.state == "gathering" and len(here) >= needed:
             self._training.wrong.append(f"{len(here)} nodes are with {leader.process}, {needed} train, and all wait")
 
@@ -512,7 +521,7 @@ class Agents:
     def _account(self, leader: Agent) -> dict[str, Any]:
         lead = leader.lead
         assert lead is not None, "only the leader leads"
-        return {"replacement": leader.turn, "generation": max(0, lead.generation), "restarts": lead.counts}
+        return {"replacement": leader.turn, "generation": max(0, lead.generation), "restarts": lead.charges.counts}
 
     # ---------------------------------------------------------------- posts
 
@@ -520,12 +529,12 @@ class Agents:
         """Post all restarts that the leader has counted until they are confirmed, and post them again every minute."""
         lead = leader.lead
         assert lead is not None, "only the leader leads"
-        if not lead.charged or (leader.over and not last):
+        if not lead.charges.failures or (leader.over and not last):
             return
         leader.posts, leader.posting = leader.posts + 1, True
         account = self._account(leader)
-        failures = list(map(leading.reported, lead.charged))
-        place = {"attempt": leader.process.attempt, "rank": 0, "nodeRank": 0, "step": lead.furthest_step}
+        failures = list(map(leading.reported, lead.charges.failures))
+        place = {"attempt": leader.process.attempt, "rank": 0, "nodeRank": 0, "step": lead.charges.furthest_step}
         body = posting.encode({**place, "agent": {**account, "failures": failures}})
         fault = self._faults.at("post")
         if fault != "lost":
@@ -562,7 +571,7 @@ class Agents:
         self._numbers[uid] = number = self._numbers.get(uid, 0) + 1
         life = Life(leader, leader.turn, order.generation, number, order.members)
         assert leader.lead is not None, "it has ordered the start"
-        if len(order.members) > len(leader.lead.places) - leader.spares:
+        if len(order.members) > len(leader.lead.nodes.places) - leader.spares:
             self._training.wrong.append(f"{life} has {len(order.members)} nodes, and {leader.spares} were to wait")
         if len(order.members) < leader.process.least:
             self._training.wrong.append(f"{life} has {len(order.members)} of at least {leader.process.least} nodes")

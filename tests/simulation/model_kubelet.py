@@ -146,10 +146,11 @@ class Cluster:
     def remove_node(self, name: str, *, lives_on: bool = False) -> None:
         """Let the cloud remove a node: the machine and its object. lives_on: only the object is deleted; the kubelet
         goes on, and registers again when it is restarted (`back`)."""
-        if lives_on:
-            self.nodes[name].silent_since = self._loop.time()
-        else:
+        node = self.nodes[name]
+        if not lives_on:
             self.kill(name)
+        elif node.silent_since is None:
+            node.losses, node.silent_since = node.losses + 1, self._loop.time()
         found = self._api.find("nodes", name, "")
         if found is not None:
             self._api.remove("nodes", found, "cloud")

@@ -20,6 +20,7 @@ from ddpjob_core.members import Members
 from ddpjob_operator.plan import leadership, pod_replacement, startup
 from ddpjob_operator.pods import agent_environment
 from ddprun.core.appointment import Appointment
+from ddprun.core.connected import Connected
 from ddprun.core.leader_state import LeaderState
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
@@ -118,27 +119,18 @@ def created_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]
 
 def a_spare_starts() -> contextlib.AbstractContextManager[Any]:
     """Bug: spares train, so the job has more nodes than its user wants."""
-    start = LeaderState._start
-
-    def starts(lead: LeaderState, now: float) -> None:
-        with mock.patch.object(LeaderState, "_size", len(lead.places)):
-            start(lead, now)
-
-    return mock.patch.object(LeaderState, "_start", starts)
+    return mock.patch.object(Connected, "size", property(lambda nodes: len(nodes.places)))
 
 
 def a_spare_is_waited_for() -> contextlib.AbstractContextManager[Any]:
     """Bug: a start waits for the spares, too."""
-    goes_on = LeaderState._go_on_if_enough_are_here
+    waits_until = Connected.waits_until
 
-    def waits(lead: LeaderState, now: float) -> None:
-        until = lead._since + lead._join_seconds
-        if lead.state != "gathering" or len(lead._here) == len(lead.places) or now >= until:
-            return goes_on(lead, now)
-        lead._deadline = until
-        return None
+    def waits(nodes: Connected, now: float, latest: float) -> float | None:
+        is_all = len(nodes.here) == len(nodes.places) or now >= latest
+        return waits_until(nodes, now, latest) if is_all else latest
 
-    return mock.patch.object(LeaderState, "_go_on_if_enough_are_here", waits)
+    return mock.patch.object(Connected, "waits_until", waits)
 
 
 def the_end_of_a_spare_stops_all() -> contextlib.AbstractContextManager[Any]:

@@ -283,7 +283,7 @@ class Walk:
         self._stop_has_reason = self._may_be_charged = False
 
     def _check_charges(self) -> None:
-        counts = self.lead.counts
+        counts = self.lead.charges.counts
         if self._charged_before not in (None, counts):
             raise Wrong(f"a node that joined was charged: {self._charged_before}, {counts}")
         if counts["application"] + counts["stall"] > self._failures:
@@ -309,7 +309,7 @@ class Walk:
             raise Wrong(f"{order} at {self.now}, and nobody may join yet")
         if not order.patient:
             raise Wrong("ranks are stopped for a node that joins, and cannot save")
-        self._charged_before = self.lead.counts
+        self._charged_before = self.lead.charges.counts
 
     def _end(self, order: Any) -> None:
         self.over = True

@@ -16,7 +16,7 @@ import warm
 from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
-from ddprun.core.leader_state import REPEATS
+from ddprun.core.charges import REPEATS
 
 SECONDS_MAX = 60  # for each start and end, enough for a busy machine
 STARTED_AGAIN = (75, 143)  # exit codes after a stop; 143: the rank had left the group, or got no CPU for 5 s

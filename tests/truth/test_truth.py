@@ -6,7 +6,7 @@ from refusals import LOSS, SAMPLES, Part, excused
 from runs import Outcome, compared, difference, verdicts
 from search import searched, shrunk
 
-from ddprun.core.leader_state import REPEATS
+from ddprun.core.charges import REPEATS
 
 TOP = Kill("top", 22, 1, "KILL")
 # Typical scripts of users, each for one rule of the library about restarts.

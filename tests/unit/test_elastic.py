@@ -264,6 +264,16 @@ def test_a_new_operator_that_nobody_has_asked_yet_appoints_a_leader_for_the_lost
     assert (world.status.state, world.status.leader) == ("Running", api.JobLeader(term=2, place=1))
 
 
+def test_a_node_0_that_led_and_was_lost_while_no_operator_was_watching_is_followed_by_one_of_another_name() -> None:
+    """A second pod of the same name would lead in the same term, and its restart would be charged to the training."""
+    world = elastic(container=DDPRUN, nodes=3).started()
+    assert world.status.started == set(), "the operator stops before it sees a pod run"
+    world.runs(0, 1).vanishes(0).settle()
+    assert "digits-1-0" not in world.pods
+    assert "digits-1-0-r1" in world.pods
+    assert world.status.restarts.application == 0
+
+
 def test_a_new_leader_waits_for_no_node_that_was_lost_with_the_last_leader() -> None:
     """A new leader must not wait for lost nodes: all ranks stand still for these 5 s."""
     answer = told(trains_under_ddprun(nodes=4, minNodes=1).vanishes(0).vanishes(2).settle())

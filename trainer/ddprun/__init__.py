@@ -15,7 +15,7 @@ generation).
     forkserver.py      the process with torch in it       preload.py      the agent's connection to it
     heartbeats.py      shared memory of heartbeats       watch_ranks.py  the watchdog: reads them, asks for positions
     posting.py         reports of restarts                logs.py         files, tee, filters
-    core/              the decisions: no I/O, no clock (leader_state, stall_rules, stall_monitor)
+    core/              the decisions: no I/O, no clock (leader_state, charges, stall_rules, stall_monitor)
 
 In:   torchrun's command line and variables, and the pod's (`DDPJOB_…`).
 Out:  ranks, their logs, the exit code of the job's first failure, reports to the operator.

@@ -16,7 +16,8 @@ from ddprun import ports
 from ddprun.asking import LEADER_SECONDS
 from ddprun.core import deadlock
 from ddprun.core.deadlock import Position
-from ddprun.core.leader_state import STANDS, Ask, Ended, EndOrder, LeaderState, Over, Stand, StartOrder, Stop
+from ddprun.core.generation import Ended
+from ddprun.core.leader_state import STANDS, Ask, EndOrder, LeaderState, Over, Stand, StartOrder, Stop
 from ddprun.core.stall_monitor import StallReport
 from ddprun.environment import Life
 from ddprun.node import say
@@ -188,7 +189,7 @@ class Leader:
 
     def _which_nodes(self, order: StartOrder) -> str:
         """Return for example ` of nodes 0-1,3`, for the log; "" if all nodes take part."""
-        return f" of nodes {order.members.text}" if len(order.members) < len(self._lead.places) else ""
+        return f" of nodes {order.members.text}" if len(order.members) < len(self._lead.nodes.places) else ""
 
     def _start_others(self) -> None:
         """Send the start order once this node's ranks can begin, or before any later order.
@@ -231,7 +232,7 @@ class Leader:
         failure = None if order.failure is None else order.failure.brief().as_dict()
         self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._drain()
-        account = self._account() if order.code != 0 or self._lead.restarts else None
+        account = self._account() if order.code != 0 or self._lead.charges.restarts else None
         if order.code == 0 and self._options.is_elastic:  # the members tell the operator to wait for no other node
             account = {**self._account(), "members": self._lead.members.text}
         findings = self._findings() if order.code == 0 else []
@@ -272,7 +273,7 @@ class Leader:
     def _go(self, code: int) -> None:
         for link in self._links.values():
             link.shut()
-        self._agent.end(code, None, account=self._account() if self._lead.restarts else None)
+        self._agent.end(code, None, account=self._account() if self._lead.charges.restarts else None)
         self._posting.finish(self._post())
 
     def _account(self) -> dict[str, Any]:
@@ -282,16 +283,16 @@ class Leader:
             "replacement": self._agent.turn,
             "generation": max(0, self._lead.generation),
             **({"stepInMemory": step} if step else {}),
-            "restarts": self._lead.counts,
+            "restarts": self._lead.charges.counts,
         }
 
     def _post(self) -> dict[str, Any] | None:
         """Return the counts of charged restarts for the status receiver, with the failures; None without any."""
-        if not self._lead.charged:
+        if not self._lead.charges.failures:
             return None
         self._reached()
-        failures = list(map(reported, self._lead.charged))
-        return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
+        failures = list(map(reported, self._lead.charges.failures))
+        return {"step": self._lead.charges.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
         # On a single node the agent needs no port, so rank 0's store gets the requested port first, as with torchrun.

@@ -26,7 +26,7 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddprun import environment, missing_script, processes
 from ddprun.core import crash
-from ddprun.core.leader_state import Ended
+from ddprun.core.generation import Ended
 from ddprun.environment import Life
 from ddprun.heartbeats import Heartbeats
 from ddprun.logs import Files, LogFolder, is_read, takes

@@ -19,34 +19,22 @@ An operator, if there is one, replaces a lost pod and charges for it. Restarts w
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ddpjob_core.budget import (
-    INFRASTRUCTURE_IN_A_ROW_MAX,
-    NO_PROGRESS_MAX,
-    STALLS_MAX,
-    TRAINED_SECONDS,
-    Attempt,
-    Budget,
-    Grant,
-    Limits,
-    RestartHistory,
-)
+from ddpjob_core.budget import Budget, Grant
 from ddpjob_core.failure_policy import PolicyRule
-from ddpjob_core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.failures import Failure, Precedence
 from ddpjob_core.members import Members
+from ddprun.core.charges import Charges
+from ddprun.core.connected import Connected
 from ddprun.core.deadlock import Position
-from ddprun.core.newcomers import Newcomers
-from ddprun.core.stall_rules import DeadlockSearch, Standstill, TimeoutQuestion, only_waited
+from ddprun.core.generation import Ended, Generation, compared, is_wrong
+from ddprun.core.stall_rules import only_waited
 
 if TYPE_CHECKING:
-    from ddpjob_core import rules
     from ddprun.core.stall_monitor import StallReport
 
-Ended = tuple[int, int]
-"""A rank that ended with 0 before it was stopped, and its last step."""
 State = Literal["gathering", "running", "stopping", "pausing", "standing", "over"]
 
 
@@ -108,37 +96,10 @@ class Leave(NamedTuple):
 
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # prefix of node 0's message for a `Stand`; `ddpjob dev` reads it
-REPEATS = "a restart would fail in the same way: not restarted"
-# Texts by the reason for which a job fails. For any other reason the text names the budget that is spent.
-NOT_RESTARTED: dict[str, str] = {
-    "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
-    "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
-    "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
-}
-CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # limit for answers; an agent answers within about one second
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
 PREFLIGHT_SECONDS = 120.0  # limit; a pre-flight takes some seconds and the time of its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
-
-
-@dataclass
-class Generation:
-    """Events of the generation that is running or ran last. Each start replaces it."""
-
-    checking: bool = False  # True for a pre-flight
-    reruns: str = ""  # why the ranks are restarted at once without a failure; "" if they are not
-    finished: set[int] = field(default_factory=set)
-    ended: list[Ended] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)  # as they arrived: clocks of nodes differ and jump
-    unable: set[int] = field(default_factory=set)  # nodes that lack the program
-    raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
-    awaited: str | None = None  # exception of a rank; other nodes get a moment to raise it too
-    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: replacement number of the pod lost first
-    standstill: Standstill = field(default_factory=Standstill)
-    search: DeadlockSearch = field(default_factory=DeadlockSearch)
-    question: TimeoutQuestion = field(default_factory=TimeoutQuestion)
-    waited_for: Failure | None = None  # the rank that others waited for until their timeouts
 
 
 class LeaderState:
@@ -175,46 +136,33 @@ class LeaderState:
         survivors: nodes of an earlier leader's last generation; the first start waits for no others.
         """
         self.state: State = "gathering"
-        self._dev, self._is_local = dev, local
-        self.generation = -1
         self.orders: list[Order] = []
-        self.furthest_step = furthest_step  # highest step of all ranks, generations and earlier attempts
-        self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
-        self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
-        self._current = Generation()
-        self.places, self._budget, self._policy = places, budget, policy
-        self._sized_by = 0  # `replaced` of the grant of the pod that knows `places`; later pods know better
+        self.generation = -1
+        self.members = places  # places of the last generation
+        self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
+        self.nodes = Connected(
+            places,
+            now,
+            least=least,
+            spares=spares,
+            last_call_seconds=last_call_seconds,
+            snooze_seconds=snooze_seconds,
+            survivors=survivors,
+        )
+        self.charges = Charges(
+            budget, policy=policy, has_operator=has_operator, is_local=local, furthest_step=furthest_step, turn=turn
+        )
         self._leader = places.leader if leader is None else leader
-        self._turn = turn
-        self._survivors = frozenset(survivors)
+        self._terminations = Terminations(self._leader, has_operator or self.nodes.least < len(places))
+        self._current = Generation()
+        self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._known_generation = -1  # highest generation in which a connected node took part
         self._begun = -1  # highest generation that the operator knows of
-        self.members = places  # places of the last generation
-        self._nproc = nproc
-        self._spares = spares
-        self._least = self._size if least is None else least
-        self._last_call_seconds = last_call_seconds
-        self._calls = True  # True if the next start waits for more nodes than the smallest number
-        self._most, self._most_since = 0, now  # highest number of connected nodes before this start, and its time
-        self._newcomers = Newcomers(snooze_seconds)
-        self._has_operator = has_operator
+        self._nproc, self._dev, self._has_operator = nproc, dev, has_operator
         self._wants_preflight = preflight
         self._join_seconds = join_seconds
-        self._here: set[int] = set()
-        self._has_trained = False  # True if the job has made or loaded a step, or ran so long that it must have trained
-        self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
-        self._terminations = Terminations(self._leader, has_operator or self._least < len(places))
-        self._replacements: dict[int, int] = {}  # by node: DDPJOB_REPLACEMENT of the pod that connected last
-        self._uncharged: Failure | None = None  # a lost node; when it connects again, its pod is the same or a new one
-        self.said = ""  # reason for the next start of ranks: the last failure, and the budget that it was charged to
         self._since = now  # start of this state
-        self._ran_seconds = 0.0  # duration of the last generation
         self._deadline: float | None = now + join_seconds  # time at which this state ends by itself
-
-    @property
-    def _size(self) -> int:
-        """Largest number of nodes that train."""
-        return len(self.places) - self._spares
 
     @property
     def deadline(self) -> float | None:
@@ -226,31 +174,21 @@ class LeaderState:
         """Time at which running ranks are stopped for nodes that have connected meanwhile; None without such nodes."""
         if self.state != "running" or self._current.checking or self._current.finished or self.is_full:
             return None
-        return self._newcomers.due_at(self._here.difference(self.members))
+        return self.nodes.newcomers.due_at(self.nodes.here.difference(self.members))
 
     @property
     def is_full(self) -> bool:
         """True if no more nodes can join the last generation: the others are spares."""
-        return len(self.members) >= self._size
+        return len(self.members) >= self.nodes.size
 
     def joins_in(self, node: int, now: float) -> float | None:
         """Return the seconds until a waiting node joins the running generation; None for other nodes."""
         waits = self.state == "running" and node not in self.members and not self.is_full
-        return self._newcomers.joins_in(node, now) if waits else None
-
-    @property
-    def restarts(self) -> int:
-        """Number of restarts in place."""
-        return self._budget.history.total
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Restarts charged by this leader, by class; restarts in a row, including those counted by the operator."""
-        return self._budget.report
+        return self.nodes.newcomers.joins_in(node, now) if waits else None
 
     def is_outdated(self, node: int, replacement: int) -> bool:
         """True if a newer pod of this node has connected before; this one is being replaced."""
-        return replacement < self._replacements.get(node, 0)
+        return replacement < self.nodes.replacements.get(node, 0)
 
     def joined(
         self,
@@ -269,14 +207,10 @@ class LeaderState:
         nodes: how many may take part, by this agent's --nnodes, because the job may have been resized. is_ready: False
         if its ranks could not start at once; `ready` follows.
         """
-        assert node not in self._here, "a node is lost before it comes again"
+        assert node not in self.nodes.here, "a node is lost before it comes again"
         made = 0 if grant is None else grant.replaced
-        if nodes and (made, nodes) > (self._sized_by, len(self.places)):
-            self._sized_by, self.places = made, Members(range(nodes))
-        self._here.add(node)
+        self.nodes.came(node, now, replacement, nodes=nodes, made=made, is_ready=is_ready)
         self._terminations.leaving.discard(node)
-        self._replacements[node] = replacement
-        self._newcomers.came(node, now, is_ready=is_ready)
         self._wants_preflight |= preflight
         if grant is not None:
             self.granted(grant)
@@ -291,19 +225,18 @@ class LeaderState:
     def granted(self, grant: Grant) -> None:
         """Apply the operator's counts, which a new pod or an answer of the operator contains."""
         self._begun = max(self._begun, grant.generations - 1)
-        turn = self._replacements[self._leader] if self._turn is None else self._turn
-        self._budget = self._budget.renewed(grant, turn)
+        self.charges.granted(grant, self.nodes.replacements[self._leader])
 
     def ready(self, node: int, now: float) -> None:
         """Record that the ranks of a connected node could start at once. The node joins after its snooze."""
-        if node in self._here:
-            self._newcomers.ready(node, now)
+        if node in self.nodes.here:
+            self.nodes.newcomers.ready(node, now)
 
     def lost(self, node: int, now: float) -> None:
         """Remove a node whose connection was lost. Stop all ranks, because they cannot continue without this node."""
-        if node not in self._here:
+        if node not in self.nodes.here:
             return None
-        self._part(node, now)
+        self.nodes.left(node, now)
         if self.state == "gathering":
             return self._go_on_if_enough_are_here(now)
         if node not in self.members:
@@ -323,12 +256,12 @@ class LeaderState:
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
         """Stop all ranks, because ranks of this node ended with a code other than 0."""
         if self.state == "running" and node in self.members:
-            self._note_raised(node, failures)
+            self._current.note_raised(node, failures)
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
             self._ask_no_more()  # the cause is known, and the node reports it again when it calls `stopped`
-        self._note_raised(node, failures)
+        self._current.note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
     def stopped(
@@ -347,10 +280,7 @@ class LeaderState:
         """
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
-            self._current.ended += [ended] if ended is not None else []
-            self._current.unable |= {node} if lacks_program or any(f.lacks_program for f in failures) else set()
-            self._note_raised(node, failures)
-            self._current.failures = _merged(self._current.failures, failures)
+            self._current.end_of(node, failures, ended, lacks_program=lacks_program)
             self._ask_no_more(answered=True)
             self._await_no_more(unless_others_may_raise_it=True)
             self._settle_if_all_have_stopped(now)
@@ -359,7 +289,7 @@ class LeaderState:
         """Record that all ranks of a node ended with 0; after the last node, end the job. ended: first rank to end."""
         if self.state == "running" and node in self.members:
             self._current.finished.add(node)
-            self._current.ended += [ended] if ended is not None else []
+            self._current.add_ended(ended)
             wait = self._current.standstill.forget(node)
             self._current.search.forget(node)
             if wait is not None and not self._current.standstill.asked:
@@ -392,8 +322,7 @@ class LeaderState:
 
     def reached(self, step: int, saved: int = 0) -> None:
         """Record a step that a rank has made. saved: step of the newest checkpoint that was saved or loaded."""
-        self.furthest_step = max(self.furthest_step, step)
-        self._has_trained |= saved > 0
+        self.charges.reached(step, saved)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
         """Store a node's stall report, and request the positions of all ranks if the group seems stalled."""
@@ -424,14 +353,14 @@ class LeaderState:
     def termination_requested(self, node: int, now: float) -> None:
         """Remove a node whose termination was requested, after its ranks. Without an operator the whole job ends."""
         if self.state in ("running", "stopping") and node not in self.members:
-            self._part(node, now)
+            self.nodes.left(node, now)
             return
         self._terminations.request(node)
         if self.state in ("gathering", "pausing", "standing"):
             if self._terminations.include_leader:
                 self._leave(now)
             else:
-                self._part(node, now)
+                self.nodes.left(node, now)
                 self._go_on_if_enough_are_here(now)
         elif self.state == "stopping":
             self._ask_no_more()
@@ -466,22 +395,13 @@ class LeaderState:
             self._deadline = None
         return None
 
-    def _note_raised(self, node: int, failures: list[Failure]) -> None:
-        for failure in failures:
-            self._current.raised.setdefault(_compared(failure), set()).add(node)
-
     def _lose(self, place: int) -> Failure:
-        self._current.lost_pods.setdefault(place, self._replacements[place])
+        self._current.lost_pods.setdefault(place, self.nodes.replacements[place])
         return Failure(node_rank=place, vanished=True)
 
-    def _part(self, place: int, now: float) -> None:
-        """Remove a node from the members. Ranks start without it until it connects again."""
-        self._here.discard(place)
-        self._newcomers.left(place, now)
-
     def _part_with_leaving(self, now: float) -> None:
-        for place in self._terminations.leaving & self._here:
-            self._part(place, now)
+        for place in self._terminations.leaving & self.nodes.here:
+            self.nodes.left(place, now)
 
     def _ask(self, now: float) -> None:
         self._current.standstill.ask()
@@ -504,42 +424,37 @@ class LeaderState:
 
     def _gather(self, now: float) -> None:
         self._enter("gathering", now, self._join_seconds)
-        self._most = 0
+        self.nodes.begin_wait()
         self._go_on_if_enough_are_here(now)
 
     def _go_on_if_enough_are_here(self, now: float) -> None:
         """Start the ranks if all nodes are connected, or if enough nodes are and no further node is expected."""
         if self.state != "gathering":
             return None
-        lost = self._uncharged
-        if lost is not None and (place := lost.node_rank) in self._here:
+        lost = self._current.uncharged
+        if lost is not None and (place := lost.node_rank) in self.nodes.here:
             assert place is not None, "a lost node has a place"
-            self._uncharged = None
-            if self._replacements[place] == self._current.lost_pods[place]:
+            self._current.uncharged = None
+            if self.nodes.replacements[place] == self._current.lost_pods[place]:
                 return self._charge(lost, now)  # the same pod, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod has replaced it"
-        here = len(self._here)
-        if here > self._most:  # reconnects do not prolong the wait
-            self._most, self._most_since = here, now
-        if here < self._least:
-            self._calls, self._deadline = True, self._since + self._join_seconds
-        elif here >= self._size or not self._calls or self._here >= self._survivors > frozenset():
+        until = self.nodes.waits_until(now, self._since + self._join_seconds)
+        if until is None:
             return self._start(now)
-        else:
-            self._deadline = self._most_since + self._last_call_seconds
+        self._deadline = until
         return None
 
     def _wait_no_longer(self, now: float) -> None:
-        if len(self._here) >= self._least:
+        if len(self.nodes.here) >= self.nodes.least:
             return self._start(now)
-        missing = _listed(sorted(set(self.places) - self._here))
-        enough = f"; at least {self._least} are needed" if self._least < len(self.places) else ""
+        missing = _listed(sorted(set(self.nodes.places) - self.nodes.here))
+        enough = f"; at least {self.nodes.least} are needed" if self.nodes.least < len(self.nodes.places) else ""
         why = f"nodes {missing} did not connect within {self._join_seconds:g} s{enough}"
         return self._end(RESUMABLE, None, why, now)
 
     def _grow(self, now: float) -> None:
         """Stop all ranks together, so that the next generation includes all connected nodes. Nothing is charged."""
-        joining = sorted(self._here.difference(self.members))
+        joining = sorted(self.nodes.here.difference(self.members))
         self._current.reruns = f"node{'s'[: len(joining) > 1]} {_listed(joining)} joined"
         self._stop([], now, patient=True)
 
@@ -551,17 +466,8 @@ class LeaderState:
         return self._gather(now)
 
     def _start(self, now: float) -> None:
-        """Start the next generation. Nodes that still import torch join later, if enough others can go on at once."""
-        first = dict.fromkeys((self._leader, *self.members, *sorted(self._here)))  # a spare displaces no member
-        chosen = [place for place in first if place in self._here]
-        if max(self.generation, self._known_generation) >= 0:  # else all nodes import torch
-            ready = [place for place in chosen if self._newcomers.is_ready(place)]
-            rest = [place for place in chosen if place not in ready]
-            chosen = ready + rest[: max(0, self._least - len(ready))]
-        self.members = Members(sorted(chosen[: self._size], key=lambda place: (place != self._leader, place)))
-        for place in self.members:
-            self._newcomers.ready(place, now)
-        self._calls, self._uncharged = False, None
+        is_first = max(self.generation, self._known_generation) < 0
+        self.members = self.nodes.choose(self._leader, self.members, now, is_first=is_first)
         self._current = Generation(checking=self._wants_preflight)
         if not self._current.checking:
             self.generation = max(self.generation, self._known_generation, self._begun) + 1
@@ -572,12 +478,11 @@ class LeaderState:
     def _stop(self, failures: list[Failure], now: float, *, asks: bool = False, patient: bool = False) -> None:
         """Enter "stopping". asks: True if a running rank may be the one that a failed rank has waited for."""
         self._current.failures += failures
-        self._ran_seconds = now - self._since
-        self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
+        self.charges.ran(now - self._since)
         self._terminations.group_stops()
         patient |= self._terminations.came_first or any(failure.resumable for failure in failures)
         asks = asks and not (patient or self._current.finished or self._current.checking)
-        self._stopping = self._here.intersection(self.members)
+        self._stopping = self.nodes.here.intersection(self.members)
         self._enter("stopping", now, None)
         if not self._stopping:
             self._settle_if_all_have_stopped(now)
@@ -586,7 +491,7 @@ class LeaderState:
             self._deadline = now + ANSWER_SECONDS
             self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
         elif asks and self._others_may_make(failures[0]):
-            self._current.awaited = _compared(failures[0])
+            self._current.awaited = compared(failures[0])
             self._deadline = now + SAME_MISTAKE_SECONDS
         else:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
@@ -596,14 +501,14 @@ class LeaderState:
 
         A mistake that all nodes make is not worth a restart. If their ranks are stopped too early, we cannot see that.
         """
-        return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
+        may_repeat = is_wrong(failure) and not failure.lacks_program
+        return len(self.members) > 1 and not self.charges.has_trained and may_repeat
 
     def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
         """Stop the ranks that got time to make the same mistake."""
         if self._current.awaited is None or self.state != "stopping":
             return
-        still = self._stopping - self._current.raised.get(self._current.awaited, set())
-        if unless_others_may_raise_it and still and set(self._current.raised) == {self._current.awaited}:
+        if unless_others_may_raise_it and self._current.others_may_raise_it(self._stopping):
             return
         self._current.awaited = self._deadline = None
         if self._stopping:
@@ -629,23 +534,19 @@ class LeaderState:
         if self._current.reruns:
             self.said = self._current.reruns
             return self._pause(0, now)
-        assert self._current.failures, "a generation is stopped for a failure"
-        # The rank that others waited for comes last: a rank that failed by itself is more likely the cause.
-        # The awaited rank does not count if another rank ended with 0: the missing steps of that rank are the cause.
-        stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
-        failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
+        failure = self._current.cause()
         if self._terminations.explain(failure):
             self.said = str(self._terminations)
             return self._pause(0, now)
         if failure.vanished and self._has_operator and not self._does_without(failure):
-            self._uncharged = failure
+            self._current.uncharged = failure
             return self._pause(0, now)
         return self._charge(failure, now)
 
     def _does_without(self, failure: Failure) -> bool:
         """True if the failure is the loss of a node, and enough other nodes are connected to go on."""
-        left = self._here - self._terminations.leaving
-        return failure.vanished and failure.node_rank not in left and len(left) >= self._least
+        left = self.nodes.here - self._terminations.leaving
+        return failure.vanished and failure.node_rank not in left and len(left) >= self.nodes.least
 
     def _settle_check(self, failure: Failure, now: float) -> None:
         """End the group if the pre-flight found a bad node, so that it restarts without that node. Otherwise start
@@ -662,23 +563,24 @@ class LeaderState:
             return self._settle_check(failure, now)
         if self._dev:
             return self._stand(describe(failure), now)
-        failure, verdict = self._judge(failure, now)
+        does_without = self._does_without(failure)
+        failure, verdict = self.charges.judge(
+            failure, self._current, self.generation, self.members, now, does_without=does_without
+        )
         if isinstance(verdict, str):
             # A rank that ended too early has exit code 0, which would count as success.
             code = failure.exit_code or (1 if failure.early else RESUMABLE)
             return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
-        if self._does_without(failure):
-            spent = self._budget.history.infrastructure
-            self._budget = self._budget._replace(history=verdict.history._replace(infrastructure=spent))
+        if does_without:
+            self.charges.note_uncharged(verdict)
             self.said = describe(failure)
             return self._pause(0, now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
-        self._budget = self._budget._replace(history=verdict.history)
         place = failure.node_rank if failure.rank is None else self.members.place_of_rank(failure.rank, self._nproc)
         charged = failure._replace(
             node_rank=place, charged_to=verdict.charged_to or "", generation=self.generation
         )  # set now, because the next generation may have other members
-        self.charged = [*self.charged, charged][-CHARGED_MAX:]
+        self.charges.charge(charged, verdict)
         return self._pause(verdict.wait_seconds, now)
 
     def _pause(self, seconds: float, now: float) -> None:
@@ -699,80 +601,8 @@ class LeaderState:
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
-        others = "; the other nodes wait for a new leader" if len(self.places) > 1 else ""
+        others = "; the other nodes wait for a new leader" if len(self.nodes.places) > 1 else ""
         return self.orders.append(Leave(f"told to stop{others}"))
-
-    def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:
-        """Return the failure with its class, and the verdict or why there is no restart."""
-        import datetime as dt
-
-        from ddpjob_core import rules
-
-        attempt = Attempt(
-            made_a_new_step=self.furthest_step > self._furthest_before,
-            reports_steps=self.furthest_step > 0,
-            ran_seconds=self._ran_seconds,
-            only_complaints=failure.symptom and not failure.unstarted,
-        )
-        # Seconds of the monotonic clock, because only differences are used.
-        moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
-        limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
-        found, is_elsewhere = self._class_of(failure, history, attempt)
-        failure = failure._replace(failure_class=found)
-        self._furthest_before = self.furthest_step
-        verdict = rules.judge(found, history, attempt, limits, moment)
-        if is_elsewhere and found == "infrastructure":
-            return failure, "another node may have the program"
-        if verdict.charged_to is None:
-            by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
-            return failure, "not restarted, by failurePolicy" if by_policy else REPEATS
-        if verdict.restart and (
-            self._does_without(failure) or self._budget.allows(verdict.charged_to, verdict.history)
-        ):
-            return failure, verdict
-        return failure, NOT_RESTARTED.get(verdict.stop) or self._spent()
-
-    def _spent(self) -> str:
-        most = self._budget.max_restarts
-        return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
-
-    def _class_of(self, failure: Failure, history: RestartHistory, attempt: Attempt) -> tuple[rules.Class, bool]:
-        """Return the class after the user's failurePolicy, and True if another node may have the missing program."""
-        from ddpjob_core import rules
-
-        code = failure.exit_code
-        found = "infrastructure" if failure.symptom else rules.classify(failure)
-        if failure.lacks_program and found in ("permanent", "application"):
-            # As in the operator, a missing program counts as permanent if the job never trained and no node has it.
-            one_may_have_it = len(self._current.unable) < len(self.members) and self._has_operator
-            found = "infrastructure" if one_may_have_it else "permanent"
-            if self.furthest_step or self.generation > 0:
-                found = "application"
-        is_again = self._is_local and not attempt.made_a_new_step and self._is_again(failure)
-        if found == "application" and (is_again or self._repeats(failure)):
-            found = "permanent"
-        found = rules.of_complaints(found, history, attempt)
-        ignored = any(rule.matches(code) for rule in self._policy)
-        is_elsewhere = found == "infrastructure" and failure.lacks_program and not ignored
-        outside = rules.from_outside(failure) or failure.unstarted
-        return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
-
-    def _repeats(self, failure: Failure) -> bool:
-        """True for a mistake of the script, or a missing script or module, before the first step: on all nodes, or
-        twice in a row, because some ranks may be stopped before they make the mistake. The operator has the same rule.
-        """
-        on_all_nodes = len(self._current.raised.get(_compared(failure), ())) == len(self.members)
-        again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
-        return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
-
-    def _is_again(self, failure: Failure) -> bool:
-        """True for an exception of the same type and line as the last one. Only checked if all nodes are on one
-        machine, where no node is the cause. The plan has the same rule for attempts (`plan/settlement.py`).
-        """
-        if not self.charged or not failure.where or failure.exit_code in (None, 0):
-            return False
-        kind, before = (f.exception.partition(":")[0] for f in (failure, self.charged[-1]))
-        return kind != "" and (kind, failure.where) == (before, self.charged[-1].where)
 
     def _stand(self, why: str, now: float, *, succeeded: bool = False) -> None:
         self._part_with_leaving(now)
@@ -825,41 +655,8 @@ class Terminations:
         return " and ".join(f"node {node} was told to stop" for node in sorted(self._requested))
 
 
-def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
-    """Return a node's failures: those that it reports when its ranks have ended replace the known ones. Keep node 0's
-    own findings (stalled, pre-flight), because a stopped rank does not report them.
-    """
-    by_rank = {failure.rank: failure for failure in news}
-    ranks = {failure.rank for failure in known}
-    kept = [f if f.stalled or f.preflight else by_rank.get(f.rank, f) for f in known]
-    return kept + [failure for failure in news if failure.rank not in ranks]
-
-
-def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
-    """Return the cause of a lost connection if the other rank ended with 0 (it made fewer steps), else the failure."""
-    if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
-        return failure
-    from ddpjob_core import rules
-
-    rank, step = min(ended)
-    text = rules.ended_early(step or None, f"rank {failure.rank}", failure.step or None)
-    return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
-
-
 def _listed(places: Sequence[int]) -> str:
     return ", ".join(map(str, places))
-
-
-def _is_wrong(failure: Failure) -> bool:
-    """True if a restart would fail in the same way, or if the program is missing."""
-    from ddpjob_core import rules
-
-    return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
-
-
-def _compared(failure: Failure) -> str:
-    """Return the exception as other nodes report it: shortened, so that equal exceptions are equal texts."""
-    return abridged(failure.exception, BRIEF_MAX)
 
 
 def describe(failure: Failure) -> str:
