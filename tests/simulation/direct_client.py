@@ -46,7 +46,10 @@ class DirectClient:
         pass
 
     async def request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
-        """Return the answer to a request. Raise ApiError."""
+        return self.answer(method, path, params, body)
+
+    def answer(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
+        """Return the server's answer. Raise ApiError."""
         code, answer = self.api.request(method, path, params, body, self.actor)
         if code >= 400:
             raise of_status(answer)

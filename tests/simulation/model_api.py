@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from virtual_time import START
+
 from ddpjob_operator.job import api
 
 Raw = dict[str, Any]
@@ -76,7 +78,9 @@ class Change:
 class ModelApi:
     """All objects, and the log of their changes. `clock`: seconds for the log. `now`: time for timestamps."""
 
-    def __init__(self, clock: Callable[[], float], now: Callable[[], dt.datetime]) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = lambda: 0.0, now: Callable[[], dt.datetime] = lambda: START
+    ) -> None:
         self._clock, self._now = clock, now
         self.first_version = 1000
         self._version, self._uids = self.first_version, 0

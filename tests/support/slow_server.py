@@ -7,7 +7,7 @@ from typing import Any
 
 from direct_client import DirectClient
 from model_api import ModelApi, Raw, parse
-from virtual_time import START, VirtualLoop
+from virtual_time import VirtualLoop
 from worlds import manifest
 
 from ddpjob_operator.job import api
@@ -21,7 +21,7 @@ class SlowServer(DirectClient):
     """A model of an API server. `delay(verb, path)`: seconds of a request; above 30 it times out."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
-        super().__init__(ModelApi(lambda: 0.0, lambda: START))
+        super().__init__(ModelApi())
         self.delay = delay
         self.under_way = 0
         self.done: list[tuple[float, str, str]] = []

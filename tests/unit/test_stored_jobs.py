@@ -37,7 +37,7 @@ class Cluster(DirectClient):
 
     def __init__(self, limits: storage.StoredLimits = storage.DEFAULT) -> None:
         self.now = START
-        super().__init__(ModelApi(lambda: 0.0, lambda: self.now))
+        super().__init__(ModelApi(now=lambda: self.now))
         self.stored = self.api.objects[api.PLURAL]
         self.requests: list[str] = []
         self.fails: ApiError | None = None

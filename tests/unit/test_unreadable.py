@@ -45,7 +45,7 @@ class Cluster(DirectClient):
     """API server with one job, and an operator that observes it."""
 
     def __init__(self, raw: Raw, refuses: ApiError | None = None) -> None:
-        super().__init__(ModelApi(lambda: 0.0, lambda: START))
+        super().__init__(ModelApi())
         self.requests: list[str] = []
         self.events: list[tuple[str, str]] = []
         self.refuses = refuses
