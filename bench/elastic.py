@@ -1,16 +1,15 @@
 """Measure a job that changes its size: kills, nodes that leave and nodes that come, with ddprun and with torchrun.
 
     python bench/elastic.py                                     # 100 changes in 10 minutes, then 4 under torchrun
-    python bench/elastic.py --changes 10 --seconds 60 --megabytes 100 --csv changes.csv
-    python bench/elastic.py --torchft FOLDER                    # torchft, from pip install --target FOLDER torchft
+    python bench/elastic.py --changes 10 --seconds 60 --megabytes 100
     KUBECONFIG=… DDPJOB_TEST_NODE=… python bench/elastic.py --cluster --changes 20
 
 1 to 4 nodes on this machine, two ranks each; node 0 stays. A change kills nodes, sends SIGTERM to their agents (as
 `ddpjob run --resize` does), or starts nodes. The cost of a change is the time from rank 0's last step before the change
 to its first step after it. Parts of the cost: detection (until a rank writes its state or stops), rescue (until all
 ranks have written), stop (until all have ended), restart (until the last rank runs the script), load, first step. At
-the end one process trains the same steps, for comparison. elastic_cluster.py and elastic_torchft.py describe the other
-two.
+the end one process trains the same steps, for comparison. The model has --megabytes of parameters, and a rank waits
+--pause seconds after each step. elastic_cluster.py describes the job in the cluster; --snooze is ddprun's there.
 """
 
 from __future__ import annotations
@@ -18,32 +17,26 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import csv
 import importlib
 import itertools
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import machine
 import psutil
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-
+from common import ONE_THREAD, kill, machine, options, script, shown
 from free_port import free_port
 
 NPROC, NODES, SETTLED_STEPS, HUNG_SECONDS, SAMPLES, BATCH = 2, 4, 10, 90.0, 256, 16
 PARTS = ("detection", "rescue", "stop", "restart", "load", "first step")
-LINE_BYTES, ONE_THREAD = 20, {"OMP_NUM_THREADS": "1"}
+LINE_BYTES = 20
 TRAIN = """
 import os, sys, time
 began = time.monotonic()
@@ -113,7 +106,6 @@ class Training:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "train.py").write_text(TRAIN)
 
     def ended(self) -> str:
         """Return the end of the log if the training has ended, else ""."""
@@ -181,10 +173,7 @@ class Job(Training):
     def end(self, node: int, number: int) -> None:
         """End a node; SIGKILL ends all its processes, as a power cut does."""
         agent = self.agents.pop(node)
-        if agent.is_running():
-            for process in [agent, *(agent.children(recursive=True) if number == signal.SIGKILL else [])]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+        kill(agent) if number == signal.SIGKILL else agent.send_signal(number)
         agent.wait(HUNG_SECONDS)
 
     def ended(self) -> str:
@@ -202,7 +191,7 @@ def change(job: Job, draw: random.Random) -> dict[str, Any]:
     for node in nodes:
         job.start(node) if kind == "come" else job.end(node, signal.SIGKILL if kind == "kill" else signal.SIGTERM)
     job.trains(NPROC * wanted)
-    return {"kind": kind, "from": NPROC * here, "to": NPROC * wanted, "at": began, "settled": time.monotonic()}
+    return {"kind": kind, "at": began, "settled": time.monotonic()}
 
 
 def measured(one: dict[str, Any], notes: list[Note], restarts: list[float]) -> dict[str, Any]:
@@ -249,8 +238,8 @@ def difference(folder: Path, total: int, width: int) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Let a job change its size; print and return its changes."""
+def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) -> None:
+    """Let a job change its size, and print what its changes cost."""
     width = given.megabytes * 2**20 // (4 * 65)
     job, draw, found = Job(launcher, folder, given.pause, width), random.Random(given.seed), []
     end, total = "hung", 0
@@ -260,7 +249,7 @@ def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) ->
         job.trains(NPROC * NODES)
         began = time.monotonic()
         for number in range(changes):
-            found.append({"launcher": launcher, "number": number, **change(job, draw)})
+            found.append(change(job, draw))
             time.sleep(max(0.0, began + given.seconds / given.changes * (number + 1) - time.monotonic()))
         (folder / "total").write_text(str(last := job.trains(NPROC * len(job.agents)) + 100))
         end, total = f"exit codes {[agent.wait(HUNG_SECONDS) for agent in job.agents.values()]}", last
@@ -270,61 +259,36 @@ def run(launcher: str, changes: int, given: argparse.Namespace, folder: Path) ->
         for node in list(job.agents):
             job.end(node, signal.SIGKILL)
     notes = job.notes()
-    found = [measured(one, notes, job.restarts) for one in found]
-    summary(launcher, found, notes, end, folder, total, width)
-    return found
+    summary(launcher, [measured(one, notes, job.restarts) for one in found], notes, end, folder, total, width)
 
 
 def summary(
     launcher: str, found: list[dict[str, Any]], notes: list[Note], end: str, folder: Path, total: int, width: int
 ) -> None:
     """Print the medians by kind of change, and what happened to the steps, the samples and the parameters."""
-    kinds = sorted({one["kind"] for one in found})
-    for kind, part in itertools.product(kinds, ("cost", "beyond detection", *PARTS)):
+    for kind, part in itertools.product(sorted({one["kind"] for one in found}), ("cost", "beyond detection", *PARTS)):
         if known := [one[part] for one in found if one["kind"] == kind and part in one]:
-            print(
-                f"  {kind}: {part} {statistics.median(known):.2f} s (median of {len(known)}), {max(known):.2f} s (max)"
-            )
-    steps = [n.at for n in notes if n.what == "step" and n.rank == 0]
-    goodput = 1 - sum(one["cost"] for one in found) / (steps[-1] - steps[0]) if len(steps) > 1 else 0.0
+            print(f"  {kind}: {part}: {shown(known)}")
+    at = [n.at for n in notes if n.what == "step" and n.rank == 0]
+    goodput = 1 - sum(one["cost"] for one in found) / (at[-1] - at[0]) if len(at) > 1 else 0.0
     if total:
         end += f"; relative L2 to one undisturbed process {difference(folder, total, width):.1e}"
-    print(
-        "{}: {} changes, goodput {:.1%}; {} steps repeated, {} epochs with a sample missing or twice; {}".format(
-            launcher, len(found), goodput, *repeated(notes), end
-        ),
-        flush=True,
-    )
+    steps, epochs = repeated(notes)
+    print(f"{launcher}: {len(found)} changes, goodput {goodput:.1%}; {steps} steps repeated, ", end="")
+    print(f"{epochs} epochs with a sample missing or twice; {end}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--changes", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=600.0, help="for these changes (%(default)s)")
-    parser.add_argument("--torchrun", type=int, default=4, help="changes under torchrun (%(default)s)")
-    parser.add_argument("--megabytes", type=int, default=1, help="of parameters (%(default)s)")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--csv", default=os.devnull, help="file for a line per change")
-    parser.add_argument("--cluster", action="store_true", help="in the cluster of KUBECONFIG, instead of here")
-    parser.add_argument(
-        "--snooze", type=float, default=30.0, help="with --cluster: of ddprun, in seconds (%(default)s)"
-    )
-    parser.add_argument("--torchft", type=Path, metavar="FOLDER", help="also with torchft, which is in this folder")
-    given, rows = parser.parse_args(), []
-    runs = {"ddprun": given.changes, "torchrun": given.torchrun, "torchft": given.changes if given.torchft else 0}
-    print(machine.line())
-    for launcher, changes in ({"cluster": given.changes} if given.cluster else runs).items():
-        do = run if launcher in ("ddprun", "torchrun") else importlib.import_module(f"elastic_{launcher}").run
-        with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as folder:
-            rows += do(launcher, changes, given, Path(folder)) if changes else []
-        print(machine.line())
-    with open(given.csv, "w") as file:
-        writer = csv.DictWriter(
-            file, ["launcher", "number", "kind", "from", "to", "cost", "beyond detection", *PARTS], lineterminator="\n"
-        )
-        writer.writeheader()
-        writer.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    words = {"changes": 100, "seconds": 600.0, "torchrun": 4, "megabytes": 1, "pause": 0.02, "seed": 1}
+    given = options(__doc__, **words, cluster=False, snooze=30.0)
+    print(machine())
+    runs = {"cluster": given.changes} if given.cluster else {"ddprun": given.changes, "torchrun": given.torchrun}
+    for launcher, changes in runs.items():
+        do = importlib.import_module("elastic_cluster").run if given.cluster else run
+        with script(TRAIN, "/var/tmp") as folder:
+            if changes:
+                do(launcher, changes, given, folder)
+        print(machine())
 
 
 if __name__ == "__main__":

@@ -15,17 +15,13 @@ import os
 import random
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
-from elastic import NODES, NPROC, Note, Training, summary
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-
 from clusters import kubectl, until
+from elastic import NODES, NPROC, Note, Training, summary
 from pods import Space, job, spread, trainer
 
 NAME, EVENTS = "elastic", ("kill", "delete", "scale", "power", "kill", "cut", "delete", "kill", "scale", "kill")
@@ -127,14 +123,13 @@ def changes_of(notes: list[Note], events: list[tuple[float, str]]) -> list[dict[
             sizes, event = (len(ranks[before.life]), len(ranks[after.life])), [e for at, e in events if at < after.at]
             kind = "come" if sizes[0] < sizes[1] else event[-1] if event else "start"
             told = [n.at for n in notes if n.what == "told" and before.at < n.at < after.at and not n.step]
-            one = {"launcher": "cluster", "number": len(found), "kind": kind, "from": sizes[0], "to": sizes[1]}
-            one |= {"cost": after.at - before.at, "beyond detection": after.at - min(told, default=before.at)}
-            found.append(one)
+            seconds = {"cost": after.at - before.at, "beyond detection": after.at - min(told, default=before.at)}
+            found.append({"kind": kind, **seconds})
     return found
 
 
-def run(launcher: str, changes: int, given: Any, folder: Path) -> list[dict[str, Any]]:
-    """Let a job in the cluster change its size; print and return its changes."""
+def run(launcher: str, changes: int, given: Any, folder: Path) -> None:
+    """Let a job in the cluster change its size, and print what its changes cost."""
     space, width = Space("ddpjob-bench"), given.megabytes * 2**20 // (4 * 65)
     kubectl("label", "namespace", space.name, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
     pods, draw = Pods(space, folder, given.snooze, given.pause, width), random.Random(given.seed)
@@ -149,9 +144,7 @@ def run(launcher: str, changes: int, given: Any, folder: Path) -> list[dict[str,
             began = time.monotonic()
             left, leader, undo = pods.strike(what, draw)
             events.append((began, what + leader))
-            until(
-                lambda last=last: any(n.life > last for n in pods.notes()), f"{what} changes the group", pods.patience
-            )
+            until(lambda last=last: any(n.life > last for n in pods.notes()), f"{what} has an effect", pods.patience)
             if what == "scale":
                 pods.trains(NPROC * left)
             pods.undo(what, undo)
@@ -168,6 +161,4 @@ def run(launcher: str, changes: int, given: Any, folder: Path) -> list[dict[str,
         space.leaves_nothing()
         space.remove()
     notes = pods.notes()
-    found = changes_of(notes, events)
-    summary(launcher, found, notes, end, folder, total, width)
-    return found
+    summary(launcher, changes_of(notes, events), notes, end, folder, total, width)

@@ -1,6 +1,6 @@
 """Measure what a user sees after a failure: `ddpjob run` compared with torchrun, four ranks on one node.
 
-    python bench/failures.py [NAME ...]        # all take about ten minutes on two idle CPUs
+    python bench/failures.py [--names NAME ...]        # all take about ten minutes on two idle CPUs
 
 Prints a CSV: number of lines on the screen, seconds until the prompt is back (hangs end after --patience), and position
 from the end of the line with cause and rank; empty if no single line has both, as in torchrun's table.
@@ -8,18 +8,16 @@ from the end of the line with cause and rank; empty if no single line has both, 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
+
+from common import BIN, ONE_THREAD, options, script
 
 SCRIPT = """
 import os, sys, signal, time
@@ -76,17 +74,13 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "uneven batches": ({"fault": "if rank == 1: break"}, "rank 1"),
 }  # fmt: skip
-BIN = Path(sys.executable).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--patience", type=float, default=100.0)
-    given = parser.parse_args()
+    given = options(__doc__, names=[*CASES], patience=100.0)
     out = csv.writer(sys.stdout)
     out.writerow(["failure", "ddpjob lines", "s", "line that names it", "torchrun lines", "s", "line that names it"])
-    for name in given.names or CASES:
+    for name in given.names:
         row = [measured(name, program, given.patience) for program in ("ddpjob", "torchrun")]
         out.writerow([name, *row[0], *row[1]])
         sys.stdout.flush()
@@ -95,23 +89,19 @@ def main() -> None:
 def measured(name: str, program: str, patience: float) -> tuple[int, str, str]:
     """Return the number of lines, the seconds, and the position from the end of the line that names the cause."""
     parts, words = CASES[name]
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        port = str(busy.getsockname()[1])
-        parts = {key: value.replace("{port}", port) for key, value in parts.items()}
-        defaults = {"imports": "", "before": "", "init": "", "fault": "", "steps": "range(20)"}
-        Path(folder, "train.py").write_text(SCRIPT.format(**(defaults | parts)))
+    defaults = {"imports": "", "before": "", "init": "", "fault": "", "steps": "range(20)"}
+    busy = socket.create_server(("127.0.0.1", 0))
+    port = str(busy.getsockname()[1])
+    with busy, script(SCRIPT.format(**(defaults | parts)).replace("{port}", port)) as folder:
         file = "missing.py" if name == "file not there" else "train.py"
-        full = Path(folder, "full")
-        full.mkdir()
+        (full := folder / "full").mkdir()
         is_mounted = name == "disk full" and not subprocess.call(["mount", "-t", "tmpfs", "-o", "size=1m", "x", full])
         own = ["run", "--nproc-per-node", "4", "--max-restarts", "0", file]
         argv = [BIN / program, *(own if program == "ddpjob" else ["--standalone", "--nproc-per-node", "4", file])]
         began = time.monotonic()
         process = subprocess.Popen(
             argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env=os.environ | ONE_THREAD, start_new_session=True,
         )  # fmt: skip
         try:
             printed, took = process.communicate(timeout=patience)[0], f"{time.monotonic() - began:.1f}"
@@ -121,7 +111,6 @@ def measured(name: str, program: str, patience: float) -> tuple[int, str, str]:
         finally:
             if is_mounted:
                 subprocess.check_call(["umount", full])
-        shutil.rmtree(full, ignore_errors=True)
     lines = printed.rstrip("\n").split("\n")
     pattern = re.compile(words.replace("{port}", port), re.IGNORECASE)
     named = next((str(n) for n, line in enumerate(reversed(lines), 1) if pattern.search(line)), "")

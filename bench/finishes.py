@@ -10,7 +10,9 @@ ways, a third of the jobs each: at the end of `with`, at the interpreter's exit,
 for. A traceback that torch prints at the end of a successful training (DistNetworkError, "recvValue failed") counts as
 bad, because users could not tell it from a failure. Exits with 1 if any job was bad.
 
---from-one-process: agents are forked from this process, with the imports done (tests/support/warm.py).
+The 4 ranks run on --nodes 1, 2 or 4 of this machine, and --at-once jobs at a time. --preload is ddprun's; without
+torch._dynamo no model is trained. --torch-alone leaves the group to torch. With --from-one-process agents are forked
+from this process, with the imports done (tests/support/warm.py).
 """
 
 from __future__ import annotations
@@ -19,13 +21,10 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-
-import machine
+import common
 import warm
 
 from ddprun import ports
@@ -102,8 +101,8 @@ class Job:
 
 def start(words: list[str], folder: Path, *, warmly: bool) -> subprocess.Popen[str]:
     """Start `python -m WORDS` in a new Python, like a pod, or warmly in a fork of this process."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_"))}
-    env = kept | {"OMP_NUM_THREADS": "1"}  # otherwise torchrun prints a note
+    others = "PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(others)} | common.ONE_THREAD
     if warmly:
         return warm.start(words[0], words[1:], cwd=folder, env=env)
     pipe = subprocess.PIPE
@@ -120,7 +119,6 @@ def words_of(asked: argparse.Namespace) -> list[str]:
 
 def run(asked: argparse.Namespace, folder: Path) -> int:
     """Run all jobs, `at_once` at a time. Return how many were bad."""
-    (folder / "train.py").write_text(TRAIN + (LEAVES_NOTHING if asked.torch_alone else LEAVES))
     waiting, bad = list(range(asked.jobs)), 0
     running: list[Job] = []
     while waiting or running:
@@ -138,25 +136,18 @@ def run(asked: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1000)
-    parser.add_argument("--at-once", type=int, default=1, help="so many jobs run beside each other (%(default)s)")
-    parser.add_argument("--nodes", type=int, choices=(1, 2, 4), default=1, help="of this machine; 4 ranks in all")
-    parser.add_argument("--torchrun", action="store_true", help="under torchrun instead of ddprun")
-    parser.add_argument("--preload", default="", help="as ddprun's; without torch._dynamo no model is trained")
-    parser.add_argument("--torch-alone", action="store_true", help="a script that leaves its group to torch")
-    parser.add_argument("--from-one-process", action="store_true", help="fork all agents from one that has torch")
-    asked = parser.parse_args()
+    switches = {"torchrun": False, "torch_alone": False, "from_one_process": False}
+    asked = common.options(__doc__, jobs=1000, at_once=1, nodes=1, preload="", **switches)
     if asked.from_one_process and (asked.torchrun or asked.preload):
-        parser.error("--from-one-process is for ddprun with its own preload")
-    print(machine.line(), flush=True)
+        sys.exit("--from-one-process is for ddprun with its own preload")
+    print(common.machine(), flush=True)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        bad = run(asked, Path(folder))
+    with common.script(TRAIN + (LEAVES_NOTHING if asked.torch_alone else LEAVES)) as folder:
+        bad = run(asked, folder)
     how = " ".join(words_of(asked)) + (", from one process" if asked.from_one_process else "")
     seconds = time.monotonic() - began
     print(f"{how}: {asked.jobs - bad} of {asked.jobs} jobs ended well, in {seconds:.0f} s")
-    print(machine.line())
+    print(common.machine())
     sys.exit(1 if bad else 0)
 
 

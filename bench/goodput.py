@@ -3,7 +3,7 @@
     python bench/goodput.py                                     # 120 s of examples/digits.py, a kill every 10 s
     python bench/goodput.py --seconds 1000 --every 60
     python bench/goodput.py --restart --nodes 4                 # the launcher alone: no imports, no data, no state
-    python bench/goodput.py --script train.py --launchers ddprun
+    python bench/goodput.py --launchers ddprun --script 'train.py --epochs 9'   # another training that reports steps
 
 A local run (`ddpjob run --fail every=…`), by default of two nodes with a rank each. A kill costs the time from the last
 new step before the kill to the first new step after it, minus the median time of a step: detection, restart, imports,
@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shlex
 import signal
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
-import machine
+from common import BIN, ROOT, machine, options, script, shown
 
-ROOT = Path(__file__).parents[1]
-DIGITS = [str(ROOT / "trainer/examples/digits.py"), "--epochs", "10000", "--snapshot", "snapshots"]
+DIGITS = f"'{ROOT}/trainer/examples/digits.py' --epochs 10000 --snapshot snapshots"
 # Script whose state is the number of its last step, so that a kill costs only the restart.
 STEPS = """
 import os, time, torch, torch.distributed as dist, ddpjob
@@ -41,7 +39,6 @@ for step in range(done + 1, 1_000_000):
     ddpjob.progress(step)
     time.sleep(0.02)
 """
-BIN = Path(sys.executable).parent
 # Wrapper script: runs the training script and records when rank 0 reports a step.
 NOTES_STEPS = """
 import os, runpy, sys, time
@@ -77,7 +74,7 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
     took, cost = new[-1][1] - new[0][1], sum(gaps) - usual * len(gaps)
     killed = "no step after a kill"
     if gaps:
-        killed = f"a kill to the next new step {statistics.median(gaps):.2f} s (median), {max(gaps):.2f} s (max)"
+        killed = f"a kill to the next new step {shown(gaps)}"
     return (
         f"{len(new)} steps in {took:.0f} s, median {usual * 1e3:.1f} ms; {len(gaps)} kills, {len(steps) - len(new)} "
         f"steps repeated; {killed}; goodput {1 - cost / took:.2%}"
@@ -86,12 +83,11 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
 
 def run(launcher: str, given: argparse.Namespace, folder: Path) -> str:
     """Train with this launcher for the given time, and print the goodput."""
-    (folder / "train.py").write_text(NOTES_STEPS)
     (folder / "steps.py").write_text(STEPS)
-    words = [BIN / "ddpjob", "run", "--launcher", launcher, "--nodes", given.nodes, "--cpu", "--plain", "--no-check"]
-    words += ["--max-restarts", "1000", "--fail", f"every={given.every}s", "train.py", "--", *given.script]
+    words = f"run --launcher {launcher} --nodes {given.nodes} --cpu --plain --no-check --max-restarts 1000"
+    words += f" --fail every={given.every}s train.py -- {'steps.py' if given.restart else given.script}"
     with (folder / "log").open("w") as log:
-        job = subprocess.Popen(words, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        job = subprocess.Popen([BIN / "ddpjob", *shlex.split(words)], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
             while job.poll() is None and not steps_of(folder):
                 time.sleep(0.1)
@@ -105,23 +101,12 @@ def run(launcher: str, given: argparse.Namespace, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills (%(default)s)")
-    parser.add_argument("--launchers", nargs="+", default=["ddprun", "torchrun"], choices=["ddprun", "torchrun"])
-    parser.add_argument("--nodes", default="2")
-    parser.add_argument(
-        "--script",
-        nargs=argparse.REMAINDER,
-        default=DIGITS,
-        help="the last option: another training that reports steps",
-    )
-    parser.add_argument("--restart", dest="script", action="store_const", const=["steps.py"], help="the launcher alone")
-    given = parser.parse_args()
+    launchers = ["ddprun", "torchrun"]
+    given = options(__doc__, seconds=120.0, every=10.0, launchers=launchers, nodes=2, script=DIGITS, restart=False)
     for launcher in given.launchers:
-        print(machine.line())
-        with tempfile.TemporaryDirectory() as folder:
-            print(f"{launcher}: {run(launcher, given, Path(folder))}", flush=True)
+        print(machine())
+        with script(NOTES_STEPS) as folder:
+            print(f"{launcher}: {run(launcher, given, folder)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ Runs alternate (A B A B …), because on a busy machine their ratio varies less 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-import machine
 import psutil
+from common import BIN, ONE_THREAD, machine, options, script
 
 TRAIN = """
 import time, torch, torch.distributed as dist
@@ -39,7 +36,6 @@ while time.time() < end:
     ddpjob.progress(step=step, total=100000, samples=64, loss=1.0 / step)
     time.sleep(0.005)
 """
-BIN = Path(sys.executable).parent
 RUN = [BIN / "ddpjob", "run", "--nodes", "2", "--no-check", "--launcher", "torchrun", "train.py"]
 STATIC = [BIN / "torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--master-port=29401"]
 BY_HAND = [[*STATIC, f"--node-rank={node}", "train.py"] for node in (0, 1)]
@@ -47,26 +43,20 @@ BY_HAND = [[*STATIC, f"--node-rank={node}", "train.py"] for node in (0, 1)]
 
 def first_step(*commands: list[object]) -> float:
     """Return the seconds from the start of the commands until both ranks have made a step."""
-    # One intra-op thread per rank, as in DDPJobs; torchrun would set the same and print a note.
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train.py").write_text(TRAIN)
-        began = time.time()
+    with script(TRAIN) as folder:
+        began, env = time.time(), os.environ | ONE_THREAD
         running = [subprocess.Popen(words, cwd=folder, env=env, stdout=-3, stderr=-3) for words in commands]
         assert [one.wait() for one in running] == [0] * len(commands)
-        return max(float(Path(folder, f"first-step-{rank}").read_text()) for rank in (0, 1)) - began
+        return max(float((folder / f"first-step-{rank}").read_text()) for rank in (0, 1)) - began
 
 
-def cpu_of_the_shell(script: str) -> float:
+def cpu_of_the_shell(text: str) -> float:
     """Return the share of one core that `ddpjob run` itself, without its trainers, uses during 10 s."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train.py").write_text(script)
-        with subprocess.Popen(RUN, cwd=folder, stdout=-3, stderr=-3) as process:
-            shell = psutil.Process(process.pid)
-            time.sleep(5)
-            before = sum(shell.cpu_times()[:2])
-            time.sleep(10)
-            return (sum(shell.cpu_times()[:2]) - before) / 10
+    with script(text) as folder, psutil.Popen(RUN, cwd=folder, stdout=-3, stderr=-3) as shell:
+        time.sleep(5)
+        before = sum(shell.cpu_times()[:2])
+        time.sleep(10)
+        return (sum(shell.cpu_times()[:2]) - before) / 10
 
 
 def seconds_of(*argv: object) -> float:
@@ -77,11 +67,8 @@ def seconds_of(*argv: object) -> float:
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    print(machine.line())
+    rounds = options(__doc__, rounds=3).rounds
+    print(machine())
     starts = [(seconds_of(BIN / "ddpjob", "--help"), seconds_of(sys.executable, "-c", "pass")) for _ in range(11)]
     ours, bare = (statistics.median(each) for each in zip(*starts, strict=True))
     print(f"ddpjob --help            {ours:.3f} s (python -c pass: {bare:.3f} s; medians of 11)")

@@ -18,21 +18,17 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Iterable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "bench")]
+import common
+from clusters import Namespace, Operator, installed_crd, kubectl, until
+from faulty_api import FaultyApi
+from size import manifest
 
-import machine  # noqa: E402
-from clusters import Namespace, Operator, installed_crd, kubectl, until  # noqa: E402
-from faulty_api import FaultyApi  # noqa: E402
-from size import manifest  # noqa: E402
-
-from ddpjob_operator.job import validation  # noqa: E402
-from ddpjob_operator.kube.api.client import Client, collection  # noqa: E402
-from ddpjob_operator.kube.work.executor import OF_JOB_MAX, STRICT  # noqa: E402
-from ddpjob_operator.pods import build  # noqa: E402
+from ddpjob_operator.job import validation
+from ddpjob_operator.kube.api.client import Client, collection
+from ddpjob_operator.kube.work.executor import OF_JOB_MAX, STRICT
+from ddpjob_operator.pods import build
 
 PROBE = "probe"
 
@@ -142,7 +138,7 @@ def api_server_seconds() -> float:
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operator connected directly to the API server; before and after, a loop without it makes the pods."""
     ours, pods = Namespace(api).make(), options.jobs * options.nodes
-    key = options.run_for.partition("=")[0]
+    key = options.ends_by.partition("=")[0]
 
     def per_pod(seconds: float) -> float:
         """Return milliseconds per pod."""
@@ -160,7 +156,7 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             server = api_server_seconds()
             before, loop_cpu = loops(api, pods)
             cpu, loop_server, server = operator.cpu_seconds, api_server_seconds() - server, api_server_seconds()
-            seconds, probe = asyncio.run(jobs_until_pods(ours.name, options.jobs, options.nodes, options.run_for))
+            seconds, probe = asyncio.run(jobs_until_pods(ours.name, options.jobs, options.nodes, options.ends_by))
             found = {
                 "jobs": options.jobs,
                 "podsPerJob": options.nodes,
@@ -187,13 +183,9 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=100, help="jobs of the timed round")
-    parser.add_argument("--nodes", type=int, default=8, help="pods per job")
-    parser.add_argument("--ends-by", dest="run_for", metavar="KEY=VALUE", required=True, help="annotation of the pods")
-    options = parser.parse_args()
+    options = common.options(__doc__, jobs=100, nodes=8, ends_by="ends-by=30s")
     with FaultyApi() as api, installed_crd():
-        print(json.dumps({"machine": machine.line(), "timed": timed(api, options)}, indent=2))
+        print(json.dumps({"machine": common.machine(), "timed": timed(api, options)}, indent=2))
 
 
 if __name__ == "__main__":

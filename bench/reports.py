@@ -5,40 +5,33 @@
 All jobs are running, and the first rank of each node reports a step every 5 s as the library does: over one connection
 that stays open, with a token whose signature the operator verifies. Operator and trainers are separate processes, and
 the API server is a model (tests/support/model_server.py). The clock starts after each job's first report, because that
-one always causes a status write. Prints one JSON document.
+one always causes a status write. --nodes is the number of pods of each job. Prints one JSON document.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
-import contextlib
 import json
 import multiprocessing
-import os
-import sys
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import aiohttp
+import common
 from aiohttp import web
+from clusters import Operator, until
+from free_port import free_port
+from model_server import ModelServer
+from pod_tokens import ISSUER, published, token
+from size import MANAGED_FIELDS, manifest
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/simulation"), str(ROOT / "bench")]
-
-from clusters import Operator, until  # noqa: E402
-from free_port import free_port  # noqa: E402
-from model_server import ModelServer  # noqa: E402
-from pod_tokens import ISSUER, published, token  # noqa: E402
-from size import MANAGED_FIELDS, manifest  # noqa: E402
-
-from ddpjob.reporting.progress import encode  # noqa: E402
-from ddpjob_operator.job import api as types  # noqa: E402
-from ddpjob_operator.kube.api import tokens  # noqa: E402
-from ddpjob_operator.kube.ports import receive  # noqa: E402
+from ddpjob.reporting.progress import encode
+from ddpjob_operator.job import api as types
+from ddpjob_operator.kube.api import tokens
+from ddpjob_operator.kube.ports import receive
 
 Raw = dict[str, Any]
 INTERVAL_SECONDS = 5.0
@@ -72,20 +65,20 @@ class Publishing(ModelServer):
 
 
 class Trainers:
-    """Posts reports for all pods, in a process of its own, until the other end of the pipe sends a message."""
+    """Posts reports for all pods, in a process of its own, until the event is set."""
 
     def __init__(self, port: int, texts: list[str]) -> None:
         self._url, self._texts = f"http://127.0.0.1:{port}{receive.PATH}", texts
         self.codes: collections.Counter[str] = collections.Counter()
         self.slowest = 0.0
 
-    async def run(self, pipe: Connection) -> None:
+    async def run(self, end: Event) -> Raw:
         posting = [asyncio.create_task(self._train(number)) for number in range(len(self._texts))]
-        await asyncio.to_thread(pipe.recv)
+        await asyncio.to_thread(end.wait)
         for task in posting:
             task.cancel()
         await asyncio.gather(*posting, return_exceptions=True)
-        pipe.send({"answers": dict(self.codes), "secondsOfTheSlowestAnswer": round(self.slowest, 2)})
+        return {"answers": dict(self.codes), "secondsOfTheSlowestAnswer": round(self.slowest, 2)}
 
     async def _train(self, number: int) -> None:
         node = number // 20  # twenty pods share an address, because the receiver accepts 64 connections from each
@@ -114,8 +107,8 @@ def _report(step: int) -> bytes:
     return encode({**about, "step": step, **paced, "metrics": {"loss": f"{1 / step:.6g}", "lr": "0.001"}})
 
 
-def post(port: int, texts: list[str], pipe: Connection) -> None:
-    asyncio.run(Trainers(port, texts).run(pipe))
+def post(port: int, texts: list[str], end: Event, answers: SimpleQueue[Raw]) -> None:
+    answers.put(asyncio.run(Trainers(port, texts).run(end)))
 
 
 def measure(jobs: int, nodes: int, seconds: float) -> Raw:
@@ -130,15 +123,16 @@ def measure(jobs: int, nodes: int, seconds: float) -> Raw:
         server.runs(*server.pods())
         until(lambda: server.states()["Running"] == jobs, "all jobs run", WAIT_SECONDS, 0.5)
         before = _at_rest(operator)
-        with _trainers(port, server.tokens()) as trainers:
-            until(server.all_have_progress, "each job shows a step", WAIT_SECONDS, 0.5)
-            time.sleep(INTERVAL_SECONDS)
-            began, cpu, written = time.monotonic(), operator.cpu_seconds, len(server.written)
-            time.sleep(seconds)
-            lasted, spent = time.monotonic() - began, operator.cpu_seconds - cpu
-            writes = server.written[written:]
-            trainers.send("end")
-            told: Raw = trainers.recv()
+        spawn = multiprocessing.get_context("spawn")
+        end, answers = spawn.Event(), spawn.SimpleQueue()
+        spawn.Process(target=post, args=(port, server.tokens(), end, answers), daemon=True).start()
+        until(server.all_have_progress, "each job shows a step", WAIT_SECONDS, 0.5)
+        time.sleep(INTERVAL_SECONDS)
+        began, cpu, written = time.monotonic(), operator.cpu_seconds, len(server.written)
+        time.sleep(seconds)
+        lasted, spent = time.monotonic() - began, operator.cpu_seconds - cpu
+        writes = server.written[written:]
+        end.set()
         return {
             "jobs": jobs,
             "reportsPerSecond": round(jobs * nodes / INTERVAL_SECONDS, 1),
@@ -147,7 +141,7 @@ def measure(jobs: int, nodes: int, seconds: float) -> Raw:
             "statusWritesPerSecond": round(len(writes) / lasted, 2),
             "statusWritesInTheBusiestSecond": max((sum(at <= w < at + 1 for w in writes) for at in writes), default=0),
             "memoryMiB": operator.memory_bytes >> 20,
-            **told,
+            **answers.get(),
         }
 
 
@@ -160,28 +154,6 @@ def _at_rest(operator: Operator) -> float:
             return share
 
 
-@contextlib.contextmanager
-def _trainers(port: int, texts: list[str]) -> Any:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=post, args=(port, texts, theirs))
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2_000)
-    parser.add_argument("--nodes", type=int, default=1, help="pods per job")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the measurement")
-    options = parser.parse_args()
-    found = measure(options.jobs, options.nodes, options.seconds)
-    print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **found}, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    options = common.options(__doc__, jobs=2_000, nodes=1, seconds=60.0)
+    print(json.dumps({"machine": common.machine(), **measure(options.jobs, options.nodes, options.seconds)}, indent=2))

@@ -10,17 +10,11 @@ synchronized.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-
-import machine
+import common
 from clusters import until
 from pods import Space, job, spread, trainer
 
@@ -88,19 +82,15 @@ def restart(space: Space, name: str, launcher: str, fault: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", nargs="+", choices=["kill", "delete"], default=["kill", "delete"])
-    parser.add_argument("--launchers", nargs="+", choices=["ddprun", "torchrun"], default=["ddprun", "torchrun"])
-    parser.add_argument("--runs", type=int, default=3, help="of each; medians are printed (%(default)s)")
-    given = parser.parse_args()
-    print(machine.line())
+    given = common.options(__doc__, faults=["kill", "delete"], launchers=["ddprun", "torchrun"], runs=3)
+    print(common.machine())
     space = Space("ddpjob-bench")
     try:
         head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}}
         space.apply({**head, "data": {"train.py": TRAIN}})
         for fault, launcher in itertools.product(given.faults, given.launchers):
             took = [restart(space, f"{launcher}-{fault}-{n}", launcher, fault) for n in range(given.runs)]
-            print(f"{launcher}, {fault}: median {statistics.median(took):.2f} s, slowest {max(took):.2f} s", flush=True)
+            print(f"{launcher}, {fault}: {common.shown(took)}", flush=True)
     finally:
         space.leaves_nothing()
         space.remove()

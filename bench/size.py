@@ -1,6 +1,6 @@
 """Memory of the operator in a large cluster, and CPU time of a new leader; without a cluster and without requests.
 
-    python bench/size.py --jobs 1250 --nodes 8
+    python bench/size.py --jobs 1250 --nodes 8           # pods of each job
     python bench/size.py --jobs 0 --stored 2000          # and suspended jobs of 280 kB, in one namespace
 
 Fills the operator's caches as its first lists do, page by page from JSON as long as a real API server's. Then it
@@ -9,11 +9,9 @@ reconciles every job once, like a new leader. Prints one JSON document.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import json
-import os
 import random
 import string
 import time
@@ -21,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import msgspec
 import orjson
 
@@ -175,19 +174,10 @@ async def measure(jobs: int, nodes: int, stored: int) -> Raw:
         "memoryMiBPeak": resident_mib("VmHWM"),
         "cpuSecondsToReadTheLists": round(listed, 2),
         "cpuSecondsOfTheFirstPass": round(passed, 2),
-        "cpuMsPerJobOfTheFirstPass": round(1000 * passed / (jobs + stored), 2),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1_250)
-    parser.add_argument("--nodes", type=int, default=8, help="pods per job")
-    parser.add_argument("--stored", type=int, default=0, help="suspended jobs of 280 kB")
-    options = parser.parse_args()
-    found = asyncio.run(measure(options.jobs, options.nodes, options.stored))
-    print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **found}, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    options = common.options(__doc__, jobs=1_250, nodes=8, stored=0)
+    found = asyncio.run(measure(options.jobs, options.nodes, options.stored))
+    print(json.dumps({"machine": common.machine(), **found}, indent=2))

@@ -12,19 +12,14 @@ thread, because other load disturbs it least; steps with and without the memory 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from pathlib import Path
 
-import machine
 import psutil
+from common import ONE_THREAD, kill, machine, options, script
 
 from ddpjob_core.memory import PROVE_EVERY
 from ddprun.memory import Memory
@@ -86,35 +81,27 @@ STEPS = 6 * PROVE_EVERY  # with --step
 SECONDS_MAX = 120.0  # limit of a run, because torchrun's static rendezvous hung in most restarts
 
 
-def end(pid: int) -> None:
-    """Kill a launcher and its ranks, also those in other sessions."""
-    launcher = psutil.Process(pid)
-    for process in [launcher, *launcher.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def restart(megabytes: int, ranks: int, how: str) -> tuple[int, float] | None:
     """Return the number of repeated steps, and the seconds from the kill until every rank has made two more steps.
 
     None if the run failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train.py").write_text(TRAIN)
+    with script(TRAIN) as folder, (folder / "stderr").open("w") as stderr:
         module = TORCHRUN if how == "torchrun" else ["ddprun"]
         words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes), how]
         # torchrun's c10d hangs at a restart of its own store unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set.
-        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        with Path(folder, "stderr").open("w") as stderr:
-            job = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
-            too_long = threading.Timer(SECONDS_MAX, end, [job.pid])
-            too_long.start()
-            lines = [line.split() for line in job.communicate()[0].splitlines()]
-            too_long.cancel()
+        env = os.environ | ONE_THREAD | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        job = psutil.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
+        try:
+            printed = job.communicate(timeout=SECONDS_MAX)[0]
+        except subprocess.TimeoutExpired:
+            kill(job)
+            printed = job.communicate()[0]
+        lines = [line.split() for line in printed.splitlines()]
         killed = [float(line[1]) for line in lines if line[:1] == ["KILL"]]
         steps = [(int(line[1]), float(line[2])) for line in lines if line[:1] == ["STEP"]]
         if job.returncode != 0 or len(killed) != 1 or len(steps) != ranks:
-            print(Path(folder, "stderr").read_text()[-2000:])
+            print((folder / "stderr").read_text()[-2000:])
             return None
     return 17 - max(first for first, _ in steps), max(ended for _, ended in steps) - killed[0]
 
@@ -211,18 +198,13 @@ def step_cost(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step", action="store_true", help="what a step pays")
-    asked = parser.parse_args()
-    print(machine.line())
+    asked = options(__doc__, megabytes=[1, 100], ranks=2, rounds=5, step=False)
+    print(machine())
     if asked.step:
         step_cost(asked.rounds)
     else:
         compare(asked.megabytes, asked.ranks, asked.rounds)
-    print(machine.line())
+    print(machine())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import machine
+import common
 import torch
 from torch.multiprocessing import spawn
 
@@ -72,7 +72,7 @@ def check_replicas(rank: int, folder: str) -> None:
 
 
 def main() -> None:
-    print(machine.line())
+    print(common.machine())
     with tempfile.TemporaryDirectory() as folder:
         spawn(check_replicas, (folder,), nprocs=2)
         slowest = max(float(Path(folder, str(rank)).read_text()) for rank in (0, 1))

@@ -13,7 +13,6 @@ from clusters import kubectl, until
 from pods import MEET, RELEASE, ROOT, Space, charged, helm, job, result, says, spread, trainer, uids
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
-BreakNode = Callable[[str, str], None]
 Status = dict[str, Any]
 
 TRAINS = f"""

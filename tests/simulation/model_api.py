@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from virtual_time import START
+
 from ddpjob_operator.job import api
 
 Raw = dict[str, Any]
@@ -76,7 +78,9 @@ class Change:
 class ModelApi:
     """All objects, and the log of their changes. `clock`: seconds for the log. `now`: time for timestamps."""
 
-    def __init__(self, clock: Callable[[], float], now: Callable[[], dt.datetime]) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = lambda: 0.0, now: Callable[[], dt.datetime] = lambda: START
+    ) -> None:
         self._clock, self._now = clock, now
         self.first_version = 1000
         self._version, self._uids = self.first_version, 0
@@ -152,6 +156,10 @@ class ModelApi:
     def all(self, plural: str) -> list[Raw]:
         """Return all present objects."""
         return list(self.objects[plural].values())
+
+    def put(self, plural: str, raw: Raw, actor: str = "user") -> Raw:
+        """Store an object as it is, with a new resourceVersion."""
+        return self._store(self.kinds[plural], _place(raw), self.objects[plural].get(_place(raw)), raw, actor)
 
     def change(self, plural: str, raw: Raw, actor: str, **fields: Any) -> Raw | None:
         """Change top-level fields of an object that still exists, and return it. `metadata` is merged."""
@@ -244,14 +252,15 @@ class ModelApi:
         return 200, self._drop_if_released(kind, place, stored, actor)
 
     def _patch(self, kind: Kind, place: ObjectKey, body: Raw, actor: str) -> Answer:
-        """Change activeDeadlineSeconds of a pod, the only field that is ever patched."""
+        """Merge fields of the spec and labels, the only fields that are ever patched."""
         old = self.objects[kind.plural].get(place)
         if old is None:
             return _not_found(kind, place[1])
         if body["metadata"]["uid"] != old["metadata"]["uid"]:
             return _conflict(kind, place[1], "Precondition failed: the UID differs")
-        assert (kind.plural, set(body["spec"])) == ("pods", {"activeDeadlineSeconds"})
-        return 200, self._store(kind, place, old, {**old, "spec": {**old["spec"], **body["spec"]}}, actor)
+        labels = {**(old["metadata"].get("labels") or {}), **body["metadata"].get("labels", {})}
+        spec, metadata = {**old["spec"], **body.get("spec", {})}, {**old["metadata"], "labels": labels}
+        return 200, self._store(kind, place, old, {**old, "spec": spec, "metadata": metadata}, actor)
 
     def _with_spec(self, kind: Kind, old: Raw, body: Raw) -> Raw:
         kept = {k: old["metadata"][k] for k in _SERVERS_OWN if k in old["metadata"]}

@@ -1,5 +1,4 @@
-"""The operator's connection to the model API server. It has the methods and errors of kube.client.Client, and all
-faults of a connection."""
+"""The operator's connection to the model API server, with all faults of a connection."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from direct_client import DirectClient
 from faults import Faults
 from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api as types
 from ddpjob_operator.kube.api.api_error import NO_ANSWER, ApiError, of_status
-from ddpjob_operator.kube.api.client import Page, RequestLimits
-from ddpjob_operator.kube.api.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
@@ -23,13 +21,11 @@ TIME_OUT_SECONDS = 30.0
 STALE_VERSIONS_MAX = 25
 
 
-class ModelClient:
+class ModelClient(DirectClient):
     """The connection of one operator process. `crash` kills that process, which then never gets a pending answer."""
 
     def __init__(self, api: ModelApi, loop: VirtualLoop, faults: Faults, actor: str, crash: Callable[[], None]) -> None:
-        self.limits = RequestLimits()
-        self.reach = Reach()
-        self.actor = actor
+        super().__init__(api, actor)
         self.dead = False
         self.stale_by = 0
         """How many changes a stale list is behind; 0: a number from the seed."""
@@ -43,33 +39,23 @@ class ModelClient:
         """Called with each Event. Events have no faults, because no decision depends on them."""
         self.on_shown: Callable[[Raw], None] = lambda raw: None
         """Called with each object that this process got by a list or a watch."""
-        self._api, self._loop, self._faults, self._crash = api, loop, faults, crash
+        self._loop, self._faults, self._crash = loop, faults, crash
         self._random = random.Random(f"{faults.seed} {actor}")
-
-    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
-        return await self._request("GET", path, params)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         if "/authorization.k8s.io/" in path:
-            return self._api.request("POST", path, params, body, self.actor)[1]
+            return self.api.request("POST", path, params, body, self.actor)[1]
         if path.endswith("/events"):
             self.on_event(body)
             return body
-        return await self._request("POST", path, params, body)
-
-    async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
-        return await self._request("PUT", path, params, body)
-
-    async def patch(self, path: str, body: Raw) -> Raw:
-        return await self._request("PATCH", path, None, body)
+        return await super().create(path, body, params)
 
     async def delete(self, path: str, options: Raw) -> Raw:
-        return await self._request("DELETE", path, None, options)
+        return await self.request("DELETE", path, None, options)
 
     async def list(self, path: str, selector: str = "") -> tuple[list[Raw], str]:
-        answer = await self._request("GET", path, {"labelSelector": selector} if selector else {})
         # Only a reflector's list may be stale; the list for one job is always current.
-        items, version = answer["items"], answer["metadata"]["resourceVersion"]
+        items, version = await super().list(path, selector)
         if "=" not in selector and self._faults.at("list") == "stale":
             plural, namespace, _, _ = parse(path)
             items, version = self._stale(plural, matching(selector, namespace))
@@ -79,16 +65,10 @@ class ModelClient:
 
     def _stale(self, plural: str, matches: Callable[[Raw], bool]) -> tuple[list[Raw], str]:
         """Return the list of a stale server, and its version."""
-        log = self._api.log[plural]
+        log = self.api.log[plural]
         behind = self.stale_by or int(self._faults.number("list", 1, STALE_VERSIONS_MAX))
-        version = log[-behind - 1].version if behind < len(log) else self._api.first_version
-        return [raw for raw in self._api.at_version(plural, version) if matches(raw)], str(version)
-
-    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        yield Page(*await self.list(path, selector))
-
-    async def close(self) -> None:
-        pass
+        version = log[-behind - 1].version if behind < len(log) else self.api.first_version
+        return [raw for raw in self.api.at_version(plural, version) if matches(raw)], str(version)
 
     async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
         plural, namespace, _, _ = parse(path)
@@ -99,7 +79,7 @@ class ModelClient:
         self._check_served(plural)
         while True:
             await self._reachable("GET", path)
-            change = self._api.after(plural, version)
+            change = self.api.after(plural, version)
             if change is None:
                 if not await self._news(plural, end):
                     return
@@ -126,20 +106,20 @@ class ModelClient:
                 yield event
 
     def _check_served(self, plural: str) -> None:
-        if not self._api.serves(plural):
+        if not self.api.serves(plural):
             raise of_status({"code": 404, "reason": "NotFound", "message": "the server could not find the resource"})
 
     async def _news(self, plural: str, end: float) -> bool:
         """Wait for a change; return False at the end of the stream."""
         waiting = self._loop.create_future()
         timer = self._loop.call_at(end, _wake, waiting, False)
-        self._api.waiting[plural].append(waiting)
+        self.api.waiting[plural].append(waiting)
         try:
             return bool(await waiting)
         finally:
             timer.cancel()
 
-    async def _request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
+    async def request(self, method: str, path: str, params: Mapping[str, str] | None, body: Raw | None = None) -> Raw:
         self.requests += 1
         writes = method != "GET"
         if writes and not self.may_write():
@@ -154,7 +134,7 @@ class ModelClient:
         if fault == "slow":
             code, answer = await self._later(self._faults.number(point, 0.1, 20), method, path, params, body)
         else:
-            code, answer = self._api.request(method, path, params, body, self.actor)
+            code, answer = self.api.request(method, path, params, body, self.actor)
         if fault:
             await self._after(fault, point, method, path)
         if self.dead:
@@ -174,18 +154,18 @@ class ModelClient:
             await asyncio.sleep(TIME_OUT_SECONDS if self._faults.number(point, 0, 1) < 0.5 else 0)
             raise ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: made by the model")
         if fault == "touched":
-            for raw in self._api.all(types.PLURAL):
-                touched = {"annotations": {"touched": str(self._api.version)}}
-                self._api.change(types.PLURAL, raw, "user", metadata=touched)
+            for raw in self.api.all(types.PLURAL):
+                touched = {"annotations": {"touched": str(self.api.version)}}
+                self.api.change(types.PLURAL, raw, "user", metadata=touched)
 
     async def _later(self, seconds: float, *request: Any) -> tuple[int, Raw]:
         """Execute a request later, even if the process that sent it has died."""
         answer = self._loop.create_future()
 
         def carry_out() -> None:
-            found = self._api.request(*request, self.actor)
+            found = self.api.request(*request, self.actor)
             if found[0] == 201 and (self.dead or not self.may_write()):
-                self._api.late.add(found[1]["metadata"]["uid"])
+                self.api.late.add(found[1]["metadata"]["uid"])
             if not answer.done():
                 answer.set_result(found)
 

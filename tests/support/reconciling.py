@@ -24,7 +24,7 @@ def caches(jobs: Jobs | None = None, nodes: NodeCache | None = None) -> Caches:
         jobs if jobs is not None else Jobs(lambda _: None),
         Store(observe.pod, _job_of, lambda *_: None, facts.merge),
         Store(observe.service, _job_of, lambda *_: None),
-        nodes or NodeCache(lambda _: None, lambda: START),
+        nodes if nodes is not None else NodeCache(lambda _: None, lambda: START),
     )
 
 

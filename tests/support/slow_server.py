@@ -2,77 +2,36 @@
 
 import asyncio
 import collections
-import copy
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from direct_client import DirectClient
+from model_api import ModelApi, Raw, parse
 from virtual_time import VirtualLoop
 from worlds import manifest
 
-from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError, Page, RequestLimits
-from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
 
-Raw = dict[str, Any]
 
-
-class SlowServer:
-    """The methods of kube.client.Client. `delay(verb, path)`: seconds of a request; above 30 it times out."""
+class SlowServer(DirectClient):
+    """A model of an API server. `delay(verb, path)`: seconds of a request; above 30 it times out."""
 
     def __init__(self, delay: Callable[[str, str], float]) -> None:
-        self.limits = RequestLimits()
-        self.reach = Reach()
+        super().__init__(ModelApi())
         self.delay = delay
-        self.version = 100
         self.under_way = 0
         self.done: list[tuple[float, str, str]] = []
         """Time, verb and path of each completed request. For a create the path ends with the name of the new object."""
-        self.objects: dict[str, Raw] = {}
 
-    async def get(self, path: str, params: Any = None) -> Raw:
-        await self._wait("get", path)
-        if path not in self.objects:
-            raise ApiError(404, "NotFound", f'"{path.rpartition("/")[2]}" not found')
-        return copy.deepcopy(self.objects[path])
-
-    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        await self._wait("list", path)
-        name = selector.partition("=")[2]
-        found = [raw for at, raw in self.objects.items() if at.startswith(f"{path}/") and _job(raw) == name]
-        yield Page(copy.deepcopy(found), str(self.version))
-
-    async def create(self, path: str, body: Raw, params: Any = None) -> Raw:
-        at = f"{path}/{body['metadata']['name']}"
-        await self._wait("create", at)
-        if not path.endswith("/events"):
-            self.objects[at] = self._changed({**body, "status": {"phase": "Pending"}})
-            self.objects[at]["metadata"]["uid"] = f"uid-{self.version}"
-            return copy.deepcopy(self.objects[at])
-        return body
-
-    async def replace(self, path: str, body: Raw, params: Any = None) -> Raw:
-        await self._wait("replace", path)
-        at = path.removesuffix("/status")
-        self.objects[at] = self._changed({**self.objects[at], "status": body["status"]})
-        return copy.deepcopy(self.objects[at])
-
-    async def delete(self, path: str, options: Raw) -> Raw:
-        await self._wait("delete", path)
-        self.objects.pop(path, None)
-        return {"kind": "Status"}
-
-    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """Return no versions, because this server has no watches that could miss a change."""
-        yield Page([], "0")
-
-    async def close(self) -> None:
-        pass
-
-    def _changed(self, raw: Raw) -> Raw:
-        self.version += 1
-        return {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
+    async def request(self, method: str, path: str, params: Any, body: Raw | None = None) -> Raw:
+        verb = {"POST": "create", "PUT": "replace", "DELETE": "delete", "PATCH": "patch"}.get(method)
+        at = f"{path}/{body['metadata']['name']}" if verb == "create" and body else path
+        await self._wait(verb or ("get" if parse(path)[2] else "list"), at)
+        return await super().request(method, path, params, body)
 
     async def _wait(self, verb: str, path: str) -> None:
         seconds = self.delay(verb, path)
@@ -100,29 +59,30 @@ class Town:
 
     def apply(self, namespace: str, name: str, nodes: int, status: Raw | None = None, **spec: Any) -> None:
         """Create a job, or edit the spec of an existing job. The watch shows it immediately."""
-        at = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/{name}"
+        old = self.server.api.find(api.PLURAL, name, namespace) or {"metadata": {"generation": 0}}
         raw = manifest(name, nodes=nodes, **spec)
-        old = self.server.objects.get(at) or {}
         raw["metadata"] |= {"namespace": namespace, "uid": f"uid-{namespace}-{name}"}
-        raw["metadata"]["generation"] = (old.get("metadata") or {}).get("generation", 0) + 1
+        raw["metadata"]["generation"] = old["metadata"]["generation"] + 1
         raw["status"] = status or old.get("status") or {}
-        self.server.objects[at] = raw = self.server._changed(raw)
-        self.operator.caches.jobs.put(copy.deepcopy(raw))
+        self.operator.caches.jobs.put(self.server.api.put(api.PLURAL, raw))
 
     def run_pods(self, namespace: str) -> None:
         """Let the trainers of all pending pods of a namespace run. The watch shows it immediately."""
-        for at, raw in self.server.objects.items():
-            if at.startswith(f"/api/v1/namespaces/{namespace}/pods/") and raw["status"]["phase"] == "Pending":
-                trainer = {"name": "trainer", "ready": True, "state": {"running": {}}}
-                status = {"phase": "Running", "containerStatuses": [trainer]}
-                raw = self.server._changed({**raw, "spec": {**raw["spec"], "nodeName": "node-0"}, "status": status})
-                self.server.objects[at] = raw
-                self.operator.caches.pods.put(copy.deepcopy(raw))
+        trainer = {"name": "trainer", "ready": True, "state": {"running": {}}}
+        status = {"phase": "Running", "containerStatuses": [trainer]}
+        for raw in self._all("pods", namespace):
+            if raw["status"]["phase"] == "Pending":
+                spec = {**raw["spec"], "nodeName": "node-0"}
+                self.operator.caches.pods.put(self.server.api.put("pods", {**raw, "spec": spec, "status": status}))
 
     def lose_pod(self, namespace: str, name: str) -> None:
         """Remove a pod. The watch shows it immediately."""
-        raw = self.server.objects.pop(f"/api/v1/namespaces/{namespace}/pods/{name}")
+        raw = next(raw for raw in self._all("pods", namespace) if raw["metadata"]["name"] == name)
+        self.server.api.remove("pods", raw, "node")
         self.operator.caches.pods.remove(namespace, name, raw["metadata"]["uid"])
+
+    def _all(self, plural: str, namespace: str) -> list[Raw]:
+        return [raw for (of, _), raw in self.server.api.objects[plural].items() if of == namespace]
 
     @property
     def seconds(self) -> float:
@@ -131,14 +91,12 @@ class Town:
 
     def states(self, namespace: str) -> collections.Counter[str]:
         """Count the jobs of a namespace by state."""
-        start = f"/apis/training.ddpjob.io/v1alpha1/namespaces/{namespace}/ddpjobs/"
-        jobs = (raw for at, raw in self.server.objects.items() if at.startswith(start))
-        return collections.Counter(raw["status"].get("state", "") for raw in jobs)
+        return collections.Counter(raw["status"].get("state", "") for raw in self._all(api.PLURAL, namespace))
 
     def pods(self, namespace: str, name: str = "") -> int:
         """Count the pods of a job, or all pods of a namespace."""
-        start = f"/api/v1/namespaces/{namespace}/pods/{name}"
-        return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
+        start = f"{name}-" if name else ""
+        return sum(raw["metadata"]["name"].startswith(start) for raw in self._all("pods", namespace))
 
     def why_unhealthy(self) -> str:
         """Return the answer of the health probe. Mark all watches as healthy first, because this server has none."""
@@ -174,7 +132,3 @@ async def _end_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _job(raw: Raw) -> str:
-    return str((raw["metadata"].get("labels") or {}).get("training.ddpjob.io/job"))

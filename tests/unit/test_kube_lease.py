@@ -3,16 +3,16 @@ again soon."""
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from direct_client import DirectClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_api import ModelApi
 from slow_server import play
 from wire import GOOD, Fate, Wire
 
@@ -119,60 +119,26 @@ def test_lease_durations_default_to_those_of_client_go() -> None:
     assert OperatorSettings.read(short).lease == Durations(4, 2.5, 0.4)
 
 
-@dataclass
-class Server:
-    """API server with a Lease. It refuses a write that does not name the current version."""
-
-    lease: dict[str, Any] | None = None
-    version: int = 100
-    writes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.keep({"metadata": {"name": "op", "uid": "u1"}, "spec": {}})
-
-    def keep(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.version += 1
-        self.lease = copy.deepcopy(body)
-        self.lease["metadata"]["resourceVersion"] = str(self.version)
-        self.lease["metadata"].setdefault("uid", f"u{self.version}")
-        self.writes.append(body["spec"].get("holderIdentity", ""))
-        return self.lease
-
-    def get(self) -> dict[str, Any]:
-        if self.lease is None:
-            raise ApiError(404, "NotFound", 'leases "op" not found')
-        return self.lease
-
-    def create(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.lease is not None:
-            raise ApiError(409, "AlreadyExists", 'leases "op" already exists')
-        return self.keep(body)
-
-    def replace(self, body: dict[str, Any]) -> dict[str, Any]:
-        old, new = self.get()["metadata"], body["metadata"]
-        if (old["uid"], old["resourceVersion"]) != (new["uid"], new["resourceVersion"]):
-            raise ApiError(409, "Conflict", "the object has been modified")
-        return self.keep(body)
+def server() -> ModelApi:
+    """Return an API server with a Lease that nobody holds."""
+    api = ModelApi()
+    api.put("leases", {"metadata": {"namespace": "ops", "name": "op", "uid": "u1"}, "spec": {}})
+    return api
 
 
-class Way(Wire):
+def holder(api: ModelApi) -> str:
+    return str(api.all("leases")[0]["spec"]["holderIdentity"])
+
+
+class Way(Wire, DirectClient):
     """The connection of one operator to the server."""
 
-    def __init__(self, server: Server, fates: Callable[[], Fate] = lambda: GOOD) -> None:
-        super().__init__(fates)
-        self.server = server
+    def __init__(self, api: ModelApi, fates: Callable[[], Fate] = lambda: GOOD) -> None:
+        Wire.__init__(self, fates)
+        DirectClient.__init__(self, api)
 
-    async def get(self, path: str) -> Any:
-        return await self.send(self.server.get)
-
-    async def create(self, path: str, body: dict[str, Any]) -> Any:
-        return await self.send(lambda: self.server.create(body))
-
-    async def replace(self, path: str, body: dict[str, Any]) -> Any:
-        return await self.send(lambda: self.server.replace(body))
-
-    async def close(self) -> None:
-        pass
+    async def request(self, *words: Any) -> Any:
+        return await self.send(lambda: self.answer(*words))
 
 
 class Process:
@@ -196,14 +162,14 @@ class Process:
 @contextlib.asynccontextmanager
 async def two() -> Any:
     """Return two operators. `a` is the leader."""
-    server = Server()
-    ways = Way(server), Way(server)
+    api = server()
+    ways = Way(api), Way(api)
     a = Process(ways[0], "a", offset=START)
     await asyncio.wait_for(a.leader.gained(), 1)
     b = Process(ways[1], "b", offset=-START)
     await asyncio.sleep(1)
     try:
-        yield server, ways, a, b
+        yield api, ways, a, b
     finally:
         await a.end()
         await b.end()
@@ -226,22 +192,23 @@ def seconds() -> float:
 
 def test_one_of_two_operators_leads_and_stays_leader() -> None:
     async def story() -> None:
-        async with two() as (server, _, a, b):
+        async with two() as (api, _, a, b):
             for _ in range(100):
                 await asyncio.sleep(1)
                 assert (a.leader.holds(), b.leader.holds()) == (True, False)
-            assert set(server.writes[1:]) == {"a"}, "who stands by writes nothing"
-            assert server.lease["spec"]["leaseTransitions"] == 1
+            writes = [change.object["spec"] for change in api.log["leases"][1:]]
+            assert {spec["holderIdentity"] for spec in writes} == {"a"}, "who stands by writes nothing"
+            assert writes[-1]["leaseTransitions"] == 1
 
     play(story)
 
 
 def test_after_a_lease_release_the_other_operator_leads_within_two_retries() -> None:
     async def story() -> None:
-        async with two() as (server, _, a, b):
+        async with two() as (api, _, a, b):
             a.task.cancel()
             await a.leader.release()
-            assert server.lease["spec"]["holderIdentity"] == ""
+            assert holder(api) == ""
             assert await asyncio.wait_for(b.leader.gained(), 2 * DURATIONS.retry_seconds) == "", "it has let go"
 
     play(story)
@@ -251,11 +218,11 @@ def test_a_lease_is_released_even_if_a_renewal_arrives_meanwhile() -> None:
     """The Lease must be released even if a renewal arrives meanwhile and changes the version in the release."""
 
     async def story() -> None:
-        async with two() as (server, _, a, b):
+        async with two() as (api, _, a, b):
             a.task.cancel()
-            asyncio.get_running_loop().call_later(GOOD.there * 1.5, server.replace, copy.deepcopy(server.lease))
+            asyncio.get_running_loop().call_later(GOOD.there * 1.5, api.put, "leases", api.all("leases")[0])
             await a.leader.release()
-            assert server.lease["spec"]["holderIdentity"] == ""
+            assert holder(api) == ""
             await asyncio.wait_for(b.leader.gained(), 2 * DURATIONS.retry_seconds)
 
     play(story)
@@ -303,12 +270,12 @@ def test_a_hanging_renewal_is_followed_by_another_in_time() -> None:
 
 
 def test_the_reason_why_the_lease_cannot_be_taken_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Forbidden(Server):
-        def get(self) -> dict[str, Any]:
+    class Forbidden(Way):
+        async def get(self, path: str, params: Any = None) -> dict[str, Any]:
             raise ApiError(403, "Forbidden", 'leases "op" is forbidden')
 
     async def story() -> None:
-        process = Process(Way(Forbidden()), "a")
+        process = Process(Forbidden(server()), "a")
         await asyncio.sleep(60)
         assert not process.leader.holds()
         await process.end()
@@ -368,11 +335,11 @@ operators = st.fixed_dictionaries(
 )
 def test_two_operators_never_hold_the_lease_at_once_and_one_holds_it_after_the_faults_end(lives, deleted_at):
     async def story() -> None:
-        server = Server()
+        api = server()
         alive: dict[str, Process] = {}
-        tasks = [asyncio.ensure_future(_live(server, alive, f"op-{i}", life)) for i, life in enumerate(lives)]
+        tasks = [asyncio.ensure_future(_live(api, alive, f"op-{i}", life)) for i, life in enumerate(lives)]
         if deleted_at is not None:
-            asyncio.get_running_loop().call_later(deleted_at, lambda: setattr(server, "lease", None))
+            asyncio.get_running_loop().call_later(deleted_at, api.objects["leases"].clear)
         await asyncio.sleep(TROUBLE_SECONDS)
         # A delayed request may arrive up to 40 s later; from then on there are no faults.
         await asyncio.sleep(40 + QUIET_SECONDS)
@@ -386,7 +353,7 @@ def test_two_operators_never_hold_the_lease_at_once_and_one_holds_it_after_the_f
     play(story)
 
 
-async def _live(server: Server, alive: dict[str, Process], name: str, life: dict[str, Any]) -> None:
+async def _live(api: ModelApi, alive: dict[str, Process], name: str, life: dict[str, Any]) -> None:
     await asyncio.sleep(life["starts"])
     ends = list(itertools.accumulate(length for length, _ in life["weather"]))
 
@@ -394,7 +361,7 @@ async def _live(server: Server, alive: dict[str, Process], name: str, life: dict
         found = (fate for end, (_, fate) in zip(ends, life["weather"], strict=True) if seconds() < end)
         return next(found, GOOD) if seconds() < TROUBLE_SECONDS else GOOD
 
-    process = alive[name] = Process(Way(server, fate), name, offset=life["offset"], rate=life["rate"])
+    process = alive[name] = Process(Way(api, fate), name, offset=life["offset"], rate=life["rate"])
     watching = asyncio.ensure_future(_watch(alive, name))
     try:
         if not life["ends"]:

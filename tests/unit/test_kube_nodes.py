@@ -5,11 +5,12 @@ import datetime as dt
 from typing import Any
 
 import pytest
+from direct_client import DirectClient
 from lists import taken
+from model_api import ModelApi
 from reconciling import caches, reconciler
 from worlds import job
 
-from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.work.executor import ConflictError
@@ -210,51 +211,43 @@ def test_in_a_cluster_of_two_nodes_one_or_both_can_be_lost(nodes: NodeCache) -> 
     assert lost(nodes) == ["a", "b"]
 
 
-class Server:
-    """API server with these nodes, and a pod with this resourceVersion on the node gpu-1."""
+class Server(DirectClient):
+    """API server with these nodes, and a pod on the node gpu-1. is_newer: it has changed the pod unseen."""
 
-    def __init__(self, *nodes: dict[str, Any], version: str = "7") -> None:
-        self.nodes, self.deleted, self.version = nodes, 0, version
+    def __init__(self, *nodes: dict[str, Any], phase: str = "Running", is_newer: bool = False) -> None:
+        super().__init__(ModelApi())
+        for one in nodes:
+            self.api.put("nodes", one)
+        metadata = {"name": "digits-1-0", "namespace": "default", "uid": "u"}
+        self.seen = self.api.put(
+            "pods", {"metadata": metadata, "spec": {"nodeName": "gpu-1"}, "status": {"phase": phase}}
+        )
+        if is_newer:
+            self.api.put("pods", self.seen)
 
-    async def get(self, path: str, params: dict[str, str] | None = None) -> dict[str, Any]:
-        if path.endswith("/pods/digits-1-0"):
-            return pod_on_gpu_1("Running", self.version)
-        assert (path, params) == ("/api/v1/nodes", {"fieldSelector": "metadata.name=gpu-1"})
-        return {"items": [*self.nodes]}
+    async def get(self, path: str, params: Any = None) -> dict[str, Any]:
+        assert path.endswith("/pods/digits-1-0") or params == {"fieldSelector": "metadata.name=gpu-1"}, path
+        return await super().get(path, params)
 
-    async def delete(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
-        if options["preconditions"] != {"uid": "u", "resourceVersion": self.version}:
-            raise ApiError(409, "Conflict", f"{path}: Precondition failed")
-        self.deleted += 1
-        return {"kind": "Status"}
-
-    def send(self, *_: Any) -> None:
-        """Ignore events."""
-
-
-def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
-    metadata = {"name": "digits-1-0", "namespace": "default", "uid": "u", "resourceVersion": version}
-    return {"metadata": metadata, "spec": {"nodeName": "gpu-1"}, "status": {"phase": phase}}
-
-
-def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -> None:
-    """Let the operator delete the pod on gpu-1 with a grace period of 0."""
-    copies = caches(nodes=nodes)
-    copies.pods.put(pod_on_gpu_1(phase, "7"))
-    executor = reconciler(server, copies, Runtime()).executor
-    asyncio.run(executor.execute(job(), Plan(actions=(DeletePod("digits-1-0", "u", 0),)), JobState("u")))
+    def gives_up_its_pod(self, nodes: NodeCache) -> bool:
+        """Let the operator delete the pod with a grace period of 0. Return True if the pod is gone."""
+        copies = caches(nodes=nodes)
+        copies.pods.put(self.seen)
+        executor = reconciler(self, copies, Runtime()).executor
+        asyncio.run(executor.execute(job(), Plan(actions=(DeletePod("digits-1-0", "u", 0),)), JobState("u")))
+        return self.api.all("pods") == []
 
 
-@pytest.mark.parametrize(("ready", "version"), [("True", "7"), ("Unknown", "8")], ids=["node", "pod"])
-def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeCache, ready: str, version: str) -> None:
+@pytest.mark.parametrize("newer", ["node", "pod"])
+def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeCache, newer: str) -> None:
     """A pod whose kubelet returns must be kept: a deletion without grace removes the object while the container is
     running, and two groups would write one folder (seed 701187 of the simulation with memory)."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
-    server = Server(node("gpu-1", ready), version=version)
+    server = Server(node("gpu-1", "True" if newer == "node" else "Unknown"), is_newer=newer == "pod")
     with pytest.raises(ConflictError):
-        gives_up_its_pod(server, nodes)
-    assert server.deleted == 0
-    if ready == "True":
+        server.gives_up_its_pod(nodes)
+    assert len(server.api.all("pods")) == 1
+    if newer == "node":
         assert nodes.seen() == {}, "the next reconcile plans with a node that is ready"
 
 
@@ -262,22 +255,16 @@ def test_a_pod_whose_kubelet_returns_before_the_watch_event_is_kept(nodes: NodeC
 def test_a_pod_on_a_lost_node_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
     """A pod on a lost node must be removed, because nobody else deletes it and the next attempt needs its name."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
-    server = Server(*there)
-    gives_up_its_pod(server, nodes)
-    assert server.deleted == 1
+    assert Server(*there).gives_up_its_pod(nodes)
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_long_ago_is_removed_from_a_ready_node(nodes: NodeCache, phase: str) -> None:
     """A pod that ended long ago must be removed from a ready node: a job with such pods starts no fourth attempt."""
     taken(nodes, [], 1)
-    server = Server(node("gpu-1"))
-    gives_up_its_pod(server, nodes, phase)
-    assert server.deleted == 1
+    assert Server(node("gpu-1"), phase=phase).gives_up_its_pod(nodes)
 
 
 def test_an_operator_that_may_not_read_nodes_requests_none(nodes: NodeCache) -> None:
     """Without the right to read nodes, the operator must not send refused reads, which would keep the job waiting."""
-    server = Server(node("gpu-1"))
-    gives_up_its_pod(server, nodes)
-    assert server.deleted == 1
+    assert Server(node("gpu-1")).gives_up_its_pod(nodes)

@@ -1,18 +1,18 @@
 """Pods that still exist after their deletion, and pods that a watch reports as gone although they exist."""
 
 import asyncio
-import copy
 import datetime as dt
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from direct_client import DirectClient
+from model_api import ModelApi, Raw, parse, stamp
 from reconciling import caches, reconciler
 from worlds import START, World, digits, manifest
 
-from ddpjob_operator.job import validation
-from ddpjob_operator.kube.api.client import ApiError, Page
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import _job_of
 from ddpjob_operator.kube.watch import observe
@@ -25,7 +25,6 @@ from ddpjob_operator.observed.cluster import Container, Pod
 from ddpjob_operator.pods import build, naming
 
 KEY = ("default", "digits")
-Raw = dict[str, Any]
 RUNNING = {"phase": "Running", "containerStatuses": [{"name": "trainer", "ready": True, "state": {"running": {}}}]}
 ENDED = {
     "phase": "Failed",
@@ -33,28 +32,26 @@ ENDED = {
 }
 
 
-class Cluster:
+class Cluster(DirectClient):
     """API server with one job and its pods, and a reconciler that observes them."""
 
     def __init__(self, attempt: int, nodes: int = 2, **status: Any) -> None:
-        self.version, self.now = 100, START
-        self.clock, self.answers_in = 0.0, 0.0
+        self.now, self.clock, self.answers_in = START, 0.0, 0.0
+        super().__init__(ModelApi(lambda: self.clock, lambda: self.now))
         self.requests: list[str] = []
         self.looked_for: list[str] = []
-        self.objects: dict[str, Raw] = {}
         self.again_in: float | None = None
         self.refuses_deletes = False
         self.caches = caches(nodes=NodeCache(lambda _: None, lambda: self.now))
         self.caches.pods = Store(observe.pod, _job_of, self._pod_changed, facts.merge)
-        raw = manifest(nodes=nodes)
-        raw["metadata"]["resourceVersion"] = "1"
-        time = START.isoformat().replace("+00:00", "Z")
-        raw["status"] = {"attempt": attempt, "attemptTime": time, "startTime": time, "stateTime": time, **status}
+        time = stamp(START)
+        status = {"attempt": attempt, "attemptTime": time, "startTime": time, "stateTime": time, **status}
+        raw = self.api.put(api.PLURAL, {**manifest(nodes=nodes), "status": status})
         self.caches.jobs.put(raw)
         self.job, _ = validation.parse(raw)
         service = build.service(self.job)
-        service["metadata"] |= {"uid": "service", "resourceVersion": "2"}
-        self.caches.services.put(service)
+        service["metadata"] |= {"uid": "service"}
+        self.caches.services.put(self.api.put("services", service))
         self.reconciler = reconciler(self, self.caches, Runtime(clock=lambda: self.clock, utc=lambda: self.now))
         self.states = self.reconciler.states
 
@@ -62,24 +59,34 @@ class Cluster:
         if old is not None and new is None:
             self.states.pod_deleted(key, old)
 
-    def has(self, attempt: int, place: int, status: Raw, **metadata: Any) -> Raw:
-        """Add a pod of the job to the API server, and return it."""
+    def has(self, attempt: int, place: int, status: Raw, **metadata: Any) -> str:
+        """Add a pod of the job to the API server, and return its name."""
         raw = build.pod(self.job, attempt, place)
         raw["spec"]["nodeName"] = f"node-{place}"
-        raw["status"] = status
-        raw["metadata"] |= metadata
-        return self._store(raw)
+        raw["metadata"] |= {"uid": f"uid-{raw['metadata']['name']}", **metadata}
+        self.caches.pods.put(self.api.put("pods", {**raw, "status": status}))
+        return str(raw["metadata"]["name"])
 
-    def _store(self, raw: Raw) -> Raw:
-        self.version += 1
-        name = raw["metadata"]["name"]
-        raw["metadata"] |= {"uid": f"uid-{name}", "resourceVersion": str(self.version)}
-        self.objects[name] = raw
-        self.caches.pods.put(copy.deepcopy(raw))
-        return raw
+    def pod(self, name: str) -> Raw:
+        found = self.api.find("pods", name)
+        assert found is not None, name
+        return found
+
+    def vanishes(self, name: str) -> None:
+        """Let the watch report the pod as gone."""
+        self.caches.pods.remove("default", name, self.pod(name)["metadata"]["uid"])
+
+    def loses_label(self, name: str) -> None:
+        raw = self.pod(name)
+        labels = {k: v for k, v in raw["metadata"]["labels"].items() if k != naming.LABEL_JOB}
+        self.api.change("pods", raw, "user", metadata={"labels": labels})
+        self.vanishes(name)
+
+    def is_removed(self, name: str) -> None:
+        self.api.remove("pods", self.pod(name), "user")
 
     def reconciles(self, times: int = 1, seconds: float = 1.0) -> list[str]:
-        """Reconcile this many times; return the requests that were sent."""
+        """Reconcile this many times; return the writes that were sent."""
         self.requests.clear()
         for _ in range(times):
             self.again_in = asyncio.run(self.reconciler.reconcile(KEY))
@@ -91,57 +98,16 @@ class Cluster:
         raw = self.caches.jobs.get(KEY)
         return dict(raw["status"])
 
-    def send(self, *_: Any) -> None:
-        pass
-
-    async def get(self, path: str, _: Any = None) -> Raw:
-        name = path.rsplit("/", 1)[1]
-        if name == "digits":
-            return dict(self.caches.jobs.get(KEY) or {})
-        self.looked_for.append(name)
-        self.clock += self.answers_in
-        if name not in self.objects:
-            raise ApiError(404, "NotFound", f'pods "{name}" not found')
-        return copy.deepcopy(self.objects[name])
-
-    async def replace(self, _: str, body: Raw, __: Any) -> Raw:
-        self.version += 1
-        raw = copy.deepcopy(dict(self.caches.jobs.get(KEY) or {}))
-        raw["status"], raw["metadata"]["resourceVersion"] = body["status"], str(self.version)
-        return raw
-
-    async def create(self, _: str, body: Raw, __: Any) -> Raw:
-        self.requests.append(f"POST {body['metadata']['name']}")
-        return self._store({**copy.deepcopy(body), "status": {}})
-
-    async def patch(self, path: str, body: Raw) -> Raw:
-        name = path.rsplit("/", 1)[1]
-        self.requests.append(f"PATCH {name}")
-        self.version += 1
-        raw = self.objects[name]
-        raw["metadata"]["labels"] |= body["metadata"]["labels"]
-        raw["metadata"]["resourceVersion"] = str(self.version)
-        return copy.deepcopy(raw)
-
-    async def delete(self, path: str, options: Raw) -> Raw:
-        name = path.rsplit("/", 1)[1]
-        self.requests.append(f"DELETE {name}")
-        if self.refuses_deletes:
+    async def request(self, method: str, path: str, params: Any, body: Raw | None = None) -> Raw:
+        plural, _, name, _ = parse(path)
+        if plural == "pods" and method == "GET" and name:
+            self.looked_for.append(name)
+            self.clock += self.answers_in
+        elif method not in ("GET", "PUT"):
+            self.requests.append(f"{method} {name or (body or {})['metadata']['name']}")
+        if method == "DELETE" and self.refuses_deletes:
             raise ApiError(403, "Forbidden", 'admission webhook "protect.example.com" denied the request')
-        if name not in self.objects:
-            raise ApiError(404, "NotFound", f'pods "{name}" not found')
-        raw = self.objects[name]
-        if raw["metadata"].get("finalizers"):
-            time = self.now.isoformat().replace("+00:00", "Z")
-            raw["metadata"] |= {"deletionTimestamp": time, "deletionGracePeriodSeconds": options["gracePeriodSeconds"]}
-        else:
-            del self.objects[name]
-        return copy.deepcopy(raw)
-
-    async def pages(self, _: str, selector: str) -> AsyncIterator[Page]:
-        name, value = selector.split("=")
-        shown = [raw for raw in self.objects.values() if raw["metadata"]["labels"].get(name) == value]
-        yield Page(copy.deepcopy(shown), str(self.version))
+        return await super().request(method, path, params, body)
 
 
 def test_an_old_pod_that_cannot_be_deleted_blocks_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,12 +136,12 @@ def test_a_pod_that_stays_is_deleted_only_once_a_minute(refused: bool) -> None:
 def test_a_pod_that_lost_the_label_of_the_job_gets_it_back_and_training_continues() -> None:
     """A pod without its job's label must get the label back. A restart would start a second group next to it."""
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
-    aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
+    for place in range(2):
+        cluster.has(1, place, RUNNING)
     cluster.reconciles()
-    del aside["metadata"]["labels"][naming.LABEL_JOB]
-    cluster.caches.pods.remove("default", "digits-1-0", aside["metadata"]["uid"])  # the watch reports the pod as gone
+    cluster.loses_label("digits-1-0")
     assert cluster.reconciles(3) == ["PATCH digits-1-0"]
-    assert aside["metadata"]["labels"][naming.LABEL_JOB] == "digits"
+    assert cluster.pod("digits-1-0")["metadata"]["labels"][naming.LABEL_JOB] == "digits"
     assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
     assert {pod.name for pod in cluster.caches.pods.of(KEY)} == {"digits-1-0", "digits-1-1"}
 
@@ -187,9 +153,8 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
     pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
     cluster.reconciles()
     for pod in pods:
-        del pod["metadata"]["labels"][naming.LABEL_JOB]
-        cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    del cluster.objects["digits-1-0"]  # this pod is gone
+        cluster.loses_label(pod)
+    cluster.is_removed("digits-1-0")
     cluster.answers_in = RECONCILE_SECONDS / 10
     asked = cluster.reconciles()
     assert 0 < len(asked) < nodes / 2
@@ -199,7 +164,7 @@ def test_thousands_of_pods_that_lost_the_label_get_it_back_in_several_reconciles
         if cluster.status["state"] == "Running":
             cluster.reconciles(seconds=0)
     assert cluster.looked_for.count("digits-1-0") == 1
-    assert not any(pod["metadata"]["labels"].get(naming.LABEL_JOB) is None for pod in cluster.objects.values())
+    assert all(pod["metadata"]["labels"][naming.LABEL_JOB] == "digits" for pod in cluster.api.all("pods"))
     assert cluster.status["state"] == "Restarting"
 
 
@@ -208,9 +173,8 @@ def test_only_some_of_many_disappeared_pods_are_queried() -> None:
     nodes = 3 * GONE_MAX
     cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
     for place in range(nodes):
-        pod = cluster.has(1, place, RUNNING)
-        cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
-    cluster.objects.clear()
+        cluster.vanishes(pod := cluster.has(1, place, RUNNING))
+        cluster.is_removed(pod)
     cluster.reconciles()
     assert len([name for name in cluster.looked_for if name.startswith("digits-1-")]) < 2 * GONE_MAX
 
@@ -220,8 +184,8 @@ def test_a_disappeared_pod_is_queried_once_and_restarts_the_group() -> None:
     cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
     gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
     cluster.reconciles()
-    del cluster.objects["digits-1-0"]
-    cluster.caches.pods.remove("default", "digits-1-0", gone["metadata"]["uid"])
+    cluster.vanishes(gone)
+    cluster.is_removed(gone)
     assert cluster.reconciles() == ["DELETE digits-1-1", "POST digits-2-0", "POST digits-2-1"]
 
 
@@ -266,5 +230,5 @@ def test_a_pod_that_is_already_gone_when_deleted_is_forgotten() -> None:
     cluster.has(1, 0, ENDED)
     for place in range(2):
         cluster.has(4, place, RUNNING)
-    del cluster.objects["digits-1-0"]
+    cluster.is_removed("digits-1-0")
     assert cluster.reconciles(3, seconds=UNDELETABLE_SECONDS) == ["DELETE digits-1-0"]

@@ -7,17 +7,18 @@ from typing import Any
 
 import orjson
 import pytest
+from direct_client import DirectClient
+from model_api import ModelApi, Raw, parse
 from reconciling import caches, reconciler
 from worlds import START, digits, manifest
 
-from ddpjob_operator.job import storage
+from ddpjob_operator.job import api, storage
 from ddpjob_operator.kube.api import reading
 from ddpjob_operator.kube.api.api_error import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Jobs, Key
 from ddpjob_operator.kube.work.queue import RetryError
 
-Raw = dict[str, Any]
 LARGE = 120_000
 
 
@@ -31,15 +32,15 @@ def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, 
     return raw
 
 
-class Cluster:
+class Cluster(DirectClient):
     """API server with DDPJobs, and the leading operator. Pods are created but not run."""
 
     def __init__(self, limits: storage.StoredLimits = storage.DEFAULT) -> None:
-        self.stored: dict[Key, Raw] = {}
-        self.requests: list[str] = []
-        self.version = 1
-        self.fails: ApiError | None = None
         self.now = START
+        super().__init__(ModelApi(now=lambda: self.now))
+        self.stored = self.api.objects[api.PLURAL]
+        self.requests: list[str] = []
+        self.fails: ApiError | None = None
         self.changed: list[Key] = []
         self.jobs = Jobs(self.changed.append, reading.job, limits=limits)
         copies = caches(self.jobs)
@@ -48,10 +49,8 @@ class Cluster:
 
     def user_puts(self, raw: Raw) -> Key:
         """Let a user create or change a job, and let the watch report the change."""
-        key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
-        self._store(key, copy.deepcopy(raw))
-        self.jobs.put(reading.stored_job(orjson.dumps(self.stored[key])))
-        return key
+        self.jobs.put(reading.stored_job(orjson.dumps(self.api.put(api.PLURAL, raw))))
+        return raw["metadata"]["namespace"], raw["metadata"]["name"]
 
     def user_changes(self, key: Key, **spec: Any) -> None:
         raw = copy.deepcopy(self.stored[key])
@@ -84,43 +83,13 @@ class Cluster:
     def status(self, key: Key) -> Raw:
         return dict(self.stored[key].get("status") or {})
 
-    def _store(self, key: Key, raw: Raw) -> None:
-        self.version += 1
-        raw["metadata"]["resourceVersion"] = str(self.version)
-        self.stored[key] = raw
-
-    async def get(self, path: str, _: Any = None) -> Raw:
-        namespace, name = path.split("/")[-3], path.split("/")[-1]
-        self.requests.append(f"GET {name}")
+    async def request(self, method: str, path: str, params: Any, body: Raw | None = None) -> Raw:
+        plural, _, name, _ = parse(path)
+        if name or method == "POST":
+            self.requests.append(f"{method} {name or plural}")
         if self.fails is not None:
             raise self.fails
-        if (namespace, name) not in self.stored:
-            raise ApiError(404, "NotFound", f'ddpjobs "{name}" not found')
-        return copy.deepcopy(self.stored[namespace, name])
-
-    async def replace(self, path: str, body: Raw, _: Any) -> Raw:
-        key = (path.split("/")[-4], path.split("/")[-2])
-        self.requests.append(f"PUT {key[1]}")
-        self._store(key, {**self.stored[key], "status": body["status"]})
-        return copy.deepcopy(self.stored[key])
-
-    async def create(self, path: str, body: Raw, _: Any) -> Raw:
-        self.requests.append(f"POST {path.rsplit('/', 1)[1]}")
-        self.version += 1
-        body = copy.deepcopy(body)
-        body["metadata"] |= {"uid": body["metadata"]["name"], "resourceVersion": str(self.version)}
-        return body
-
-    async def delete(self, path: str, _: Any) -> Raw:
-        self.requests.append(f"DELETE {path.rsplit('/', 1)[1]}")
-        return {}
-
-    async def pages(self, _path: str, _selector: str = "") -> Any:
-        for page in ():
-            yield page
-
-    def send(self, *_: Any) -> None:
-        pass
+        return await super().request(method, path, params, body)
 
 
 def kept(cluster: Cluster, key: Key) -> int:

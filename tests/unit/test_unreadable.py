@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from direct_client import DirectClient
+from model_api import ModelApi, Raw
 from reconciling import caches, reconciler
 from worlds import START, digits, manifest
 
-from ddpjob_operator.job import validation
+from ddpjob_operator.job import api, validation
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.work.queue import RetryError
@@ -39,46 +41,36 @@ def broken(**status: Any) -> dict[str, Any]:
     return {**manifest(), "status": {**copy.deepcopy(FINISHED), **status}}
 
 
-class Cluster:
+class Cluster(DirectClient):
     """API server with one job, and an operator that observes it."""
 
-    def __init__(self, raw: dict[str, Any], refuses: ApiError | None = None) -> None:
+    def __init__(self, raw: Raw, refuses: ApiError | None = None) -> None:
+        super().__init__(ModelApi())
         self.requests: list[str] = []
         self.events: list[tuple[str, str]] = []
         self.refuses = refuses
         copies = caches()
-        self.jobs, self.version = copies.jobs, 1
+        self.jobs, self.clock = copies.jobs, 0.0
         self.edit(raw)
-        self.clock = 0.0
         self.reconciler = reconciler(self, copies, Runtime(utc=lambda: START, clock=lambda: self.clock))
 
-    def edit(self, raw: dict[str, Any]) -> None:
+    def edit(self, raw: Raw) -> None:
         """Let somebody change the job."""
-        self.version += 1
-        raw = copy.deepcopy(raw)
-        raw["metadata"]["resourceVersion"] = str(self.version)
-        self.jobs.put(raw)
+        self.jobs.put(self.api.put(api.PLURAL, raw))
 
     @property
-    def job(self) -> dict[str, Any]:
+    def job(self) -> Raw:
         return dict(self.jobs.get(KEY) or {})
 
     def reconciles(self) -> float | None:
         return asyncio.run(self.reconciler.reconcile(KEY))
 
-    async def replace(self, path: str, body: dict[str, Any], _: Any) -> dict[str, Any]:
-        self.requests.append(f"PUT {path}")
-        if self.refuses is not None:
-            raise self.refuses
-        self.edit({**self.job, "status": body["status"]})
-        return self.job
-
-    async def create(self, path: str, body: dict[str, Any], _: Any) -> dict[str, Any]:
-        self.requests.append(f"POST {path}")
-        return body
-
-    async def list(self, path: str, _: str) -> tuple[list[dict[str, Any]], str]:
-        return [], "1"
+    async def request(self, method: str, path: str, params: Any, body: Raw | None = None) -> Raw:
+        if method != "GET":
+            self.requests.append(f"{method} {path}")
+            if self.refuses is not None:
+                raise self.refuses
+        return await super().request(method, path, params, body)
 
     def send(self, _: Any, events: Any, now: dt.datetime) -> None:
         self.events += [(e.reason, e.message) for e in events]
