@@ -99,7 +99,7 @@ def _replaced(
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     cost = group_restart.charge(view, settled.verdict)
-    where = group_restart.from_step(status, kept=view.leader not in lost or group_restart.files_stay(view))
+    where = group_restart.from_step(status, kept=False)  # the pods that stay may have a later step in memory
     is_its = [view.spec.members.node_rank(place) for place in lost] == [settled.failure.node_rank]
     how = "takes its place" if is_its else "replaces a lost pod" if len(lost) == 1 else "replace the lost pods"
     text = f"{settled.text}; {names}{more} {how}{what_others_do} ({cost}){where}"
