@@ -87,7 +87,9 @@ def test_for_a_replaced_pod_only_the_last_checkpoint_is_named() -> None:
     message = world.stops(1).settle().status.message
     world.settle()
     texts = [message, *(event.message for event in world.events)]
-    assert any("takes its place, the other node waits" in text and text.endswith(", last saved at step 500") for text in texts)
+    assert any(
+        "takes its place, the other node waits" in text and text.endswith(", last saved at step 500") for text in texts
+    )
 
 
 def test_a_restart_in_place_resumes_from_the_checkpoint() -> None:
