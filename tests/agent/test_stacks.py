@@ -222,8 +222,13 @@ def test_a_group_with_one_computing_rank_is_not_idle() -> None:
 def test_ranks_that_spin_in_one_collective_are_mentioned_although_they_use_the_cpu() -> None:
     """Ranks that poll in one collective, as NCCL does, must be mentioned although they use the CPU."""
     assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=1.0, mark=((7, 7), (7, 7))) == [idle.NO_PROGRESS]
+
+
+@pytest.mark.parametrize("cpu", [0.0, 1.0])
+def test_ranks_that_make_steps_are_not_idle_also_if_they_hardly_use_the_cpu(cpu: float) -> None:
+    """Ranks that wait in each step for a device or for data must not be called idle."""
     moving = idle.IdleClock(60)
-    assert not any(moving.look(float(now), {0: float(now)}, now // 30) for now in range(0, 600, 5))
+    assert not any(moving.look(float(now), {0: cpu * now}, now // 30) for now in range(0, 600, 5))
 
 
 def test_a_pause_is_never_idle_and_its_end_restarts_the_clock() -> None:

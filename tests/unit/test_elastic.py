@@ -16,10 +16,11 @@ from ddpjob_cli.manifest import yamlfile
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
 from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan import leadership
-from ddpjob_operator.plan.actions import CreatePod
+from ddpjob_operator.plan.actions import CreatePod, Settings
 from ddpjob_operator.pods import agent_environment, build, environment, naming
 from ddprun.core.appointment import Appointment
 
@@ -209,6 +210,20 @@ def test_if_no_agent_asks_who_leads_the_others_wait_for_a_new_node_0() -> None:
     assert (world.status.state, world.status.attempt, world.status.replacements) == ("Restarting", 1, {"0": 1})
     assert any("digits-1-0-r1 takes its place, the other 2 nodes wait" in event.message for event in world.events)
     assert world.runs(0).settle().status.reason == "AllNodesRun"
+
+
+def test_an_operator_without_a_receiver_appoints_no_leader_although_agents_have_asked_before() -> None:
+    """Pods that are made while progress is off never ask. They would follow node 0 in a second group for ever."""
+    world = trains_under_ddprun()
+    world.agents_ask, world.settings = False, Settings(answers_agents=False)
+    world.vanishes(0).settle()
+    assert (world.status.state, world.status.leader) == ("Restarting", api.JobLeader(term=1))
+    assert world.runs(0).settle().status.reason == "AllNodesRun"
+
+
+@pytest.mark.parametrize("url", ["", "http://ddpjob-status.ddpjob.svc:8081/v1/progress"])
+def test_agents_can_ask_an_operator_that_has_a_url_for_reports(url: str) -> None:
+    assert OperatorSettings.read({"DDPJOB_STATUS_URL": url}).rules.answers_agents is bool(url)
 
 
 def told(world: World) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, digits
 
+from ddpjob_cli.describe.job import describe
 from ddpjob_core.failures import Failure
 from ddpjob_operator.job import api, bounds, validation
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
@@ -53,6 +54,12 @@ def test_a_job_that_hung_until_its_deadline_does_not_count_as_training() -> None
     assert spent(world).idle_seconds == 1410
 
 
+def test_describe_counts_the_time_until_now() -> None:
+    """A job that has trained for minutes must not be shown with the few seconds of its start."""
+    world = trains(digits().running(), *range(1, 11))
+    assert "Goodput:    100%: 1m40s training" in describe(world.job, None, world.now)
+
+
 def test_a_hang_counts_as_idle_even_if_the_user_disabled_the_restart() -> None:
     world = trains(digits(stall={"timeoutSeconds": 0}).running(), *range(1, 11))
     hangs(world, 10, 2000).exits(0).exits(1).settle()
@@ -92,6 +99,16 @@ def test_time_from_the_last_step_to_the_first_after_a_restart_in_place_is_idle(k
     world.settle().after(20)
     trains(world, *range(9, 19)).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (190, 90)
+
+
+def test_waiting_for_a_lost_node_of_an_elastic_job_is_not_training() -> None:
+    """The ranks that stay must count as idle from the last step to the next one, also if the job stays Running."""
+    world = trains(digits(container=DDPRUN, minNodes=1).running(), *range(1, 11), seconds=5).after(4)
+    world.node_lost(0).settle().after(30).settle()
+    assert (world.status.state, world.status.leader) == ("Running", api.JobLeader(term=2, place=1))
+    trains(world.after(20), *range(11, 21)).exits(1).settle()
+    assert (world.status.state, spent(world).starting_seconds) == ("Succeeded", 0)
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (145, 59)
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from served import BOUND_SECONDS, Served
 
-from ddpjob.reporting.progress import encode
+from ddpjob.reporting.progress import SAVED_POST_SECONDS, encode
 from ddpjob.reporting.sender import ReportSender as Library
 from ddpjob_core.members import LEADER_PATH
 from ddpjob_operator.kube.api.runtime import Runtime
@@ -23,6 +23,7 @@ from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.kube.ports import bounded_server, receive
 from ddpjob_operator.kube.ports.receive import PATH, Receiver, Sender
 from ddpjob_operator.observed.reports import BadReportError, Report
+from ddprun.asking import LEADER_SECONDS
 
 POD = {rank: BoundPod("default", f"digits-3-{rank}", f"uid-{rank}") for rank in (0, 1)}
 STRANGER = BoundPod("default", "web-7", "uid-web")
@@ -245,6 +246,11 @@ def test_a_pod_that_reports_too_often_is_throttled_and_the_others_are_not(world:
     assert world.post({"step": 1}, "token-of-rank-1")[0] == 204
     world.now += 1
     assert [world.post({"step": step})[0] for step in (7, 8)] == [204, 429]
+
+
+def test_a_pod_that_saves_often_and_asks_who_leads_is_never_throttled() -> None:
+    """A throttled rank reports its next step and checkpoint up to a minute later, and logs an error."""
+    assert 1 / SAVED_POST_SECONDS + 1 / LEADER_SECONDS < receive.REPORTS_PER_SECOND
 
 
 def test_rate_limits_of_ended_pods_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

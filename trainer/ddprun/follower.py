@@ -268,7 +268,10 @@ class Follower:
         host, port = self._agent.leader.host, self._agent.leader.port
 
         def addresses() -> bytes:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError:  # the name does not resolve yet
+                return b""
             return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
 
         try:
@@ -279,7 +282,7 @@ class Follower:
     def _resolved(self, said: bytes, now: float) -> None:
         try:
             self._addresses = [(family, tuple(address)) for family, address in json.loads(said)]
-        except ValueError:  # the name does not resolve yet
+        except ValueError:  # there is no answer
             return self._retry(now)
         return self._connect(now)
 

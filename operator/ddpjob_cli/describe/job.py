@@ -9,6 +9,7 @@ from typing import Any
 from ddpjob_cli.describe import progress
 from ddpjob_operator.failures import log_lines, sentences
 from ddpjob_operator.job import api, bounds, budgets, wording
+from ddpjob_operator.plan import transitions
 
 LABEL_WIDTH = 12
 UNSEEN = "no operator has seen the job; is one running, and does it watch this namespace?"
@@ -36,7 +37,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
     if status.not_kept:
         lines.append(labelled("In memory", f"no: {status.not_kept}"))
     lines += _restarts(job)
-    lines += _goodput(status)
+    lines += _goodput(status, now)
     lines += [labelled("Avoids", sentences.avoided(a)) for a in status.avoided_nodes if a.until > now]
     lines += failure_lines(status, now)
     return lines
@@ -117,10 +118,10 @@ def _restarts(job: api.DDPJob) -> Iterator[str]:
     yield labelled("Restarts", f"{r.total} ({budgets.by_class(r)}); backoffLimit {job.spec.backoff_limit}")
 
 
-def _goodput(status: api.Status) -> Iterator[str]:
-    g = status.goodput
-    if g is None:
+def _goodput(status: api.Status, now: dt.datetime) -> Iterator[str]:
+    if status.goodput is None:
         return
+    g = transitions.goodput(status, now)  # the status has the time until its last change
     spent = [
         (g.productive_seconds, "training"),
         (g.unreported_seconds, "running without reports"),

@@ -114,6 +114,7 @@ class OperatorSettings:
             rules=PlanSettings(
                 lost_node_seconds=read("DDPJOB_LOST_NODE_SECONDS", rules.lost_node_seconds, _whole(1, 86_400), lost),
                 keep_log_tail=flag("DDPJOB_KEEP_LOG_TAIL"),
+                answers_agents=bool(environment.get("DDPJOB_STATUS_URL")),
             ),
             keep_from_autoscalers=flag("DDPJOB_KEEP_FROM_AUTOSCALERS"),
             mount_api_token=flag("DDPJOB_MOUNT_API_TOKEN"),

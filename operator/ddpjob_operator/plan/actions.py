@@ -112,6 +112,8 @@ class Settings:
     command: Sequence[str] = ()
     """The trainer's command with the text of its script file; empty if only the cluster has the file."""
     keep_log_tail: bool = True
+    answers_agents: bool = True
+    """True if agents can ask the caller which of them leads."""
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
 
 

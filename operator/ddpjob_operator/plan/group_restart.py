@@ -58,7 +58,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
         return None
     reason, failure = trigger
     text = sentences.sentence(failure)
-    status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
+    status = with_failure(with_idle(status, idle_since(view, status, failure)), failure, text)
     agents_wait = view.spec.facts.restarts_in_place
     if not view.active and not agents_wait:
         # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event.
@@ -70,7 +70,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     return Decision(enter(status, "Restarting", reason, message, view.now))
 
 
-def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
+def idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
     """Return since when a group with a lost node is idle: its last step, but not before the node's failure."""
     progress, pod = status.progress, view.known_pod(failure.node_rank)
     if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:

@@ -14,7 +14,7 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, group_restart, leadership
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
-from ddpjob_operator.plan.transitions import enter, with_failure, with_goodput, with_new_ranks
+from ddpjob_operator.plan.transitions import enter, with_failure, with_goodput, with_idle, with_new_ranks
 from ddpjob_operator.plan.view import View, name_pods
 from ddpjob_operator.pods import naming
 
@@ -54,7 +54,9 @@ def going_on(view: View, status: api.Status) -> Decision | None:
     if not lost or not (settled := settle(view, status, trigger[1], others_go_on=True)).verdict.restart:
         return None
     # Add up the goodput first: once a pod is replaced, time before the first step counts as restart and not as start.
-    status = settled.status(view, with_goodput(status, view.now))
+    idle_since = group_restart.idle_since(view, status, trigger[1])
+    status = with_goodput(with_idle(status, idle_since), view.now)
+    status = settled.status(view, with_idle(status, idle_since and view.now))  # idle until the next step
     # Remember the furthest step: if the other nodes make no step until the next loss, both losses count as in a row.
     status = replace(status, furthest_step=status.furthest)
     return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))
@@ -97,7 +99,7 @@ def _replaced(
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     cost = group_restart.charge(view, settled.verdict)
-    where = group_restart.from_step(status, kept=view.leader not in lost or group_restart.files_stay(view))
+    where = group_restart.from_step(status, kept=False)  # the pods that stay may have a later step in memory
     is_its = [view.spec.members.node_rank(place) for place in lost] == [settled.failure.node_rank]
     how = "takes its place" if is_its else "replaces a lost pod" if len(lost) == 1 else "replace the lost pods"
     text = f"{settled.text}; {names}{more} {how}{what_others_do} ({cost}){where}"

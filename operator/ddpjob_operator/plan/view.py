@@ -133,8 +133,9 @@ class View:
     @cached_property
     def appoints(self) -> bool:
         """True if the agent of any node may lead: in an elastic ddprun job whose agents ask who leads, or have asked
-        another operator."""
-        return self.spec.facts.resizes_in_place and (self.seen.agents_ask or self.recorded.leader is not None)
+        another operator. While progress is off, new pods cannot ask, and would follow node 0 in a second group."""
+        may_ask = self.settings.answers_agents and self.spec.facts.resizes_in_place
+        return may_ask and (self.seen.agents_ask or self.recorded.leader is not None)
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """True if an elastic job has enough nodes, so that it neither waits for others nor fails with them."""

@@ -36,8 +36,9 @@ class IdleClock:
             self._cpu, self._idle_since = dict(cpu), now if cpu else None
         if mark is None or not cpu or mark != self._mark:
             self._mark, self._marked_at = mark, None if mark is None or not cpu else now
-        is_idle = self._idle_since is not None and now - self._idle_since >= self.seconds
         stands = self._marked_at is not None and now - self._marked_at >= self.seconds
+        uses_no_cpu = self._idle_since is not None and now - self._idle_since >= self.seconds
+        is_idle = uses_no_cpu and (stands or mark is None)  # ranks that make steps are not idle
         if not (is_idle or stands):
             self._has_remarked = False
         elif not self._has_remarked:
