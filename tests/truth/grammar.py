@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 EPOCH = 10  # steps in an epoch
 TOTAL = 40
-KILLS_MAX = 6  # largest number of kills in a run
+KILLS_MAX = 6  # largest number of generations that are killed in a run
 PLAIN = (0.8, 0.6, 0.3)  # each script draws one of these as its probability of a plain (first) option
 
 # The first option of each choice is the plain one. A failing recipe is reduced towards the plain options.
@@ -116,6 +116,8 @@ def drawn(seed: int, number: int = 0) -> Draw:
     kills: list[Kill] = []
     for left in range(chance.randint(1, KILLS_MAX), 0, -1):
         kills += _kill(chance, found, kills, left)
+    both = [kill for kill in kills if kill.how == "KILL" and chance.random() < 0.1]
+    kills += [kill._replace(place=chance.choice(PLACES[:-2]), rank=1 - kill.rank) for kill in both]
     return Draw(found, tuple(kills), settled=chance.random() < 0.5)
 
 
@@ -135,7 +137,8 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     # Some options of the script act at every fifth step.
     if steps != ends and (place == "evaluated" or chance.random() < 0.3):
         steps = list(range(5, TOTAL - 2, 5))
-    later = [step for step in steps if step > (before[-1].step + 1 if before else 0)]
+    # A kill may follow right after the resume, but there a `raise` is taken for a mistake of the script.
+    later = [step for step in steps if not before or step >= before[-1].step + (0 if how == "KILL" else 2)]
     if not later:
         return []
     rank = 0 if place == "evaluated" and recipe["evaluation"] == "rank_0" else chance.randrange(2)
