@@ -3,8 +3,9 @@
     python tests/truth/search.py --draws 500 --seed 7000 --out found
     python tests/truth/search.py --one 7141             # one seed, with its script and log
 
-Each script runs undisturbed once, and `--runs` times with kills in up to six generations. All agents are forked from this process,
-which has imported torch. A failure is reduced as long as it still fails, and written to `--out` as a script.
+Each script runs undisturbed once, and `--runs` times with kills in up to six generations. All agents are forked from
+this process, which has imported torch. A failure is reduced as long as it still fails, and written to `--out` as a
+script.
 """
 
 from __future__ import annotations
