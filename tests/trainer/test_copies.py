@@ -141,6 +141,33 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_
     assert "seeded" not in said
 
 
+def test_a_copy_that_lacks_the_random_states_of_a_living_rank_is_not_used(node: Node, capfd) -> None:
+    """A rank that marks fewer steps than rank 0 has no random states of the others, so a copy of them must not be used:
+    the rank would silently draw other numbers."""
+
+    def train(until: int) -> int:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        began = snapshot.load(**objects)
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, until):
+            clip(model)
+            objects["optimizer"].zero_grad()
+            model(torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if world.rank == 0 or step % 8 == 0:
+                ddpjob.should_stop(step)
+            settle()
+            if step % 8 == 0:
+                saved(snapshot, step, **objects)
+        return began
+
+    assert node.run_all(0, lambda: train(22), ranks=2) == [0, 0]
+    assert node.step == 20
+    assert node.run_all(1, lambda: train(0), ranks=2) == [16, 16]
+    assert "does not call should_stop(), keep() or save() after each step" in capfd.readouterr().err
+
+
 def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_nodes(nodes):
     """If one survivor has learned that the script clips weights, ranks of all nodes must copy after a restart."""
 

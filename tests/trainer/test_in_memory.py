@@ -3,6 +3,7 @@ is killed: `rescue()` does what a surviving rank does. `tests/agent/test_memory.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -1606,6 +1607,83 @@ def test_a_rank_that_dies_within_a_step_keeps_its_random_states_however_steps_ar
 
     found = [node.run_all(generation, train, ranks=2) for generation in range(2)]
     assert found[0] == found[1]
+
+
+class Branches(torch.nn.Module):
+    """A model that uses one of two layers, another one in each forward pass."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.layers, self.uses = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(2)), uses
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.uses = 1 - self.uses
+        return self.layers[self.uses](x + torch.randn(4))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_dies_within_a_step_keeps_its_random_states_whichever_layer_it_uses_last(
+    node: Node, micro_batches: int, last: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Random states are written when a gradient arrives. A parameter that the step does not use gets none, so the rank
+    must not wait for the gradient of one chosen parameter."""
+
+    def train() -> Any:
+        world = ddpjob.init()
+        torch.manual_seed(1)
+        objects: dict[str, Any] = {"model": Branches(last)}  # an even number of passes follows
+        objects["optimizer"] = torch.optim.SGD(objects["model"].parameters(), lr=0.1)
+        if step := ddpjob.Snapshot("snapshots", world).load(**objects):
+            return step, float(torch.rand(()))
+        torch.manual_seed(10 + world.rank)
+        model = world.wrap(objects["model"], find_unused_parameters=True)
+        for step in range(1, 9):
+            for micro_batch in range(1, micro_batches + 1):
+                with contextlib.nullcontext() if micro_batch == micro_batches else model.no_sync():
+                    model(torch.ones(1, 4)).sum().backward()
+            if step == 8 and world.rank == 1:
+                break
+            objects["optimizer"].step()
+            ddpjob.should_stop(step)
+            settle()
+        else:
+            rescue()
+        return step, float(torch.rand(()))
+
+    found = [node.run_all(generation, train, ranks=2) for generation in range(2)]
+    assert found[0] == found[1]
+    assert "random numbers are drawn after the gradients" not in capfd.readouterr().err
+
+
+def test_a_rank_that_dies_before_it_has_written_its_random_states_does_not_get_others_silently(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may sum gradients by itself, so that no gradient hook runs before the optimizer's step. A rank that is
+    killed in between has not written its random states."""
+
+    def train() -> int:
+        world = ddpjob.init()
+        objects, _snapshot, began = begin()
+        parameters = list(objects["model"].parameters())
+        for step in range(began + 1, 1 if began else 9):
+            loss = objects["model"](torch.randn(4, 4)).square().sum()
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                torch.distributed.all_reduce(gradient)
+                parameter.grad = gradient
+            if step == 8 and world.rank == 1:
+                break
+            objects["optimizer"].step()
+            ddpjob.should_stop(step)
+            settle()
+        else:
+            rescue()
+        return began
+
+    assert node.run_all(0, train, ranks=2) == [0, 0]
+    assert node.step == 8
+    assert node.run_all(1, train, ranks=2) == [0, 0]
+    assert "rank 1: this rank was lost before it had written its random states of this step" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("what", "keeps"), [("random numbers", False), ("random numbers", True), ("buffers", False)])

@@ -13,6 +13,7 @@ from grammar import Recipe
 SAMPLES, LOSS = "samples", "loss"
 GENERATORS = ("torch", "python", "numpy")
 OF_TRAINING = ("criterion", "adaptive", "hard_examples", "tensor", "clip_history", "normalizer", "best_restored")
+DROPOUT = ("dropout", "checkpointed", "reentrant")
 OF_EACH_RANK = (*OF_TRAINING, "history_of_each_rank", "metric", "best_copy")
 """Options of `extra` that may differ between ranks. The training uses those in OF_TRAINING."""
 ERROR = re.compile(r"^.*\b(?:StateError|ConfigurationError|SnapshotError): (?P<sentence>.*)", re.MULTILINE)
@@ -188,7 +189,7 @@ def _model(recipe: Recipe) -> Iterator[Part]:
 def _drawn_from(recipe: Recipe) -> set[str]:
     """Return the random generators that the training draws from."""
     drawn = {recipe["draws"], recipe["augmented"]}
-    drawn |= {"torch"} if recipe["model"] == "dropout" or recipe["draws"] in ("mixup", "unequal") else set()
+    drawn |= {"torch"} if recipe["model"] in DROPOUT or recipe["draws"] in ("mixup", "unequal") else set()
     drawn |= {"python"} if recipe["model"] == "stochastic_depth" or recipe["backward"] == "noise" else set()
     return drawn | ({"numpy"} if recipe["draws"] == "mixup" else set())
 
@@ -205,6 +206,8 @@ def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
         "own_norm",
         "plain_norm",
         "momentum_encoder",
+        "checkpointed",
+        "reentrant",
     )
     sends_those_of_last = recipe["join"] == "yes" and has_statistics  # not those of rank 0
     if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp" or sends_those_of_last:

@@ -3,8 +3,9 @@
     python tests/truth/search.py --draws 500 --seed 7000 --out found
     python tests/truth/search.py --one 7141             # one seed, with its script and log
 
-Each script runs undisturbed once, and `--runs` times with up to six kills. All agents are forked from this process,
-which has imported torch. A failure is reduced as long as it still fails, and written to `--out` as a script.
+Each script runs undisturbed once, and `--runs` times with kills in up to six generations. All agents are forked from
+this process, which has imported torch. A failure is reduced as long as it still fails, and written to `--out` as a
+script.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=500)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000 * 1000)
-    parser.add_argument("--runs", type=int, default=2, help="of each script, with up to six kills each")
+    parser.add_argument("--runs", type=int, default=2, help="of each script, each with kills")
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--out", type=Path, default=Path("truth-found"))
     parser.add_argument("--one", type=int, help="one seed, with its log")

@@ -31,6 +31,8 @@ SECTION_BYTES = 64 << 20
 
 EVERY_MAX = 1 << 20
 """Stands for an unknown number of steps between two copies, if the script's calls decide when a copy is made."""
+EVERY_SAVED = EVERY_MAX + 1
+"""The same for a copy made for `save` without a folder: it may lack random states of ranks that had not called it."""
 (GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
 RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
 NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS

@@ -208,7 +208,7 @@ class Copies:
                 return
             self.schedule.checked = at.step
             self.saved = Version(self._shared.attempt, self._shared.generation, at.step)
-            self._copy(at, memory.EVERY_MAX)
+            self._copy(at, memory.EVERY_SAVED)
             if not self._is_writer or self._room is not None:
                 return
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, views
 from ddpjob.checkpoint.state import packed
-from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders
+from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders, uses_all
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -90,9 +90,9 @@ class Kept:
         self.idle = [*averages, *schedulers, *(others.keys() - ours - set(self.by_value))]
         """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers, and
         objects of its own."""
-        trained = [[p for p in module.parameters() if p.requires_grad] for module in modules.values()]
-        self.first_gradients = [its[-1] for its in trained if its]
-        """The last parameter of each module: its gradient is usually the first one in a backward pass."""
+        trained = {name: [p for p in module.parameters() if p.requires_grad] for name, module in modules.items()}
+        self.first_gradients = [p for n, its in trained.items() for p in (its[-1:] if uses_all(objects[n]) else its)]
+        """The parameters one of which gets the first gradient of a backward pass: usually the last of a module."""
 
     @property
     def broadcast(self) -> list[str]:

@@ -95,6 +95,7 @@ class Keeper:
         self._has_told_of_saves = False
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
+        self._pass = -1  # torch's number of the last backward pass; -1 if unknown
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self.now, self.give_up)
 
@@ -145,8 +146,8 @@ class Keeper:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
-            for last in kept.first_gradients
+            each.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
+            for each in kept.first_gradients
         ]
         models = [outermost(each) for each in objects.values() if isinstance(each, torch.nn.Module)]
         self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in models]
@@ -589,9 +590,10 @@ class Keeper:
 
         With all gradients, the other ranks may finish the step even if this rank is killed in it.
         """
-        kept = self.now.kept
-        if kept is None or self.now.is_off:
+        kept, of = self.now.kept, torch._C._current_graph_task_id()
+        if kept is None or self.now.is_off or of == self._pass != -1:
             return
+        self._pass = of
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
         self._places.has_begun |= not self._stepped

@@ -124,8 +124,10 @@ def fetch(
     if why := memory.mixed_up(lefts, version.step, resized=numbering.resized):
         trouble.append(why)
     source = next((number for number, row in enumerate(rows) if row[0]), None)
-    is_kept = numbering.resized or rng or rank not in found.ranks or shared is None or shared.has_left(version)
-    if why := _why_not_random(shared, version, own, source, is_kept=bool(is_kept)):
+    # A rank that writes no random states writes EARLY without them. A rank that takes over slots of another is seeded.
+    has_none = numbering.counts[rank] and own is None and early is None and found.held.every <= memory.EVERY_MAX
+    lacks = shared is not None and rank in found.ranks and (has_none or not shared.has_left(version))
+    if why := _why_not_random(shared, version, own, source, lacks=lacks and rng is None and not numbering.resized):
         trouble.append(why)
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
     on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have buffers among the large values
@@ -161,11 +163,11 @@ def _why_not_early(rows: list[list[Any]], step: int) -> str:
     return f"rank {late[0]} does not call should_stop() after each step, as others do after step {step}" if late else ""
 
 
-def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, is_kept: bool) -> str:
+def _why_not_random(shared: Shared | None, version: Version, own: Any, source: int | None, *, lacks: bool) -> str:
     """Return why the state cannot be used without the lost random states; "" if it can be used.
 
-    own: values of this rank's slot. source: first rank that has written a slot. is_kept: False if this rank should have
-    written a slot, but has not.
+    own: values of this rank's slot. source: first rank that has written a slot. lacks: True if this rank should have
+    written its random states, but has not.
     """
     if shared is not None and own is not None and shared.cells[memory.LOOSE] == version.step:
         return (
@@ -178,7 +180,10 @@ def _why_not_random(shared: Shared | None, version: Version, own: Any, source: i
             "this step are gone"
         )
     return (
-        "" if is_kept else "this rank was lost before it had kept anything, so its random states of this step are gone"
+        "this rank was lost before it had written its random states of this step, or does not call should_stop(), "
+        "keep() or save() after each step"
+        if lacks
+        else ""
     )
 
 

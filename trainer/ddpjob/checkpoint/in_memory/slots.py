@@ -37,7 +37,8 @@ class Slots:
         self._has = {RANDOM, FORWARDED}
         self.changed: set[str] = set()
         """Names of values that changed after the gradients of the last step, for the first time."""
-        self._rng: dict[str, Any] | None = None  # random states before the last optimizer step
+        # Random states before the last optimizer step: {} until they are read, None if they are given up.
+        self._rng: dict[str, Any] | None = {}
         self._content: Mapping[str, Mapping[str, Any]] | None = None  # buffers at the end of the last step
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
@@ -81,13 +82,14 @@ class Slots:
                 f"{why}: a rank that is killed between its backward pass and should_stop() loses its "
                 f"{' and '.join(what)}"
             )
-        self._has -= given_up
-        self._shared.forget_slot(EARLY)
+        if given_up:
+            self._has -= given_up
+            self._shared.forget_slot(EARLY)
         return given_up
 
     def forget_early(self) -> None:
         """Forget random states and buffers of the last step, because other objects are kept now."""
-        self._rng, self._content, self._forwarded = None, None, {}
+        self._rng, self._content, self._forwarded = {}, None, {}
 
     def begin(self, content: Mapping[str, Mapping[str, Any]], rng: dict[str, Any]) -> None:
         """Begin the next step. Give up random states or buffers that the script has changed after the backward pass.
@@ -96,14 +98,14 @@ class Slots:
         """
         if self.made:  # False at a second call for the same step
             self.made, self._made_before = 0, self.made
-        if RANDOM in self._has and self._rng is not None and rng != self._rng:
+        if RANDOM in self._has and self._rng and rng != self._rng:
             self.changed |= self.give_up_early("random numbers are drawn after the gradients", RANDOM)
         if any(content.get(each, {}).get(key) != was for (each, key), was in self._forwarded.items()):
             self.changed |= self.give_up_early("buffers change after the gradients", FORWARDED)
-        self._rng, self._content, self._forwarded = None, content, {}
+        self._rng, self._content, self._forwarded = {}, content, {}
 
     def write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
-        """Write random states and buffers to EARLY if they have changed.
+        """Write random states and buffers to EARLY if they have changed; None for random states that are given up.
 
         in_backward: a later micro-batch may have changed buffers without drawing random numbers."""
         self.changed, rng = set(), random_states.compact() if RANDOM in self._has else None

@@ -82,9 +82,19 @@ def out_of_step(of_0: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) ->
 def senders(value: torch.nn.Module) -> list[DistributedDataParallel]:
     """Return the DDP wrappers that broadcast this model's buffers before each forward pass; an empty list if a wrapper
     does not broadcast all its buffers."""
-    inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
-    wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
+    wrappers = _wrappers_of(value)
     return wrappers if all(each.broadcast_buffers and not _ignores_a_buffer(each) for each in wrappers) else []
+
+
+def uses_all(value: torch.nn.Module) -> bool:
+    """True if each step uses all parameters of this model, because its DDP wrapper waits for all gradients."""
+    wrappers = _wrappers_of(value)
+    return bool(wrappers) and not any(each.find_unused_parameters or each.static_graph for each in wrappers)
+
+
+def _wrappers_of(value: torch.nn.Module) -> list[DistributedDataParallel]:
+    inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
+    return inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
 
 
 def _ignores_a_buffer(wrapper: DistributedDataParallel) -> bool:
