@@ -238,7 +238,8 @@ class Judge:
         # Until the operator learns of an agent's restarts, it may use the same restarts of the budget.
         if (own := _own_charges(old, new)["application"]) > 0:
             self._spent_twice[uid] += self._unknown_before(uid, old, ("application",))
-            if spec.get("minNodes") and spec["template"]["spec"]["containers"][0]["command"][0] == "ddprun":
+            goes_on = spec.get("minNodes") or spec.get("spares")
+            if goes_on and spec["template"]["spec"]["containers"][0]["command"][0] == "ddprun":
                 self._spent_twice[uid] += own  # the other pods continue, and their agent learns this from the next pod
         if application > limit + self._spent_twice[uid]:
             self.wrong.append(f"{application} restarts are charged, backoffLimit is {limit}")

@@ -119,7 +119,7 @@ class Walk:
 
     def calm_down(self) -> None:
         """Let all nodes come, answer and stay; the group must then train with all of them but the spares."""
-        until = self.now + 2 * STABLE_SECONDS
+        until = self.now + 3 * STABLE_SECONDS  # the longest snooze, and events before it
         while (self.now < until or self._stopping()) and not self.over:
             slow = [place for place, node in enumerate(self.nodes) if node.is_here and not node.ready]
             for what, places in ((self._answer, self._stopping()), (self._come, self._away()), (self._import, slow)):
