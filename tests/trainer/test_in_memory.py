@@ -1683,7 +1683,41 @@ def test_a_rank_that_dies_before_it_has_written_its_random_states_does_not_get_o
     assert node.run_all(0, train, ranks=2) == [0, 0]
     assert node.step == 8
     assert node.run_all(1, train, ranks=2) == [0, 0]
-    assert "rank 1: this rank was lost before it had written its random states of this step" in capfd.readouterr().err
+    assert (
+        "rank 1: this rank has not written its random states of this step: it was lost before" in capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("who", [[1], [0, 1]])
+def test_random_states_given_up_by_one_rank_alone_are_not_replaced_silently(
+    node: Node, who: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If rank 1 draws random numbers after its gradients, its random states are lost with it. Only rank 0 logs this, so
+    if rank 0 draws none, a restart must not use the state."""
+
+    def train() -> int:
+        world = ddpjob.init()
+        objects, snapshot, began = begin()
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, 1 if began else 9):
+            model(torch.randn(4, 4)).square().sum().backward()
+            if step == 8 and world.rank == 1:
+                break
+            if step == 3 and world.rank in who:
+                torch.rand(())
+            objects["optimizer"].step()
+            ddpjob.should_stop(step)
+            settle()
+            if step == 2:
+                saved(snapshot, step, **objects)
+        else:
+            rescue()
+        return began
+
+    assert node.run_all(0, train, ranks=2) == [0, 0]
+    is_named = 0 in who
+    assert ("random numbers are drawn after the gradients" in capfd.readouterr().err) is is_named
+    assert node.run_all(1, train, ranks=2) == [8 if is_named else 2] * 2
 
 
 @pytest.mark.parametrize(("what", "keeps"), [("random numbers", False), ("random numbers", True), ("buffers", False)])

@@ -32,7 +32,7 @@ _OPTIONS = {
     "scheduler_at": "stepped marked epoch_end top",
     "accumulation": "none no_sync counted library",
     "inner": "one two varying",
-    "backward": "plain perturbed penalty noise",
+    "backward": "plain perturbed penalty noise noise_of_each_rank",
     "scaler": "none scaler",
     "clip": "none norm value cancelled skipped",
     "surgery": "none clamp momentum_corrected optimizer_replaced model_replaced state_cleared noise layer_replaced "
@@ -748,6 +748,8 @@ class _Writer:
                 "    for p in net.parameters():",
                 "        if p.grad is not None: p.grad.add_(shift)",
             ]
+        if self.has("backward", "noise_of_each_rank"):
+            lines.append("if int(float(loss) * 1e5) % 3 == 0: random.random()")
         if self.has("extra", "clip_history"):
             lines.append("extra(net)")
         if self.has("clip", "cancelled"):

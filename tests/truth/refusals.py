@@ -190,7 +190,7 @@ def _drawn_from(recipe: Recipe) -> set[str]:
     """Return the random generators that the training draws from."""
     drawn = {recipe["draws"], recipe["augmented"]}
     drawn |= {"torch"} if recipe["model"] in DROPOUT or recipe["draws"] in ("mixup", "unequal") else set()
-    drawn |= {"python"} if recipe["model"] == "stochastic_depth" or recipe["backward"] == "noise" else set()
+    drawn |= {"python"} if recipe["model"] == "stochastic_depth" or recipe["backward"].startswith("noise") else set()
     return drawn | ({"numpy"} if recipe["draws"] == "mixup" else set())
 
 

@@ -590,10 +590,11 @@ class Keeper:
 
         With all gradients, the other ranks may finish the step even if this rank is killed in it.
         """
-        kept, of = self.now.kept, torch._C._current_graph_task_id()
-        if kept is None or self.now.is_off or of == self._pass != -1:
+        if (now := torch._C._current_graph_task_id()) == self._pass != -1:
+            return  # another parameter has got a gradient first
+        kept, self._pass = self.now.kept, now
+        if kept is None or self.now.is_off:
             return
-        self._pass = of
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
         self._places.has_begun |= not self._stepped

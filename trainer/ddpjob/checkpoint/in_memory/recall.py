@@ -116,16 +116,17 @@ def fetch(
     version = found.held.version
     own, early, boundaries, numbering = _that_count(shared, version, rank, world_size)
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
-    made = (own or early or {}).get("made", 0)
-    rows = _exchanged([own is not None, early is not None, rng is not None, made], world_size)
+    made, gives_up = (own or early or {"made": 0})["made"], (own or early or {"gives_up": False})["gives_up"]
+    rows = _exchanged([own is not None, early is not None, rng is not None, made, gives_up], world_size)
     trouble = [why] if (why := _why_not_early(rows, version.step)) else []
     has_early = own is None and early is not None and not numbering.resized
     lefts = _of_all(memory.Left(own is not None, boundaries, [*_flat(early["small"])] if has_early else ()), numbering)
     if why := memory.mixed_up(lefts, version.step, resized=numbering.resized):
         trouble.append(why)
     source = next((number for number, row in enumerate(rows) if row[0]), None)
-    # A rank that writes no random states writes EARLY without them. A rank that takes over slots of another is seeded.
-    has_none = numbering.counts[rank] and own is None and early is None and found.held.every <= memory.EVERY_MAX
+    # Random states that rank 0 gives up, too, are named in its log. A rank that takes over slots of another is seeded.
+    is_named = (early is not None and rows[0][4]) or found.held.every > memory.EVERY_MAX
+    has_none = numbering.counts[rank] and not is_named
     lacks = shared is not None and rank in found.ranks and (has_none or not shared.has_left(version))
     if why := _why_not_random(shared, version, own, source, lacks=lacks and rng is None and not numbering.resized):
         trouble.append(why)
@@ -180,8 +181,8 @@ def _why_not_random(shared: Shared | None, version: Version, own: Any, source: i
             "this step are gone"
         )
     return (
-        "this rank was lost before it had written its random states of this step, or does not call should_stop(), "
-        "keep() or save() after each step"
+        "this rank has not written its random states of this step: it was lost before, draws random numbers after its "
+        "gradients, or does not call should_stop(), keep() or save() after each step"
         if lacks
         else ""
     )

@@ -71,7 +71,15 @@ class Slots:
 
     def value(self, kept: Kept, rng: dict[str, Any] | None, small: Any, made: int = 0) -> dict[str, Any]:
         """Return the dict that is written to a slot. made: number of optimizer steps of this step."""
-        return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small, "made": made}
+        gives_up = RANDOM not in self._has
+        return {
+            "of": self._of,
+            "by_value": bool(kept.by_value),
+            "rng": rng,
+            "gives_up": gives_up,
+            "small": small,
+            "made": made,
+        }
 
     def give_up_early(self, why: str, *what: str) -> set[str]:
         """Stop writing random states or buffers to EARLY, because they change after the backward pass. Return the names
