@@ -70,14 +70,14 @@ def test_only_errors_that_users_can_fix_are_shown_as_refused(error: ApiError, re
 def test_a_refused_create_waits_longer_each_time_until_one_succeeds() -> None:
     memory, now, waits = JobState("u"), START, []
     for _ in range(len(REFUSED_SECONDS) + 1):
-        memory.refuse("Pod", "digits-1-0", "no", now)
-        waits.append(round((memory.refusals["Pod", "digits-1-0"].retry_at - now).total_seconds()))
-        now = memory.refusals["Pod", "digits-1-0"].retry_at
+        memory.refusals.add("Pod", "digits-1-0", "no", now)
+        waits.append(round((memory.refusals.known["Pod", "digits-1-0"].retry_at - now).total_seconds()))
+        now = memory.refusals.known["Pod", "digits-1-0"].retry_at
     assert waits == [1, 2, 4, 8, 15, 30, 60, 120, 300, 300]
-    memory.created("Pod", "digits-1-0")
+    memory.refusals.created("Pod", "digits-1-0")
     for rank in range(8):
-        memory.refuse("Pod", f"digits-1-{rank}", "no", START)
-    retry_at = {r.retry_at for r in memory.refusals.values()}
+        memory.refusals.add("Pod", f"digits-1-{rank}", "no", START)
+    retry_at = {r.retry_at for r in memory.refusals.known.values()}
     assert retry_at == {START + dt.timedelta(seconds=1)}, "a create that succeeded starts from the shortest, all alike"
 
 
