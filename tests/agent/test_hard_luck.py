@@ -20,7 +20,7 @@ from free_port import free_port
 from shell import eventually
 
 from ddpjob import own_files
-from ddprun import logs, node, processes
+from ddprun import ending, logs, node, processes
 from ddprun.heartbeats import Heartbeats
 from ddprun.options import parse
 
@@ -154,9 +154,9 @@ def test_a_rank_that_reports_an_error_and_exits_with_0_has_succeeded(launcher: L
 # The ranks of node 1 cannot be ended, as if they waited in the kernel.
 HELD = """
 import os
-from ddprun import main, node, processes
+from ddprun import ending, main, node, processes
 if os.environ["NODE"] == "1":
-    node.HELD_SECONDS = node.LINGERING_SECONDS = 0.5
+    ending.HELD_SECONDS = node.LINGERING_SECONDS = 0.5
     processes.send = lambda *_: None
 main()
 """
@@ -190,8 +190,8 @@ def test_the_minute_after_sigkill_does_not_count_while_agent_and_rank_are_suspen
     try:
         agent.stop(signal.SIGTERM, 0.1, now=0.0)
         agent.tick(1000.0)
-        assert not agent.outlives_sigkill(1000.1)
-        assert agent.outlives_sigkill(1000.1 + node.HELD_SECONDS)
+        assert not agent.ending.outlives_sigkill(1000.1)
+        assert agent.ending.outlives_sigkill(1000.1 + ending.HELD_SECONDS)
     finally:
         os.waitpid(rank, 0)
 

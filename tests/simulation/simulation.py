@@ -143,11 +143,10 @@ class OperatorProcess:
 
     def end(self) -> None:
         """End all tasks of the process."""
-        operator = self.operator
-        operator.end()
-        for task in (*self._tasks, *operator._tasks, operator._first_lists):
-            if task is not None:
-                task.cancel()
+        self.operator.tasks.end()
+        for task in self._tasks:
+            task.cancel()
+        self.operator.tasks.cancel()
 
     def clock_jumps(self, seconds: float) -> None:
         """Change the wall clock, but not the monotonic clock."""

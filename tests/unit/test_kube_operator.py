@@ -70,14 +70,14 @@ def test_only_errors_that_users_can_fix_are_shown_as_refused(error: ApiError, re
 def test_a_refused_create_waits_longer_each_time_until_one_succeeds() -> None:
     memory, now, waits = JobState("u"), START, []
     for _ in range(len(REFUSED_SECONDS) + 1):
-        memory.refuse("Pod", "digits-1-0", "no", now)
-        waits.append(round((memory.refusals["Pod", "digits-1-0"].retry_at - now).total_seconds()))
-        now = memory.refusals["Pod", "digits-1-0"].retry_at
+        memory.refusals.add("Pod", "digits-1-0", "no", now)
+        waits.append(round((memory.refusals.known["Pod", "digits-1-0"].retry_at - now).total_seconds()))
+        now = memory.refusals.known["Pod", "digits-1-0"].retry_at
     assert waits == [1, 2, 4, 8, 15, 30, 60, 120, 300, 300]
-    memory.created("Pod", "digits-1-0")
+    memory.refusals.created("Pod", "digits-1-0")
     for rank in range(8):
-        memory.refuse("Pod", f"digits-1-{rank}", "no", START)
-    retry_at = {r.retry_at for r in memory.refusals.values()}
+        memory.refusals.add("Pod", f"digits-1-{rank}", "no", START)
+    retry_at = {r.retry_at for r in memory.refusals.known.values()}
     assert retry_at == {START + dt.timedelta(seconds=1)}, "a create that succeeded starts from the shortest, all alike"
 
 
@@ -269,11 +269,10 @@ def test_the_probe_names_an_idle_watch_and_a_task_that_has_ended() -> None:
         assert made.unhealthy() == "", "an open watch may be silent for as long, for example at night"
         made.reflectors[0].tried_at -= 3600
         assert made.unhealthy() == "the watch of pods in team has done nothing for 3600 s"
-        made.run("lease", broken())
-        await asyncio.gather(*made._tasks, return_exceptions=True)
+        await asyncio.gather(made.tasks.run("lease", broken()), return_exceptions=True)
         assert made.unhealthy() == "lease has ended"
-        assert made.exit_code == 1
-        assert made.stop_flag.is_set(), "and then the process ends"
+        assert made.tasks.exit_code == 1
+        assert made.tasks.stop_flag.is_set(), "and then the process ends"
 
     asyncio.run(run())
 
@@ -284,14 +283,14 @@ def test_an_operator_that_is_stopped_ends_in_time_and_for_one_reason() -> None:
 
     async def run() -> Operator:
         made = Operator(OperatorSettings(), Client(), end_within=limits.append)
-        tasks = [made.run("first", asyncio.sleep(0)), made.run("second", asyncio.sleep(0))]
+        tasks = [made.tasks.run("first", asyncio.sleep(0)), made.tasks.run("second", asyncio.sleep(0))]
         await asyncio.gather(*tasks)  # let the operator's callbacks run before those of gather
-        made.end()
+        made.tasks.end()
         return made
 
     made = asyncio.run(run())
     assert limits == [BROKEN_END_SECONDS]
-    assert (made.exit_code, made.unhealthy()) == (1, "first has ended")
+    assert (made.tasks.exit_code, made.unhealthy()) == (1, "first has ended")
 
 
 def test_a_standby_knows_the_pods_of_a_recreated_job_and_forgets_deleted_jobs() -> None:
@@ -344,13 +343,13 @@ def test_an_operator_that_loses_its_lease_exits_as_if_it_had_been_stopped(caplog
     async def run() -> Operator:
         leader = Brief(Client(), "ops", "op", "a", Durations())
         made = Operator(OperatorSettings(), Client(), leader)
-        made.run("leadership", made._lead_until_lost(leader))
-        await asyncio.wait_for(made.stop_flag.wait(), 10)
+        made.tasks.run("leadership", made._lead_until_lost(leader))
+        await asyncio.wait_for(made.tasks.stop_flag.wait(), 10)
         await made.stop()
         return made
 
     made = asyncio.run(run())
-    assert (made.exit_code, made.leads, made.unhealthy()) == (0, False, "")
+    assert (made.tasks.exit_code, made.leads, made.unhealthy()) == (0, False, "")
     assert "ERROR" not in caplog.text
 
 

@@ -74,7 +74,7 @@ class Desk:
         """Return the stall that the next reconcile finds, or None."""
         key: Key = ("default", name)
         job, _ = validation.parse(self.jobs.get(key) or {})
-        trackers = {r: t for r, t in self.state(name).trackers.items() if t.attempt == job.status.attempt}
+        trackers = {r: t for r, t in self.state(name).reports.trackers.items() if t.attempt == job.status.attempt}
         return stall.find(trackers, FIVE_MINUTES, self.now)
 
 
@@ -134,10 +134,10 @@ def test_repeated_reports_of_hundreds_of_ranks_cause_no_reconcile_and_no_write()
     desk = Desk()
     for rank in range(200):
         desk.hears(41, rank=rank, metrics={"loss": "1"})
-    first = dict(desk.state().reports)
+    first = dict(desk.state().reports.by_rank)
     desk.after(5)
     assert [desk.hears(41, rank=rank, metrics={"loss": "1"}) for rank in range(200)] == [None] * 200
-    assert desk.state().reports == first, "status.progress.updated stays, so there is nothing to write"
+    assert desk.state().reports.by_rank == first, "status.progress.updated stays, so there is nothing to write"
 
 
 def test_a_report_of_an_agent_before_the_first_reconcile_of_its_job_is_kept() -> None:
@@ -210,7 +210,7 @@ def test_a_sender_that_reports_only_new_steps_is_shown_and_never_counts_as_stall
     for _ in range(100):
         desk.reports.take(("default", "digits"), Report(step=7, attempt=1, phase=None, received_at=desk.now))
         desk.after(5)
-    assert desk.state().reports[0].step == 7
+    assert desk.state().reports.by_rank[0].step == 7
     assert desk.found() is None
 
 
@@ -264,7 +264,7 @@ def test_a_pod_reports_only_for_its_own_ranks_and_cannot_fill_the_memory() -> No
             BadReportError, match=rf"rank: {rank} is not (?:on node 2, which has ranks 8 to 11|one of the)"
         ):
             desk.reports.take(("default", "digits"), Report(step=1, rank=rank, node_rank=2, attempt=1))
-    assert sorted(desk.state().reports) == sorted(desk.state().trackers) == [8, 9, 10, 11]
+    assert sorted(desk.state().reports.by_rank) == sorted(desk.state().reports.trackers) == [8, 9, 10, 11]
 
 
 def test_if_ranks_do_not_follow_nodes_a_pod_reports_for_as_many_ranks_as_it_has() -> None:
@@ -273,9 +273,9 @@ def test_if_ranks_do_not_follow_nodes_a_pod_reports_for_as_many_ranks_as_it_has(
     desk.after(5).running(nproc=2, command=["torchrun", "--rdzv-backend=c10d", "train.py"])
     for rank in range(1000):
         desk.reports.take(("default", "digits"), Report(step=1, rank=rank, node_rank=5, attempt=1))
-    assert list(desk.state().reports) == [998, 999]
+    assert list(desk.state().reports.by_rank) == [998, 999]
     desk.reports.take(("default", "digits"), Report(step=1, rank=998, node_rank=6, attempt=1))
-    assert desk.state().reports[998].node_rank == 6
+    assert desk.state().reports.by_rank[998].node_rank == 6
 
 
 def test_all_reports_of_a_namespace_fit_into_its_share_of_the_memory() -> None:
@@ -285,13 +285,13 @@ def test_all_reports_of_a_namespace_fit_into_its_share_of_the_memory() -> None:
     for name in ("a", "b"):
         for rank in range(100):
             desk.hears(1, name, rank=rank, not_kept="é" * 300)
-    assert len(desk.state("a").reports) + len(desk.state("b").reports) == 11
-    assert list(desk.state("b").reports) == [0], "a status shows rank 0"
+    assert len(desk.state("a").reports.by_rank) + len(desk.state("b").reports.by_rank) == 11
+    assert list(desk.state("b").reports.by_rank) == [0], "a status shows rank 0"
     desk.hears(2, "a", rank=99)
-    assert 99 not in desk.state("a").trackers
+    assert 99 not in desk.state("a").reports.trackers
     desk.states.forget([("default", "a")])
     desk.hears(2, "b", rank=99)
-    assert sorted(desk.state("b").trackers) == [0, 99]
+    assert sorted(desk.state("b").reports.trackers) == [0, 99]
 
 
 def test_a_job_with_thousands_of_reports_is_planned_outside_of_the_event_loop() -> None:
@@ -305,4 +305,4 @@ def test_only_rank_0s_metrics_are_kept() -> None:
     desk = Desk()
     desk.hears(1, rank=0, metrics={"loss": "1"})
     desk.hears(1, rank=1, metrics={"loss": "x" * 64})
-    assert [desk.state().reports[rank].metrics for rank in (0, 1)] == [{"loss": "1"}, {}]
+    assert [desk.state().reports.by_rank[rank].metrics for rank in (0, 1)] == [{"loss": "1"}, {}]

@@ -89,14 +89,14 @@ def test_a_refused_request_is_retried_in_time(seconds: float) -> None:
     state, now = JobState("u"), START
     state.adjust_clock(now)
     for _ in range(20):
-        state.refuse("Pod", "digits-1-0", "exceeded quota", now)
-        now = state.refusals["Pod", "digits-1-0"].retry_at
+        state.refusals.add("Pod", "digits-1-0", "exceeded quota", now)
+        now = state.refusals.known["Pod", "digits-1-0"].retry_at
         state.adjust_clock(now)
-    state.refuse("Pod", "digits-1-0", "exceeded quota", now)
+    state.refusals.add("Pod", "digits-1-0", "exceeded quota", now)
     state.add_conflict(ConflictingObject("Pod", "digits-1-0"), now)
     now += dt.timedelta(seconds=seconds)
     state.adjust_clock(now)
-    assert state.refusals["Pod", "digits-1-0"].retry_at - now == dt.timedelta(seconds=300)
+    assert state.refusals.known["Pod", "digits-1-0"].retry_at - now == dt.timedelta(seconds=300)
     assert state.conflicts["Pod", "digits-1-0"].check_at - now <= dt.timedelta(seconds=30)
 
 

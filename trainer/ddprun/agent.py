@@ -161,7 +161,7 @@ class Agent:
             self.node.ended(pid, code)
         self.node.advance()
         self.node.tick(now)
-        if self.node.outlives_sigkill(now):
+        if self.node.ending.outlives_sigkill(now):
             # Without this exit the agent would wait forever. If it ends, the job continues with another pod.
             say("a rank does not end after SIGKILL, because it waits in the kernel; this node is given up")
             return self.group.abandon()
@@ -186,10 +186,10 @@ class Agent:
         self.watching.end()
         failures = self.node.settle()
         if self.termination_signal and not self.group.leads:
-            if not failures and not self.node.stopped:
+            if not failures and not self.node.ending.by_group:
                 self.group.finished(now)  # otherwise node 0 might wait for this node forever
             self.end(self.termination_code(), None)
-        elif self.node.stopped or failures:
+        elif self.node.ending.by_group or failures:
             self.group.stopped(failures, now)
         else:
             self.group.finished(now)
@@ -224,7 +224,7 @@ class Agent:
         now = time.monotonic()
         if not first:
             if number == signal.SIGINT:  # at a second Ctrl-C kill at once
-                self.node.kill_now(now)
+                self.node.ending.kill_now(now)
             return
         self.watching.end()
         if self.node.running:
@@ -277,7 +277,7 @@ class Agent:
 
     def _change_leader(self, now: float) -> None:
         """Follow the newest leader, or lead, once all ranks here have ended: stopping ranks may be saving together."""
-        leader, ends_already = self._next_leader, not self.settled and (self.node.stopped or self.node.failures)
+        leader, ends_already = self._next_leader, not self.settled and (self.node.ending.by_group or self.node.failures)
         if leader is None or ends_already or self.code is not None:
             return
         self._next_leader = None
@@ -300,7 +300,7 @@ class Agent:
         self.settled = self._failure_reported = False
         self.members = life.members
         self.node.start(life)
-        if life.generation and (learned := self.node.tell_learned()):
+        if life.generation and self._server is not None and (learned := self._server.tell_learned()):
             say(learned)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)

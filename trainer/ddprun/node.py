@@ -27,6 +27,7 @@ from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddprun import environment, missing_script, processes
 from ddprun.core import crash
 from ddprun.core.generation import Ended
+from ddprun.ending import Ending
 from ddprun.environment import Life
 from ddprun.heartbeats import Heartbeats
 from ddprun.logs import Files, LogFolder, is_read, takes
@@ -34,14 +35,11 @@ from ddprun.memory import created
 from ddprun.oom_kills import OomKills
 from ddprun.options import Options
 from ddprun.preload import ForkServer
-from ddprun.signalled import LOOK_SECONDS, Signalled
 
 if TYPE_CHECKING:
     from ddprun.core.rank_ends import NodeEnd
 
 LINGERING_SECONDS = 5.0  # a process that is still there this long after SIGKILL is held by the kernel
-HELD_SECONDS = 60.0  # limit for the end of a killed rank: freeing GPU memory or a large dataset takes tens of seconds
-KILL_AGAIN_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # seconds between two checks for a rank's list of imports
 SPARES_AFTER_SECONDS = 5.0  # spares are forked this long after the start: starting ranks need the CPUs
 FILE_BYTES_MAX = 1 << 16
@@ -63,7 +61,6 @@ class LocalRanks:
         self._waiting = False  # True if the ranks wait for the fork server
         self._spares_at: float | None = None  # when spare processes for the next generation are forked
         self._learn_at: float | None = None  # when to check if a rank has written its list of imports
-        self._has_told = False  # True if the learned imports were announced
         self._pids: dict[int, int] = {}  # pids of running ranks, by local rank
         self._codes: dict[int, int] = {}  # exit codes of ended ranks, by local rank; negative for a signal
         self._files: list[Files] = []
@@ -71,21 +68,15 @@ class LocalRanks:
         self.beats: Heartbeats | None = None  # heartbeats of this generation's ranks
         self._saved_before = 0  # highest `saved_step` of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # None for `dev`: the next ranks may run new code
-        self._asked_at: float | None = None  # when ranks were requested to write their state; `_then` follows
-        self._then: tuple[int, float] = (0, 0.0)  # signal to send when ranks have written their state; seconds of grace
         self.failures: list[Failure] = []  # failures of this generation, in order, except those of stopped ranks
-        self.stopped = False  # True if the ranks were ended because of another rank
-        self._stopped_at = 0.0  # time.time(), to compare with termination messages
-        self.kill_at: float | None = None
-        self._killed_at: float | None = None  # when SIGKILL was first sent
+        self.ending = Ending(self._pids, self.memory)
         self.helpers: set[int] = set()  # children of the agent that belong to no rank and outlive a generation
-        self._signalled = Signalled()
         self.ended_well: Ended | None = None  # first rank of this generation that ended with 0 by itself
 
     @property
     def running(self) -> bool:
         """True if a rank of this generation, or a signalled descendant, is running or about to start."""
-        return self._waiting or bool(self._pids) or bool(self._signalled.left)
+        return self._waiting or bool(self._pids) or bool(self.ending.left)
 
     @property
     def can_start(self) -> bool:
@@ -157,8 +148,8 @@ class LocalRanks:
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self._ranks = life.members.ranks(self._options.place, self._options.nproc)
-        self.stopped, self.kill_at, self._killed_at, self._signalled = False, None, None, Signalled()
-        self.ended_well = self._asked_at = None
+        self.ending = Ending(self._pids, None if life.preflight else self.memory)
+        self.ended_well = None
         self._kills.look()
         self._saved_before = self.saved_step
         if self.beats is not None:
@@ -199,13 +190,13 @@ class LocalRanks:
         self._fork_no_spares()
         del self._pids[local_rank]
         self._codes[local_rank] = code
-        if code == 0 and not self._signalled.numbers and self.ended_well is None:
+        if code == 0 and not self.ending.numbers and self.ended_well is None:
             self.ended_well = (self.rank(local_rank), self._step(local_rank))
-        if code != 0 and not self.stopped:
+        if code != 0 and not self.ending.by_group:
             self.failures.append(self._failure(local_rank, code))
-        if not self._pids and self._signalled.numbers:
-            self._signalled.look(has_ranks=False, others=self._not_of_ranks)
-        elif not (self._pids or self.stopped or any(self._codes.values())):
+        if not self._pids and self.ending.numbers:
+            self.ending.look(self._not_of_ranks)
+        elif not (self._pids or self.ending.by_group or any(self._codes.values())):
             self._add_hidden_failure()
 
     def _add_hidden_failure(self) -> None:
@@ -225,27 +216,12 @@ class LocalRanks:
         rescue: first wait a moment for ranks that can write their state to this node's memory. furthest: highest CLOCK
         (ddpjob_core/memory.py) of the other nodes.
         """
-        if not self.stopped:
-            self.stopped, self._stopped_at = True, time.time()
+        self.ending.begin()
         self._fork_no_spares()
         if rescue and self.beats is not None:
             self.beats.group_failed()
-        if not (rescue and self._writes_state(now, furthest)):
+        if self._waiting or not (rescue and self.ending.waits(number, grace_seconds, now, furthest)):
             self._signal(number, grace_seconds, now)
-        elif self._asked_at is None:
-            self._asked_at, self._then = now, (number, grace_seconds)
-
-    def _writes_state(self, now: float, furthest: int) -> bool:
-        """Ask the ranks to write their state into this node's memory. Return True while they are writing."""
-        is_preflight = self._life is not None and self._life.preflight
-        if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
-            return False
-        self.memory.order(furthest)
-        return self._is_writing(now)
-
-    def _is_writing(self, now: float) -> bool:
-        since = 0.0 if self._asked_at is None else now - self._asked_at
-        return self.memory is not None and self.memory.waits_for(self._pids, since)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
         """Send a requested termination to the ranks. Unlike after `stop`, exit codes count: ranks may save."""
@@ -253,34 +229,16 @@ class LocalRanks:
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)
 
-    def kill_now(self, now: float) -> None:
-        """End the grace period now."""
-        if self.running:
-            self.kill_at = now
-
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
-        """Send the signal once. Later calls can only shorten the grace period: a rank that has saved and is exiting has
-        removed its handlers, so a second SIGTERM would turn its exit code 75 into 143.
-        """
-        self._waiting, self._asked_at = False, None
+        self._waiting = False
         self._fork_no_spares()
-        if number not in self._signalled.numbers:
-            self._signalled.send(self._pids.values(), number, set() if self.beats is None else self.beats.announced)
-        kill_at = now + grace_seconds
-        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+        self.ending.send(number, now + grace_seconds, set() if self.beats is None else self.beats.announced)
 
     def deadline(self, now: float) -> float | None:
         """Time of the next call of `tick`; None if none is due."""
-        if self._asked_at is not None and self.running:
-            assert self.memory is not None, "ranks write into it"
-            return now + self.memory.look_again(now - self._asked_at)
-        if self.kill_at is None or not self.running:
-            return min((at for at in (self._spares_at, self._learn_at) if at is not None), default=None)
-        return min(self.kill_at, now + LOOK_SECONDS) if now < self.kill_at else now + KILL_AGAIN_SECONDS
-
-    def outlives_sigkill(self, now: float) -> bool:
-        """True if a rank does not end after SIGKILL, because it waits in the kernel for a disk or driver."""
-        return self._killed_at is not None and bool(self._pids) and now > self._killed_at + HELD_SECONDS
+        at = self.ending.deadline(now) if self.running else None
+        times = (self._spares_at, self._learn_at) if at is None else (at,)
+        return min((at for at in times if at is not None), default=None)
 
     def forget(self) -> None:
         """Forget how the last generation ended, because all ranks start again."""
@@ -289,23 +247,14 @@ class LocalRanks:
 
     def tick(self, now: float) -> None:
         """Send the signal when the ranks have written their state. Send SIGKILL when their grace period is over."""
-        if self._asked_at is not None and not self._is_writing(now):
-            self._signal(*self._then, now)
+        if (due := self.ending.due(now)) is not None:
+            self._signal(*due, now)
         if self._spares_at is not None and now >= self._spares_at:
             self._fork_spares(now)
         if self._learn_at is not None and now >= self._learn_at:
             self._learn(now)
-        if self.kill_at is None or not self.running:
-            return
-        if now < self.kill_at:
-            self._signalled.look(has_ranks=bool(self._pids), others=self._not_of_ranks)
-            if remark := self._signalled.remark(self.kill_at - now):
-                say(remark)
-        elif self._pids:
-            processes.kill(self._pids.values())
-            self._killed_at = self._killed_at or now  # not `kill_at`, which may be long ago if this agent was suspended
-        else:
-            self._signalled.left = set()  # `settle` kills these processes
+        if self.running and (remark := self.ending.tick(now, self._not_of_ranks)):
+            say(remark)
 
     @property
     def _can_learn(self) -> bool:
@@ -323,20 +272,6 @@ class LocalRanks:
             self._learn_at = now + NOTE_SECONDS
         else:
             self._server.learn(note)
-
-    def tell_learned(self) -> str:
-        """Describe the learned imports once, when they are first used; "" if there are none."""
-        server = self._server
-        if server is None or self._has_told or not (server.imports or server.left):
-            return ""
-        self._has_told = True
-        left = ", ".join(f"{name or 'all'} ({why})" for name, why in sorted(server.left.items()))
-        size = f"; the fork server grew by {server.bytes_learned >> 20} MiB" if server.imports else ""
-        unnamed = {*sys.stdlib_module_names, "ddpjob", "ddpjob_core", "ddprun"}
-        named = [name for name in server.imports if name not in unnamed and not name.startswith("_")]
-        packages = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
-        begins = f"imported before the ranks start: {packages or 'torch'}{size}"
-        return begins + (f"; left out: {left}" if left else "")
 
     def _fork_spares(self, now: float) -> None:
         from ddprun import spares  # imported late, so that ranks do not wait for the import
@@ -541,7 +476,7 @@ class LocalRanks:
         message = self.termination_message()
         if message is None or message.rank is None or message.exit_code is None:
             return
-        if not self.failures and not self.stopped:
+        if not self.failures and not self.ending.by_group:
             return  # all ranks ended with 0, so the rank continued after the failure that it wrote
         known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
         if known is not None:
@@ -550,7 +485,7 @@ class LocalRanks:
         from ddpjob_core import rules
 
         # "State not saved" counts even after the stop, because the other ranks end with 75.
-        is_late = self.stopped and message.time > self._stopped_at and not rules.is_unsaved(message.exception)
+        is_late = message.time > self.ending.began_at and not rules.is_unsaved(message.exception)
         if message.preflight or not (message.symptom or message.resumable or is_late):
             self.failures.append(message)
 

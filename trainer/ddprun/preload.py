@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ class ForkServer:
         self.imports: list[str] = []  # packages that were learned
         self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0
+        self._has_told = False  # True if the learned imports were announced
         # Without a buffer, because `poll` does not see data in it.
         self._lines = self._socket.makefile("rb", buffering=0)
         ends = [its.fileno(), its_later.fileno()]
@@ -96,6 +98,19 @@ class ForkServer:
         self.imports, self.left = list(message["imports"]), dict(message["left"])
         self.bytes_learned = int(message["bytes"])
         return True
+
+    def tell_learned(self) -> str:
+        """Describe the learned imports once, when they are first used; "" if there are none."""
+        if self._has_told or not (self.imports or self.left):
+            return ""
+        self._has_told = True
+        left = ", ".join(f"{name or 'all'} ({why})" for name, why in sorted(self.left.items()))
+        size = f"; the fork server grew by {self.bytes_learned >> 20} MiB" if self.imports else ""
+        unnamed = {*sys.stdlib_module_names, "ddpjob", "ddpjob_core", "ddprun"}
+        named = [name for name in self.imports if name not in unnamed and not name.startswith("_")]
+        packages = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
+        begins = f"imported before the ranks start: {packages or 'torch'}{size}"
+        return begins + (f"; left out: {left}" if left else "")
 
     def start(self, run: Mapping[str, Any]) -> int:
         """Fork a rank or use a spare. Return its pid. Raise OSError; the caller then calls `give_up`."""

@@ -3,7 +3,6 @@ writes the status, acts, and then waits for an event or for the next planned tim
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import datetime as dt
@@ -23,16 +22,14 @@ from msgspec.structs import replace
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
 from ddpjob_cli.local.kept import files, history, report, run_folder, runs
-from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, ranks, receive, stacks, threads
+from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, receive, stacks, threads
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, podspec, reasons, wording
 from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
 from ddpjob_operator.job.validation import dotted
-from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.cluster import Container
-from ddpjob_operator.observed.reports import BadReportError, Report, check_rank
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
@@ -230,32 +227,22 @@ class Runner:
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
         self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc), spawns=options.spawns)
-        nodes = [fault for fault in options.faults if isinstance(fault, faults.NodeFault)]
-        resizes = [fault for fault in options.faults if isinstance(fault, faults.Resize)]
-        self._resizes = [(self._started_at + resize.at_seconds, resize) for resize in resizes]
-        self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
-        self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
         self._stopped: dict[str, Container] = {}  # by pod: trainers that ended after the stop was requested
         self._keys: set[int] = set()  # SIGTSTP and SIGQUIT, until they are handled
         self._noted: set[str] = set()
-        self._total_steps: int | None = None
         self._metrics: MetricsFile | None = None
         if options.metrics is not None:
             from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes long to import
 
             self._metrics = MetricsFile(options.metrics, self.job)
         self._settings = settings
-        self._received: collections.deque[Report] = collections.deque()
-        self._wake_read, self._wake_write = os.pipe()
-        for end in (self._wake_read, self._wake_write):
-            os.set_blocking(end, False)
-        self._receiver = receive.LocalReceiver(self._on_report, folder.path / "token")
-        self._receiver.start()
-        reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
+        self._inbox = receive.Inbox(job.spec, folder.path / "token", options.names)
+        reporting = build.Reporting(self._inbox.receiver.url, str(folder.path / "token"), REPORT_SECONDS)
         self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
         self.teller = told.Teller(self.job, self.screen.note, self._print, self._command("logs"))
-        self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self.cluster.selector.register(self._inbox.descriptor, selectors.EVENT_READ, None)
+        self._faults = faults.Injector(options.faults, self.cluster, self.screen.note)
 
     def __enter__(self) -> Runner:
         processes.become_subreaper()
@@ -264,10 +251,10 @@ class Runner:
         stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
         heard = [*stops, signal.SIGQUIT, signal.SIGTSTP]
         self._signals = {number: signal.signal(number, self._on_signal) for number in heard}
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._inbox.wake_descriptor, warn_on_full_buffer=False)
         self.screen.note(screen.title(self.job, self.options.defaults, spawns=self.options.spawns))
         if self.options.session is not None:
-            for sentence in self.options.session.begin(self._wake):
+            for sentence in self.options.session.begin(self._inbox.wake):
                 self.screen.note(sentence)
         return self
 
@@ -276,12 +263,10 @@ class Runner:
             self.options.session.close()
         self.screen.close()
         self.cluster.close()
-        self._receiver.stop()
         signal.set_wakeup_fd(-1)
+        self._inbox.close()
         for number, handler in self._signals.items():
             signal.signal(number, handler)
-        for end in (self._wake_read, self._wake_write):
-            os.close(end)
 
     def run(self) -> int:
         """Run until the job has ended or was stopped; return the exit code."""
@@ -297,7 +282,9 @@ class Runner:
         while True:
             self._follow_session()
             self._begin_stop()
-            self._inject_faults()
+            progress = present_progress(self.job.status)
+            trains = self.job.status.state == "Running" and not (self.reports and progress is None)
+            self._faults.inject(self.job, trains=trains)
             wait = self._reconcile()
             # Check before waiting: a node that has just ended may have been the last source of events.
             ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
@@ -345,7 +332,7 @@ class Runner:
         waits = (
             seconds,
             self.screen.due_in(self.job.status),
-            self._next_fault(),
+            self._faults.due_in(),
             self.teller.due_in(),
             max(0.0, self._idle_at - time.monotonic()) if self._is_watched() else None,
             None if self.options.session is None or self._stop_reasons else self.options.session.due_in(),
@@ -353,10 +340,7 @@ class Runner:
         limits = [s for s in waits if s is not None]
         for key, _ in self.cluster.selector.select(min([WAIT_SECONDS_MAX, *limits])):
             if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-                while self._received:
-                    report = self._received.popleft()
+                for report in self._inbox.take():
                     if report.attempt in (0, self.job.status.attempt):
                         self.cluster.take(report, self.job.spec.members.place(report.node_rank))
             elif key.fd in key.data.open:
@@ -379,7 +363,7 @@ class Runner:
             self.cluster.agent = None  # the agent's restarts were counted in the old attempt
         self.job = replace(self.job, status=status)
         if status.attempt and self.job.spec.facts.min_nodes is not None:
-            self._receiver.leader = self.cluster.leader(self.job)
+            self._inbox.receiver.leader = self.cluster.leader(self.job)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
             with self._whatever_disk(f"--status {self.options.status}"):
@@ -411,26 +395,6 @@ class Runner:
                 self.screen.log(pod, lines)
         except screen.OutputClosedError:
             self._stop_reasons.append("a closed output")
-
-    def _on_report(self, body: bytes) -> str | None:
-        """Queue a report for the run's thread; return why it is refused, or None. Called in the receiver's threads."""
-        try:
-            now = dt.datetime.now(dt.timezone.utc)
-            named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
-            report, self._total_steps = kubeflow.read_body(named, now, self._total_steps)
-            if report is None:
-                return None
-            check_rank(self.job.spec, report.rank)
-        except BadReportError as error:
-            return str(error)
-        self._received.append(report)
-        self._wake()
-        return None
-
-    def _wake(self) -> None:
-        """Wake the run's thread from another thread."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"r")
 
     def _follow_session(self) -> None:
         """Restart the ranks after a save, and report how they ended."""
@@ -487,41 +451,6 @@ class Runner:
         if len(self._stop_reasons) > 1:
             self.cluster.kill()
 
-    def _inject_faults(self) -> None:
-        now, pods = time.monotonic(), [pod for pod in self.cluster.pods.values() if pod.live]
-        for due, fault in list(self._node_faults):
-            if now >= due and fault.node in {pod.place for pod in pods}:  # wait until the fault's node is running
-                self._node_faults.remove((due, fault))
-                self.screen.note(f"{fault.option}: node {fault.node} dies now")
-                self.cluster.lose_node(fault.node)
-        for due, resize in [each for each in self._resizes if now >= each[0]]:
-            self._resizes.remove((due, resize))
-            self.screen.note(f"{resize.option}: there is room for {wording.count(resize.nodes, 'node')} now")
-            self.cluster.resize(self.job, resize.nodes)
-        status = self.job.status
-        trains = status.state == "Running" and not (self.reports and present_progress(status) is None)
-        for repeated in self._repeated:
-            if trains and repeated.is_due(now):
-                self._kill_rank(repeated, pods)
-
-    def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
-        """Kill the next rank: first rank 0, then each further rank, and rank 0 again after the last rank."""
-        parent_of = processes.parents()
-        found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
-        if not found:  # the ranks are still starting
-            return
-        place, pid = found[repeated.count % len(found)]
-        repeated.count, repeated.due = repeated.count + 1, time.monotonic() + repeated.fault.seconds
-        self.screen.note(f"{repeated.fault.option}: process {pid} of node {place} is killed now")
-        processes.kill([pid])
-
-    def _next_fault(self) -> float | None:
-        now = time.monotonic()
-        waits = [due - now for due, _ in (*self._node_faults, *self._resizes)]
-        # A kill that is due waits until the ranks are training, so check again soon.
-        waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
-        return min((seconds for seconds in waits if seconds > 0), default=None)
-
     def _begin_stop(self) -> None:
         if self._stop_reasons and not self.job.spec.suspend:
             grace, nodes = self.job.spec.facts.grace_seconds, wording.count(self.job.spec.nodes, "node")
@@ -540,12 +469,7 @@ class Runner:
         with self.screen.nobody_types():
             self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
-        not_yet: list[faults.Fault] = [
-            *(fault for _, fault in self._node_faults),
-            *(resize for _, resize in self._resizes),
-            *(r.fault for r in self._repeated if not r.count),
-        ]
-        missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
+        missed = self._faults.missed(self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         self.screen.note(self._where())  # before the line about the job's end, which comes last

@@ -35,17 +35,17 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         try:
             await operator.start()
         except asyncio.CancelledError:
-            operator.end()  # a signal came before our own signal handlers were set
+            operator.tasks.end()  # a signal came before our own signal handlers were set
             raise
         operator.watch_jobs()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             # Replace kopf's signal handler. It would end kopf's tasks first, which the operator treats as a failure.
-            loop.add_signal_handler(number, operator.end)
+            loop.add_signal_handler(number, operator.tasks.end)
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
-        operator.stop_flag.set()  # otherwise kopf waits 5 s for its own task that waits for this flag
+        operator.tasks.stop_flag.set()  # otherwise kopf waits 5 s for its own task that waits for this flag
         await operator.stop()
 
     opened: set[str] = set()
@@ -54,7 +54,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         opened.add(path)
         if opened == set(operator.feeds):  # all of kopf's tasks are running now
             for task in of_kopf():
-                operator.needs(task)
+                operator.tasks.needs(task)
 
     @kopf.on.login(registry=registry)
     async def log_in(**_: Any) -> kopf.AiohttpSession:

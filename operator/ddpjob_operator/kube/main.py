@@ -54,14 +54,14 @@ async def _serve(settings: OperatorSettings) -> int:
             standalone=True,
             clusterwide=not settings.namespaces,
             namespaces=settings.namespaces,
-            stop_flag=operator.stop_flag,
+            stop_flag=operator.tasks.stop_flag,
         )
     except asyncio.CancelledError:
         why = "the main task was cancelled"
     except Exception as error:
         why = f"kopf has failed ({error})"
-    operator.end(why)
-    return operator.exit_code
+    operator.tasks.end(why)
+    return operator.tasks.exit_code
 
 
 def _end_now() -> None:

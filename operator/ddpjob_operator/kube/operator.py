@@ -8,6 +8,7 @@ keeps its copies up to date; only the one that holds the Lease runs the queue.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Set, Sized
 from functools import partial
 from importlib import metadata
@@ -57,6 +58,54 @@ IDLE_SECONDS = 60.0
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
 
 
+class Tasks:
+    """Tasks that the operator cannot work without: if one ends, the process ends, so that Kubernetes restarts it."""
+
+    def __init__(self, log: logging.Logger, end_within: Callable[[float], object]) -> None:
+        self._log, self._end_within = log, end_within
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = False
+        self.broken_by = ""  # the failure that ends the process; "" if there is none
+        self.stop_flag = asyncio.Event()
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.broken_by else 0
+
+    def run(self, name: str, work: Coroutine[Any, Any, None], *, ends: bool = False) -> asyncio.Task[None]:
+        """Start a task. ends: True if it ends when its work is done."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        if not ends:
+            self.needs(task)
+        return task
+
+    def needs(self, task: asyncio.Task[Any]) -> None:
+        """End the operator when this task ends. Otherwise jobs would be neglected."""
+        task.add_done_callback(self._task_ended)
+
+    def end(self, why: str = "", error: BaseException | None = None) -> None:
+        """End the process, because of the failure `why` if there is one. A second call does nothing."""
+        if self._ending:
+            return
+        self._ending, self.broken_by = True, why
+        if why:
+            self._log.error("%s, so the operator ends", why, exc_info=error)
+        self._end_within(BROKEN_END_SECONDS if why else END_SECONDS)
+        self.stop_flag.set()
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel all tasks, without the end of the process. Return them."""
+        for task in self._tasks:
+            task.remove_done_callback(self._task_ended)
+            task.cancel()
+        return self._tasks
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        name = task.get_name().partition(" of <")[0]  # kopf puts object addresses into some task names
+        self.end(f"{name} has ended", None if task.cancelled() else task.exception())
+
+
 class Operator:
     """All parts of the operator, connected. It runs from `start` to `stop`."""
 
@@ -79,8 +128,7 @@ class Operator:
         self._others = others or OtherReleases(client, are_known=True)
         self._runtime, self.meter = runtime, meter or Meter()
         self.leads = leader is None
-        self._ending, self._broken_by, self._end_within = False, "", end_within
-        self.stop_flag = asyncio.Event()
+        self.tasks = Tasks(runtime.log, end_within)
         self.caches = Caches(
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
@@ -117,8 +165,6 @@ class Operator:
             reflector(api.PLURAL, namespace, "", feed)
             for namespace, feed in zip(settings.watched, self.feeds.values(), strict=True)
         ]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._first_lists: asyncio.Task[None] | None = None
         verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
         leads = leader.holds if leader else lambda: True
         self._ports: list[tuple[int, BoundedServer]] = [
@@ -179,55 +225,37 @@ class Operator:
             self.queue.waits,
         )
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self._broken_by else 0
-
     async def start(self) -> None:
         """Start all tasks. Return when the DDPJobs can be watched, which needs the CRD and the right to list them."""
         for port, server in self._ports:
             if port:
                 await server.start(None, port)
         for reflector in self._all_reflectors:
-            self.run(reflector.what, reflector.run())
+            self.tasks.run(reflector.what, reflector.run())
         for name, gang in self.caches.gangs.items():
-            self.run(f"gang {name}", gang.run())
+            self.tasks.run(f"gang {name}", gang.run())
         if self._leader is None:
             self.lead()
-        self._first_lists = asyncio.create_task(self._after_first_lists())
+        self.tasks.run("first lists", self._after_first_lists(), ends=True)
         await access.wait_for_jobs(self._client, self.settings.watched, self._runtime.log)
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
             # Begin only after these checks: without the right to list jobs, this operator must not take the Lease.
             if not self._others.are_known:
-                self.run("other releases", self._others.run(self._others_changed))
-            self.run("lease", self._leader.run())
-            self.run("leadership", self._lead_until_lost(self._leader))
+                self.tasks.run("other releases", self._others.run(self._others_changed))
+            self.tasks.run("lease", self._leader.run())
+            self.tasks.run("leadership", self._lead_until_lost(self._leader))
 
     def watch_jobs(self) -> None:
         """Start the watches of DDPJobs, which also feed kopf."""
         self._all_reflectors += self._of_jobs
         for reflector in self._of_jobs:
-            self.run(reflector.what, reflector.run())
-
-    def end(self, why: str = "", error: BaseException | None = None) -> None:
-        """End the process, because of the failure `why` if there is one. A second call does nothing."""
-        if self._ending:
-            return
-        self._ending, self._broken_by = True, why
-        if why:
-            self._runtime.log.error("%s, so the operator ends", why, exc_info=error)
-        self._end_within(BROKEN_END_SECONDS if why else END_SECONDS)
-        self.stop_flag.set()
+            self.tasks.run(reflector.what, reflector.run())
 
     async def stop(self) -> None:
         """Cancel all tasks and release the Lease. Nothing is written afterwards."""
-        tasks = [*self._tasks, *([self._first_lists] if self._first_lists else [])]
-        for task in tasks:
-            task.remove_done_callback(self._task_ended)
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks.cancel(), return_exceptions=True)
         if self._leader is not None:
             if self._leader.holds():
                 await self._leader.release()
@@ -280,8 +308,8 @@ class Operator:
 
     def unhealthy(self) -> str:
         """Return why a restart would help, or "". An unreachable API server is not a reason."""
-        if self._broken_by:
-            return self._broken_by
+        if self.tasks.broken_by:
+            return self.tasks.broken_by
         if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
             return f"the reconcile of a job has got no answer for {stuck:.0f} s"
         now = self._runtime.clock()
@@ -321,38 +349,23 @@ class Operator:
         """Start to reconcile all jobs."""
         self.leads = True
         self.meter.leads(self._runtime.now())
-        self.run("events", self._events.run())
-        self.run("queue", self.queue.run(self.reconciler.reconcile))
-        self.run("silence", self.reports.run())
+        self.tasks.run("events", self._events.run())
+        self.tasks.run("queue", self.queue.run(self.reconciler.reconcile))
+        self.tasks.run("silence", self.reports.run())
         for name, gang in self.caches.gangs.items():
             if gang.places is not None:
-                self.run(f"places {name}", gang.places.run())
+                self.tasks.run(f"places {name}", gang.places.run())
         self._enqueue_all()
-
-    def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task that the operator cannot work without."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.append(task)
-        self.needs(task)
-        return task
-
-    def needs(self, task: asyncio.Task[Any]) -> None:
-        """End the operator when this task ends, so that Kubernetes restarts it. Otherwise jobs would be neglected."""
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        name = task.get_name().partition(" of <")[0]  # kopf puts object addresses into some task names
-        self.end(f"{name} has ended", None if task.cancelled() else task.exception())
 
     async def _lead_until_lost(self, leader: Election) -> None:
         label = LeaderLabel(leader.client, self.settings.lease_namespace, self.settings.pod_name, self._runtime)
-        self.run("label", label.run())
+        self.tasks.run("label", label.run())
         former = await leader.gained()
         self.lead()
         label.take_from(former.partition("_")[0])
         await leader.lost()
         self.leads = False
-        self.end()  # exit code 0, so that the restart does not count as a crash
+        self.tasks.end()  # exit code 0, so that the restart does not count as a crash
         await asyncio.Event().wait()
 
     async def _after_first_lists(self) -> None:

@@ -3,6 +3,7 @@ too, so a report needs the job's token, and the number of connections is limited
 
 from __future__ import annotations
 
+import datetime as dt
 import hmac
 import json
 import os
@@ -10,7 +11,8 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -19,6 +21,9 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 
 from ddpjob_core.members import LEADER_PATH
+from ddpjob_operator.job import api
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.reports import BadReportError, Report, check_rank
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
@@ -83,6 +88,53 @@ class LocalReceiver(ThreadingTCPServer):
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             raise error
+
+
+class Inbox:
+    """Passes reports from the receiver's threads to the thread of the run, and wakes it."""
+
+    def __init__(self, spec: api.Spec, token_file: Path, names: Callable[[str], str]) -> None:
+        """Begin to receive. names: as in `RunOptions`. Raise OSError if the token cannot be written."""
+        self._spec, self._names = spec, names
+        self._received: deque[Report] = deque()
+        self._total_steps: int | None = None
+        self.descriptor, self.wake_descriptor = os.pipe()
+        for end in (self.descriptor, self.wake_descriptor):
+            os.set_blocking(end, False)
+        self.receiver = LocalReceiver(self._receive, token_file)
+        self.receiver.start()
+
+    def wake(self) -> None:
+        """Wake the run's thread from another thread."""
+        with suppress(BlockingIOError, OSError):
+            os.write(self.wake_descriptor, b"r")
+
+    def take(self) -> Iterator[Report]:
+        """Yield the reports that have arrived."""
+        with suppress(BlockingIOError):
+            os.read(self.descriptor, 4096)
+        while self._received:
+            yield self._received.popleft()
+
+    def close(self) -> None:
+        self.receiver.stop()
+        os.close(self.descriptor)
+        os.close(self.wake_descriptor)
+
+    def _receive(self, body: bytes) -> str | None:
+        """Queue a report; return why it is refused, or None. Called in the receiver's threads."""
+        try:
+            now = dt.datetime.now(dt.timezone.utc)
+            named = self._names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+            report, self._total_steps = kubeflow.read_body(named, now, self._total_steps)
+            if report is None:
+                return None
+            check_rank(self._spec, report.rank)
+        except BadReportError as error:
+            return str(error)
+        self._received.append(report)
+        self.wake()
+        return None
 
 
 class Handler(BaseHTTPRequestHandler):

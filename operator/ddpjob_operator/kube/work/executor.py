@@ -273,12 +273,12 @@ class Executor:
             if error.status == 404:
                 gang.store.remove(namespace, action.name, action.uid)
             elif is_refusal(error):
-                state.refuse(gang.adapter.resource, action.name, error.message, self.runtime.now())
+                state.refusals.add(gang.adapter.resource, action.name, error.message, self.runtime.now())
             elif error.status != 409:  # 409: the group has changed; the next round reads it again
                 raise
             return
-        if (gang.adapter.resource, action.name) in state.refusals:
-            state.created(gang.adapter.resource, action.name)
+        if (gang.adapter.resource, action.name) in state.refusals.known:
+            state.refusals.created(gang.adapter.resource, action.name)
 
     async def _end(self, job: api.DDPJob, action: EndPod, state: JobState) -> None:
         path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
@@ -324,10 +324,10 @@ class Executor:
             return True
         again = job.status.attempt > 1 or any(action.replacement for action in to_make)
         batch = len(left) if again else known
-        before = state.refused_in_a_row
+        before = state.refusals.in_a_row
         place = partial(self.creates.place, job.metadata.namespace, further=not again)
-        done = await self._some_at_a_time(place, job, left[:batch], lambda: state.refused_in_a_row > before)
-        refused = state.refused_in_a_row > before
+        done = await self._some_at_a_time(place, job, left[:batch], lambda: state.refusals.in_a_row > before)
+        refused = state.refusals.in_a_row > before
         if not refused and (not done or len(left) > batch):
             state.next_batch = 2 * batch if known else SECOND_BATCH
         return not state.next_batch
@@ -419,7 +419,7 @@ class Executor:
         except ApiError as error:
             if error.status not in (403, 404):
                 raise
-            state.refuse(*of, error.message, self.runtime.now())
+            state.refusals.add(*of, error.message, self.runtime.now())
             return None
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
@@ -433,9 +433,9 @@ class Executor:
             if not is_refusal(error):
                 raise
             message = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
-            state.refuse(kind, name, message, self.runtime.now())
+            state.refusals.add(kind, name, message, self.runtime.now())
             return False
-        state.created(kind, name)
+        state.refusals.created(kind, name)
         self.caches.of_kind(kind).put(raw, is_whole=False)
         return True
 

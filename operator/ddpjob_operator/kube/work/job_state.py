@@ -16,6 +16,7 @@ from ddpjob_operator.job import api, storage, validation
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.watch.store import Jobs, Key
 from ddpjob_operator.metrics.of_change import Restart
+from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
@@ -51,12 +52,83 @@ class PutOff(NamedTuple):
 
 
 @dataclass
+class Refusals:
+    """Creates that the API server has refused. They are retried with growing pauses."""
+
+    known: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    in_a_row: int = 0
+
+    def add(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
+        """Record that a create was refused. All refusals of one reconcile are retried at the same time."""
+        retry_at = max((r.retry_at for r in self.known.values()), default=now)
+        if retry_at <= now:
+            self.in_a_row += 1
+            wait = REFUSED_SECONDS[min(self.in_a_row, len(REFUSED_SECONDS)) - 1]
+            retry_at = now + dt.timedelta(seconds=wait)
+        self.known[kind, name] = Refusal(kind, name, message, retry_at)
+
+    def created(self, kind: str, name: str) -> None:
+        """Record a create that succeeded. The next refusal waits for the shortest time again."""
+        self.known.pop((kind, name), None)
+        self.in_a_row = 0
+
+    def postpone(self, by: dt.timedelta) -> None:
+        self.known = {of: replace(r, retry_at=r.retry_at + by) for of, r in self.known.items()}
+
+
+@dataclass
+class RankReports:
+    """The reports of a job's ranks, and their progress."""
+
+    by_rank: dict[int, Report] = field(default_factory=dict)
+    """Last reports. Of equal reports the first is kept, because its time shows since when nothing changed."""
+    trackers: dict[int, StepTracker] = field(default_factory=dict)
+    last_at: dt.datetime | None = None
+    """Time of the last report of any rank; None before the first report and after a final one."""
+    bytes: int = 0
+    """Estimated memory of `by_rank` and `trackers`."""
+
+    def make_room(self, report: Report, nproc: int | None) -> None:
+        """Drop old reports so that, with this report, a job has no more reports than ranks. nproc: ranks per pod if
+        rank numbers do not follow node numbers; each pod then keeps its last `nproc` reports."""
+        if report.rank in self.by_rank:
+            return
+        if nproc is not None:
+            of_pod = [rank for rank, known in self.by_rank.items() if known.node_rank == report.node_rank]
+            for rank in of_pod[: len(of_pod) + 1 - nproc]:
+                self._forget(rank)
+        while len(self.by_rank) >= REPORTERS_MAX:
+            self._forget(next(iter(self.by_rank)))
+
+    def bytes_with(self, report: Report) -> int:
+        """Return the value that `bytes` would have after `keep` of this report."""
+        return self.bytes + _bytes_of(report) - _bytes_of(self.by_rank.get(report.rank))
+
+    def keep(self, report: Report) -> None:
+        self.bytes = self.bytes_with(report)
+        self.by_rank[report.rank] = report
+
+    def _forget(self, rank: int) -> None:
+        self.bytes -= _bytes_of(self.by_rank.pop(rank, None))
+        self.trackers.pop(rank, None)
+
+    def track(self, report: Report, now: dt.datetime, receiving_since: dt.datetime | None) -> bool:
+        """Update the rank's step tracker. Return True if the rank advanced, so that its stall timeout starts again."""
+        before = self.trackers.get(report.rank)
+        tracker = stall.update(before, report, now, receiving_since)
+        if tracker is None:
+            return False
+        self.trackers[report.rank] = tracker
+        self.last_at = None if report.final else now
+        return before is None or tracker.advanced_at != before.advanced_at
+
+
+@dataclass
 class JobState:
     """State of one job, identified by uid: another job of the same name starts empty."""
 
     uid: str
-    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
-    refused_in_a_row: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
     next_batch: int = 0
     """If the last reconcile left pods to create (slow start, or out of time): how many the next one creates."""
     progress_at: float | None = None
@@ -67,13 +139,7 @@ class JobState:
     """Last report of a leader's agent."""
     agents_ask: bool = False
     """True if an agent has asked who leads."""
-    reports: dict[int, Report] = field(default_factory=dict)
-    """Last report by rank. Of equal reports the first is kept, because its time shows since when nothing changed."""
-    trackers: dict[int, StepTracker] = field(default_factory=dict)
-    last_report_at: dt.datetime | None = None
-    """Time of the last report of any rank; None before the first report and after a final one."""
-    report_bytes: int = 0
-    """Estimated memory of `reports` and `trackers`."""
+    reports: RankReports = field(default_factory=RankReports)
     deleted_pods: dict[int, Pod] = field(default_factory=dict)
     """Last state of the newest deleted pod by place, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
@@ -100,35 +166,11 @@ class JobState:
         by = self.clock.set_back(now)
         if not by:
             return
-        self.refusals = {of: replace(r, retry_at=r.retry_at + by) for of, r in self.refusals.items()}
+        self.refusals.postpone(by)
         self.first_seen = {key: at + by for key, at in self.first_seen.items()}
         self.undeletable = {uid: at + by for uid, at in self.undeletable.items()}
         for conflict in self.conflicts.values():
             conflict.check_at += by
-
-    def make_room(self, report: Report, nproc: int | None) -> None:
-        """Drop old reports so that, with this report, a job has no more reports than ranks. nproc: ranks per pod if
-        rank numbers do not follow node numbers; each pod then keeps its last `nproc` reports."""
-        if report.rank in self.reports:
-            return
-        if nproc is not None:
-            of_pod = [rank for rank, known in self.reports.items() if known.node_rank == report.node_rank]
-            for rank in of_pod[: len(of_pod) + 1 - nproc]:
-                self._forget(rank)
-        while len(self.reports) >= REPORTERS_MAX:
-            self._forget(next(iter(self.reports)))
-
-    def bytes_with(self, report: Report) -> int:
-        """Return the value that `report_bytes` would have after `keep` of this report."""
-        return self.report_bytes + _bytes_of(report) - _bytes_of(self.reports.get(report.rank))
-
-    def keep(self, report: Report) -> None:
-        self.report_bytes = self.bytes_with(report)
-        self.reports[report.rank] = report
-
-    def _forget(self, rank: int) -> None:
-        self.report_bytes -= _bytes_of(self.reports.pop(rank, None))
-        self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """Replace the times that decide whether a node is lost by times of our own clock. The API server's clock may be
@@ -160,20 +202,6 @@ class JobState:
             deletion_deadline=None if stopping is None else stopping + grace,
             done_since=self.first_seen.get((pod.uid, "done")),
         )
-
-    def refuse(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
-        """Record that a create was refused. All refusals of one reconcile are retried at the same time."""
-        retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
-        if retry_at <= now:
-            self.refused_in_a_row += 1
-            wait = REFUSED_SECONDS[min(self.refused_in_a_row, len(REFUSED_SECONDS)) - 1]
-            retry_at = now + dt.timedelta(seconds=wait)
-        self.refusals[kind, name] = Refusal(kind, name, message, retry_at)
-
-    def created(self, kind: str, name: str) -> None:
-        """Record a create that succeeded. The next refusal waits for the shortest time again."""
-        self.refusals.pop((kind, name), None)
-        self.refused_in_a_row = 0
 
     def add_conflict(self, found: ConflictingObject, now: dt.datetime) -> None:
         conflict = self.conflicts.setdefault((found.kind, found.name), Conflict(found, now))
@@ -243,7 +271,7 @@ class JobStates:
 
     def has_room(self, key: Key, state: JobState, report: Report) -> bool:
         """Reserve memory for a report. Rank 0's is kept without room, because the status shows it."""
-        return self._reported.grow(key, state.bytes_with(report)) or report.rank == 0
+        return self._reported.grow(key, state.reports.bytes_with(report)) or report.rank == 0
 
     def spec(self, key: Key) -> api.Spec | None:
         """Return the spec.

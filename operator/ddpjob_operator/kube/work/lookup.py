@@ -139,7 +139,7 @@ class Lookup:
         if own or observe.job_name(raw) == job.metadata.name:
             # The object has the job's label, so the watch reports its deletion, and the conflict needs no polling.
             state.conflicts.pop((kind, name), None)
-            state.created(kind, name)
+            state.refusals.created(kind, name)
             self.caches.of_kind(kind).put(raw)
         else:
             state.add_conflict(observe.conflicts(kind, raw, job.metadata), self.runtime.now())

@@ -178,7 +178,7 @@ class Reconciler:
         if (job := self.states.job(key)) is None:
             return False
         state = self.states.of(key, job.metadata.uid)
-        return is_large(job, len(self.caches.pods.of(key)) + len(state.deleted_pods), len(state.reports))
+        return is_large(job, len(self.caches.pods.of(key)) + len(state.deleted_pods), len(state.reports.by_rank))
 
     async def _plan(self, key: Key, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
         """Plan the job; in a thread if it is large, because a blocked event loop could lose the Lease."""
@@ -202,7 +202,7 @@ class Reconciler:
         if todo.status is not None:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
-        if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
+        if is_complete and todo.actions and only_creates and not state.refusals.known and not state.conflicts:
             # Plan no further round: the new pods' events will enqueue the job. Decide this before the check for `ends`.
             # If many jobs start at once, each job would otherwise write another status while its pods are starting.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
@@ -292,15 +292,15 @@ class Reconciler:
             service=bool(own),
             pods=tuple(pods),
             conflicts=(*others, *(conflict.object for conflict in state.conflicts.values())),
-            refusals=tuple(state.refusals.values()),
+            refusals=tuple(state.refusals.known.values()),
             undeletable=frozenset(state.undeletable),
-            reports=state.reports,
+            reports=state.reports.by_rank,
             listening_since=self.reports.listening_since,
             agent=state.agent.agent if state.agent and state.agent.attempt == job.status.attempt else None,
             agents_ask=state.agents_ask,
             nodes=self.caches.nodes.seen(),
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
-            trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
+            trackers={rank: t for rank, t in state.reports.trackers.items() if t.attempt == job.status.attempt},
             gang_apis={name: gang.api_in(key[0]) for name, gang in self.caches.gangs.items()},
             groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
             no_room=self._no_room(key, job),

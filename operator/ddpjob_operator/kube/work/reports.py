@@ -56,20 +56,20 @@ class Reports:
         if report.rank:
             # The status shows the metrics of rank 0 only.
             report = msgspec.structs.replace(report, metrics={})
-        state.make_room(report, None if spec.facts.ranks_follow_nodes else spec.facts.nproc_per_node)
+        state.reports.make_room(report, None if spec.facts.ranks_follow_nodes else spec.facts.nproc_per_node)
         if not self._states.has_room(key, state, report):
             return None
         return self._take_from_rank(state, report)
 
     def _take_from_rank(self, state: JobState, report: Report) -> float | None:
-        known = state.reports.get(report.rank)
+        known = state.reports.by_rank.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
         begins = known is None or _begins(known, report)
         is_alarm = bool(report.save_failed) and (known is None or not known.save_failed)
-        is_news = self._track(state, report)
+        is_news = state.reports.track(report, report.received_at or self._runtime.now(), self._receiving_since)
         if known is None or msgspec.structs.replace(report, received_at=known.received_at) != known:
-            state.keep(report)
+            state.reports.keep(report)
             is_news = True
         if not is_news:
             return None
@@ -89,17 +89,6 @@ class Reports:
             self._next_write_at = state.progress_at + 1.0 / PROGRESS_WRITES_PER_SECOND
         return max(0.0, state.progress_at - now)
 
-    def _track(self, state: JobState, report: Report) -> bool:
-        """Update the rank's step tracker. Return True if the rank advanced, so that its stall timeout starts again."""
-        now = report.received_at or self._runtime.now()
-        before = state.trackers.get(report.rank)
-        tracker = stall.update(before, report, now, self._receiving_since)
-        if tracker is None:
-            return False
-        state.trackers[report.rank] = tracker
-        state.last_report_at = None if report.final else now
-        return before is None or tracker.advanced_at != before.advanced_at
-
     async def run(self) -> None:
         """Call `check_silence` regularly until cancelled."""
         while True:
@@ -117,8 +106,8 @@ class Reports:
         heard = []
         for key, state in self._states:
             status = (self._jobs.get(key) or {}).get("status") or {}
-            if state.last_report_at is not None and status.get("state") == "Running":
-                heard.append(state.last_report_at)
+            if state.reports.last_at is not None and status.get("state") == "Running":
+                heard.append(state.reports.last_at)
         silence = stall.silence(heard, self._runtime.now())
         if silence is not None:
             self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # times of reports are whole seconds

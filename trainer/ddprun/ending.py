@@ -1,20 +1,25 @@
-"""Decide which processes of a rank get a signal at once: those that train. Helpers get it after the rank has ended.
+"""End the ranks of one generation: they write their state, get a signal, and are killed after their grace period.
 
-A DataLoader raises an exception in the rank when a worker ends. So a signal to the workers would interrupt the save
-that the rank makes on the signal. Processes are classified from outside: by executable, parent, sockets, and what they
-have announced to the agent (`reporting/watchdog.py`).
+Only processes that train get the signal at once. Helpers get it after their rank has ended: a DataLoader raises an
+exception in the rank when a worker ends, so a signal to the workers would interrupt the save that the rank makes on the
+signal. Processes are classified from outside: by executable, parent, sockets, and what they have announced to the agent
+(`reporting/watchdog.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from ddprun import processes
+from ddprun.memory import Memory
 
+HELD_SECONDS = 60.0  # limit for the end of a killed rank: freeing GPU memory or a large dataset takes tens of seconds
+KILL_AGAIN_SECONDS = 0.05
 LOOK_SECONDS = 0.1
 REMARK_SECONDS = 2.0  # seconds to wait for helpers before they are reported; most end within milliseconds of their rank
 WAITED_SECONDS = (
@@ -26,11 +31,20 @@ _LISTENS = "0A"  # state of a listening socket in /proc/net/tcp
 _MAPS_BYTES_MAX = 1 << 22
 
 
-class Signalled:
-    """Signals sent to the ranks of one generation, and the order in which their descendants end."""
+class Ending:
+    """How the ranks of one generation are ended. Each start replaces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Mapping[int, int], memory: Memory | None) -> None:
+        """ranks: pids of the running ranks, by local rank. memory: None if these ranks write no state."""
+        self._ranks, self._memory = ranks, memory
+        self.by_group = False  # True if the ranks are ended because of another rank
+        self.began_at = math.inf  # time.time() at `begin`, to compare with termination messages
+        self._asked_at: float | None = None  # when ranks were requested to write their state; `_then` follows
+        self._then: tuple[int, float] = (0, 0.0)  # signal to send when ranks have written their state; seconds of grace
+        self._kill_at: float | None = None
+        self._killed_at: float | None = None  # when SIGKILL was first sent
         self.numbers: set[int] = set()
+        """Signals that were sent."""
         self.left: set[int] = set()
         """Descendants that are still running after the ranks have ended."""
         self._trainers: set[int] = set()  # descendants that train and got the ranks' signals
@@ -39,13 +53,42 @@ class Signalled:
         self._helpers_since: float | None = None  # time at which helpers were signalled
         self._has_remarked = False
 
-    def send(self, ranks: Collection[int], number: int, announced: Collection[int]) -> None:
-        """Signal the ranks, and those processes below them that train. announced: processes that reported training."""
-        self.numbers.add(number)
-        if not ranks:
+    def begin(self) -> None:
+        """Record that the ranks are ended because of another rank."""
+        if not self.by_group:
+            self.by_group, self.began_at = True, time.time()
+
+    def waits(self, number: int, grace_seconds: float, now: float, furthest: int) -> bool:
+        """Ask the ranks to write their state into memory. True if they do; `due` returns the signal when they have."""
+        if self._memory is None or self.numbers:
+            return False
+        self._memory.order(furthest)
+        writes = self._is_writing(now)
+        if writes and self._asked_at is None:
+            self._asked_at, self._then = now, (number, grace_seconds)
+        return writes
+
+    def due(self, now: float) -> tuple[int, float] | None:
+        """Return the signal and its grace period if the ranks have written the state that the signal waited for."""
+        return None if self._asked_at is None or self._is_writing(now) else self._then
+
+    def _is_writing(self, now: float) -> bool:
+        since = 0.0 if self._asked_at is None else now - self._asked_at
+        return self._memory is not None and self._memory.waits_for(self._ranks, since)
+
+    def send(self, number: int, kill_at: float, announced: Collection[int]) -> None:
+        """Signal the ranks, and those processes below them that train. announced: processes that reported training.
+
+        Later calls can only shorten the grace period: a rank that has saved and is exiting has removed its handlers, so
+        a second SIGTERM would turn its exit code 75 into 143.
+        """
+        self._asked_at = None
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+        if number in self.numbers:
             return
-        parent_of = processes.parents()
-        for rank in ranks:
+        self.numbers.add(number)
+        parent_of = processes.parents() if self._ranks else {}
+        for rank in self._ranks.values():
             below = trainers(rank, announced, parent_of)
             self._trainers |= below
             if below and rank not in announced and processes.is_python(rank) and processes.would_end(rank, number):
@@ -54,8 +97,39 @@ class Signalled:
                 processes.send([rank], number)
             processes.send(below, number)
 
-    def look(self, *, has_ranks: bool, others: Callable[[], set[int]]) -> None:
-        """Send the signals that are due. has_ranks: ranks are running. others: returns the agent's own processes."""
+    def kill_now(self, now: float) -> None:
+        """End the grace period now."""
+        self._kill_at = now
+
+    def deadline(self, now: float) -> float | None:
+        """Time of the next call of `tick`; None if none is due."""
+        if self._asked_at is not None:
+            assert self._memory is not None, "ranks write into it"
+            return now + self._memory.look_again(now - self._asked_at)
+        if self._kill_at is None:
+            return None
+        return min(self._kill_at, now + LOOK_SECONDS) if now < self._kill_at else now + KILL_AGAIN_SECONDS
+
+    def tick(self, now: float, others: Callable[[], set[int]]) -> str:
+        """Send SIGKILL when the grace period is over. Return a sentence about processes that do not end; "" if none."""
+        if self._kill_at is None:
+            return ""
+        if now < self._kill_at:
+            self.look(others)
+            return self._remark(self._kill_at - now)
+        if self._ranks:
+            processes.kill(self._ranks.values())
+            self._killed_at = self._killed_at or now  # not `_kill_at`, which may be long ago if the agent was suspended
+        else:
+            self.left = set()  # `LocalRanks.settle` kills these processes
+        return ""
+
+    def outlives_sigkill(self, now: float) -> bool:
+        """True if a rank does not end after SIGKILL, because it waits in the kernel for a disk or driver."""
+        return self._killed_at is not None and bool(self._ranks) and now > self._killed_at + HELD_SECONDS
+
+    def look(self, others: Callable[[], set[int]]) -> None:
+        """Send the signals that are due to processes below the ranks. others: returns the agent's own processes."""
         now = time.monotonic()
         if any(processes.is_running(pid) for pid in self._trainers):
             is_over = False
@@ -66,14 +140,14 @@ class Signalled:
             for rank, number in self._held.items():
                 processes.send([rank], number)
             self._held.clear()
-        if has_ranks:
+        if self._ranks:
             return
         self.left = {pid for pid in processes.descendants(os.getpid()) - others() if processes.is_running(pid)}
         if is_over and self._helpers_since is None:
             self._helpers_since = now
             processes.send(self.left, signal.SIGTERM)
 
-    def remark(self, seconds_left: float) -> str:
+    def _remark(self, seconds_left: float) -> str:
         """Return a sentence if descendants of the ranks do not end; "" if they end, and at later calls."""
         is_late = self._helpers_since is not None and time.monotonic() > self._helpers_since + REMARK_SECONDS
         if self._has_remarked or not is_late or not self.left:
