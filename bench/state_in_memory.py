@@ -139,12 +139,17 @@ def added(kept: int) -> tuple[float, float, float]:
     from ddpjob.checkpoint.state.half_done import SinceLastStep
 
     class Model(torch.nn.Sequential):
+        generator = torch.default_generator
+
         def forward(self) -> torch.Tensor:
+            torch.rand(1, generator=self.generator)  # change the random states at each step, as dropout does
             return torch.cat([parameter.view(-1) for parameter in self.parameters()]).sum()
 
     trainings = []
-    for _ in range(2):
+    for number in range(2):
         model = Model(*[torch.nn.Linear(32, 32) for _ in range(150)])
+        if number != kept:  # a draw of this training would be one between two steps of the other one
+            model.generator = torch.Generator()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         trainings.append((model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10**6)))
     places = [hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks]
@@ -164,7 +169,6 @@ def added(kept: int) -> tuple[float, float, float]:
                 place.update(its if number == kept else {})
             began = time.thread_time()
             optimizer.zero_grad()
-            torch.rand(1)  # change the random states at each step, as dropout does
             model().backward()
             optimizer.step()
             scheduler.step()

@@ -1,6 +1,7 @@
 """Copies of states on devices, made by the library's code. Hosts run ahead, devices work later, and ranks are killed
 between any two of their actions."""
 
+import functools
 import random
 import threading
 from dataclasses import dataclass
@@ -193,7 +194,8 @@ class Walk:
             step += 1
             if step % self.gap == 0:
                 small = {"of": (rank.number, len(self.ranks)), "rng": step, "small": kept.settings()}
-                own.boundary(Boundary(kept, step, False, lambda small=small: small, False))  # type: ignore[misc]
+                write = functools.partial(rank.shared.write_slot, step=step, data=packed.dumps(small))
+                own.boundary(Boundary(kept, step, False, write, False))
                 for thread in threading.enumerate():
                     if thread.name == "ddpjob-memory-room":
                         thread.join()

@@ -24,7 +24,7 @@ REBINDS = 3  # number of steps that are checked again, because the script has as
 RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
 READ_AT_EACH = 8  # number of version counters of an optimizer's tensors that are read at each step
 PARAMETERS = "parameters"
-_version_of = operator.attrgetter("_version")
+version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 
 
@@ -72,7 +72,8 @@ class ChangeWatch:
         self._counters = [_Counters(name, each, left) for name, each in optimizers.items()]
         if left:
             self._counters.append(_Counters(PARAMETERS, None, left))
-        self._averages = {name: (weakref.ref(each), [*each.parameters()][:SAMPLES]) for name, each in averages.items()}
+        self.averages = {name: (weakref.ref(each), [*each.parameters()][:SAMPLES]) for name, each in averages.items()}
+        """Each module that no optimizer trains, and some of its parameters."""
         dense = list(filter(_is_dense, parameters))
         count = min(SAMPLES, len(dense))
         self._samples = [dense[number * len(dense) // count] for number in range(count)]
@@ -81,23 +82,23 @@ class ChangeWatch:
         """Samples of the parameters at the last `record`, also to compare parameters of ranks."""
         self._is_rebound, self._rebinds_left = False, REBINDS
         self._stateful = 0  # number of parameters with optimizer state at the last call of `has_grown`
-        self._held: dict[str, Any] = {}
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if this optimizer changes parameters that are kept."""
         own = set(map(id, self._parameters))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
-    def count_step(self, optimizer: Any) -> None:
-        """Record that this optimizer is about to make a step."""
+    def counters_of(self, optimizer: Any) -> "_Counters | None":
+        """Return the counters of this optimizer's tensors; None if its state is not kept."""
         for own in self._counters:
-            if own.optimizer() is optimizer:
-                own.steps += 1
+            if optimizer is not None and own.optimizer() is optimizer:
+                return own
+        return None
 
     def living(self) -> dict[str, Any]:
         """Return optimizers and averages by name; None for those that the script has dropped."""
         return {own.name: own.optimizer() for own in self._counters} | {
-            n: own() for n, (own, _) in self._averages.items()
+            n: own() for n, (own, _) in self.averages.items()
         }
 
     def record(self) -> None:
@@ -106,11 +107,6 @@ class ChangeWatch:
             own.record()
         before, self.sampled = self._first, self._sample_now()
         self._is_rebound = before is not NO_VIEWS and self._first is not before
-        self._held = self.living()  # keeps their state alive after the script's main() has returned
-
-    def release(self) -> None:
-        """Drop the references to optimizers and averages, to notice that the script drops one."""
-        self._held = {}
 
     def was_rebound(self) -> bool:
         """True if the script has assigned `.data` of a sampled parameter within the last step, as in adversarial
@@ -127,17 +123,13 @@ class ChangeWatch:
 
     def has_grown(self) -> bool:
         """True if more parameters have optimizer state than at the last call."""
-        before, counters = self._stateful, self._counters
-        self._stateful = sum(len(living.state) for each in counters if (living := each.optimizer()) is not None)
+        before, living = self._stateful, [each.optimizer() for each in self._counters]
+        self._stateful = sum([len(each.state) for each in living if each is not None])
         return self._stateful > before
-
-    def averages(self) -> dict[str, list[int]]:
-        """Return version counters of each module that no optimizer trains."""
-        return {name: list(map(_version_of, tensors)) for name, (_, tensors) in self._averages.items()}
 
     def counters(self) -> list[Any]:
         """Return the version counter of each parameter."""
-        return list(map(_version_of, self._parameters))
+        return list(map(version_of, self._parameters))
 
     def versions(self) -> list[Any]:
         """Return version counters and samples of the parameters. Equal lists mean that parameters have not changed.
@@ -191,17 +183,17 @@ class _Counters:
 
     def record(self) -> None:
         """Remember version counters and samples of the state as they are now."""
-        self._record_counters()
+        self._boundaries += 1
+        is_usual = self._moves is not None and self._boundaries < RECORD_STEPS
+        if not is_usual or list(map(version_of, self._few)) != [
+            one + self.steps * each for one, each in self._few_moves
+        ]:
+            self._record_all()
         self._sampled = self._sample_now()
 
-    def _record_counters(self) -> None:
-        self._boundaries += 1
-        if self._moves is not None and self._boundaries < RECORD_STEPS:
-            expected = [counter + self.steps * move for counter, move in self._few_moves]
-            if list(map(_version_of, self._few)) == expected:
-                return
+    def _record_all(self) -> None:
         tensors, before, moves, steps = self._now(), self._counters, self._moves, self.steps
-        is_same, counters = before is not None and self._is_of(tensors), list(map(_version_of, tensors))
+        is_same, counters = before is not None and self._is_of(tensors), list(map(version_of, tensors))
         self._tensors, self._counters, self.steps, self._boundaries, self._moves = tensors, counters, 0, 0, None
         if before is None or not is_same:
             return
@@ -223,7 +215,7 @@ class _Counters:
             return ""
         tensors = self._now()
         expected = self._counters if self._moves is None else _after(self._counters, self._moves, self.steps)
-        counters, own = list(map(_version_of, tensors)), len(self._parameters)
+        counters, own = list(map(version_of, tensors)), len(self._parameters)
         if counters == expected and self._is_of(tensors):
             return "" if self._sample_now() == self._sampled else "state"
         return "state" if counters[:own] == expected[:own] else PARAMETERS

@@ -36,8 +36,8 @@ class Boundary(NamedTuple):
     step: int
     named: bool
     """True if the script passed the state to `save` or `keep`, False if it called `should_stop`."""
-    small: Callable[[], Any]
-    """Returns random states, buffers and settings of this step; call it at once, because they change."""
+    write: Callable[[int], None]
+    """Writes random states, buffers and settings of this step to a slot; call it at once, because they change."""
     assumed: bool
     must_be_copied: bool = False
     """True if `save` got this state and nothing else will have it, so it is copied now."""
@@ -234,7 +234,7 @@ class Copies:
             slot = COPY_SLOTS[versions.index(own)]
         else:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
-        shared.write_slot(slot, at.step, packed.dumps(at.small()))
+        at.write(slot)
 
     def _write(self, kept: Kept, step: int, every: int, loads: int = 0, *, assumed: bool) -> tuple[int, Held] | None:
         """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, views
+from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, version_of, views
 from ddpjob.checkpoint.state import packed
 from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders, uses_all
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
@@ -55,7 +55,9 @@ class Kept:
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         self.optimizers: list[str] = []
         self._others: list[str] = []
-        self._settings: dict[str, tuple[list[Any] | None, Any]] = {}  # see `settings`
+        # See `settings`: parts of each value (None if one can change in place), and its copy.
+        self._settings: dict[str, list[Any] | None] = {}
+        self._copies: dict[str, Any] = {}
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
         self._senders: dict[str, list[DistributedDataParallel]] = {}
         """The wrappers that send the buffers of each model."""
@@ -63,15 +65,17 @@ class Kept:
         """Names of models in DistributedDataParallel."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module):
-                self._senders[name] = senders(value)
+                if found := senders(value):
+                    self._senders[name] = found
                 if isinstance(outermost(value), DistributedDataParallel):
                     self.wrapped.add(name)
             self._add(name, unwrapped(value))
         modules: dict[str, torch.nn.Module] = {name: self._get(name) for name in self._leaves}
         parameters = {id(each): each for module in modules.values() for each in module.parameters()}
-        for optimizer in self._living():
-            parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
         optimizers = {name: self._get(name) for name in self.optimizers}
+        for optimizer in optimizers.values():
+            parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        self._weak = [*self.optimizers, *averages]
         self.watch = ChangeWatch(optimizers, {name: modules[name] for name in averages}, list(parameters.values()))
         self._seen = NO_VIEWS
         self._summed: dict[tuple[str, str], tuple[Any, int]] = {}  # see `total`
@@ -81,9 +85,9 @@ class Kept:
         """Names of modules with buffers, by the name under which the log reports that the buffers have changed."""
         others = {name: unwrapped(objects[name]) for name in self._others}
         self.models = list(modules)
-        self._samplers = [name for name, value in others.items() if hasattr(value, "reads_ahead")]
+        self.sampled = [name for name, value in others.items() if hasattr(value, "reads_ahead")]
         alike = LRScheduler | torch.amp.GradScaler
-        ours = [name for name, value in others.items() if isinstance(value, alike) or name in self._samplers]
+        ours = [name for name, value in others.items() if isinstance(value, alike) or name in self.sampled]
         self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
         schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
@@ -131,25 +135,19 @@ class Kept:
 
     def samplers(self) -> dict[str, Any]:
         """Return the GlobalBatchSamplers by name. Raises ReplacedError."""
-        return {name: self._get(name) for name in self._samplers}
+        return {name: self._get(name) for name in self.sampled}
 
     def check_gone(self) -> None:
         """Raise ReplacedError if the script has dropped an optimizer or an average."""
-        for name in (*self.optimizers, *self._leaves):
+        for name in self._weak:
             self._get(name)
-
-    def _living(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that the script has not dropped."""
-        return [optimizer for name in self.optimizers if (optimizer := self._objects[name]()) is not None]
-
-    def has(self, optimizer: Any) -> bool:
-        """True if this optimizer's state is kept in memory."""
-        return any(optimizer is self._objects[name]() for name in self.optimizers)
 
     def check_counts(self) -> None:
         """Raise OutgrownError if an optimizer has other parameters than before, ReplacedError if it was dropped."""
         self.check_gone()
-        if [len(group["params"]) for each in self._living() for group in each.param_groups] != self._counts:
+        if [
+            len(group["params"]) for each in self.optimizers for group in self._objects[each]().param_groups
+        ] != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
     def check(self) -> None:
@@ -166,7 +164,7 @@ class Kept:
         modules = list(map(self._get, self._leaves))
         named = [module.named_parameters(remove_duplicate=False) for module in modules]
         of_modules = [[(key, id(p), p.shape) for key, p in parameters] for parameters in named]
-        groups = [group["params"] for optimizer in self._living() for group in optimizer.param_groups]
+        groups = [group["params"] for name in self.optimizers for group in self._get(name).param_groups]
         # A layer without parameters may be replaced, too. `_leaves` has its old dict, so no new one has that id.
         buffers = [[id(each._buffers) for each in module.modules() if each._buffers] for module in modules]
         return [of_modules, [list(map(id, parameters)) for parameters in groups], buffers]
@@ -215,19 +213,21 @@ class Kept:
         """
         for name in (*self.optimizers, *self._others):
             value = self._get(name)
-            parts, last = _parts_of(value), self._settings.get(name, (None, None))[0]
+            parts, last = _parts_of(value), self._settings.get(name)
             if parts is None or last is None or len(parts) != len(last):
                 is_constant = parts is not None and _is_constant(value)
             elif new := list(itertools.compress(parts, map(operator.is_not, parts, last))):
                 is_constant = _CONSTANT.issuperset(map(type, new)) or _is_constant(value)  # old parts are constant
             else:
                 continue
-            self._settings[name] = parts if is_constant else None, _setting(value, name, is_constant=is_constant)
-        return {name: value for name, (_, value) in self._settings.items()}
+            self._settings[name] = parts if is_constant else None
+            self._copies[name] = _setting(value, name, is_constant=is_constant)
+        return {**self._copies}
 
     def watched(self, begun: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the small values to compare: begun (random states and buffers), settings, and averages of weights."""
-        return {**begun, **(self.settings() if settings is None else settings), **self.watch.averages()}
+        averages = {name: list(map(version_of, tensors)) for name, (_, tensors) in self.watch.averages.items()}
+        return {**begun, **(self.settings() if settings is None else settings), **averages}
 
     def buffers(self, only: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
         """Return the buffers of the modules, not copied. only: (module name, key) pairs to return; None for all."""
@@ -255,8 +255,8 @@ class Kept:
                 raise StateError(f"{name}: {unknown[0]} is not a tensor")
             own = collections.OrderedDict((key, _SMALL if key in small else value) for key, value in state.items())
             large[name] = {"state": own, "metadata": dict(getattr(state, "_metadata", {}))}
-        for name, optimizer in zip(self.optimizers, self._living(), strict=True):
-            state = optimizer.state_dict()
+        for name in self.optimizers:
+            state = self._get(name).state_dict()
             large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
         self.check()  # checked last, because another thread may add a layer meanwhile
         return large

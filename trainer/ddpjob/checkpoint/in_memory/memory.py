@@ -137,6 +137,7 @@ class Keeper:
             kept.watch = self.now.kept.watch
         if self.now.kept is None or not kept.has_parts_of(self.now.kept):  # otherwise only plain values are new
             self._slots.forget_early()
+        self.now.living = None
         with self.now.lock:
             self.now.kept, self._outgrown, self._stepped = kept, None, True
             self.now.to("named")
@@ -211,7 +212,11 @@ class Keeper:
             return
         if self._outgrown is not None:
             self._safely(self._register, self._outgrown, False)
-        self._check_number(step, named)
+        if why := self._numbers.problem(int(step), named=named, is_kept=self.now.kept is not None):
+            # `load` would return a number that `should_stop` and `save` count differently
+            self._shared.node[MISCOUNTED] = 1
+            self._forget_assumed()
+            self.turn_off(f"{why}: pass the number of steps made so far to both")
         kept = self.now.kept
         if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
@@ -221,7 +226,7 @@ class Keeper:
         is_renamed = named and not self._places.has_begun
         if not (self._stepped or self.now.copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # no new state, or the last plain values belong to another step
-        if self._has_other(step):
+        if self.now.copies is not None and self._has_other(step):
             return
         if self.now.assumed and not kept.may_be_assumed():
             self.forget_assumed()
@@ -262,6 +267,7 @@ class Keeper:
             self._note(kept, step, rng, settings, content)
         elif self._stepped:
             kept.watch.record()
+            self.now.living = kept.watch.living()
             if self.now.on_device:
                 self._is_proven(kept, step)
         own = self.now.copies
@@ -328,7 +334,7 @@ class Keeper:
         if sampler is not None:  # a restart does not repeat changes made before a batch is taken
             settings = kept.settings() if places.doubted else {}
             places.repeated = set(kept.optimizers) - moved(places.marked, settings)
-        is_loose = any(not places.trusts(name) and value != places.marked.get(name) for name, value in begun.items())
+        is_loose = any(value != places.marked.get(name) and not places.trusts(name) for name, value in begun.items())
         self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
@@ -341,12 +347,12 @@ class Keeper:
             if new := places.named(values, {kept.watch.changed()} - {""}, counts=counts):
                 self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
         else:
-            samplers = kept.samplers()
-            places.after_save(samplers)
-            self._check_samplers(samplers, values)
+            if kept.sampled or process.current.sampler is not None:
+                samplers = kept.samplers()
+                places.after_save(samplers)
+                self._check_samplers(samplers, values)
             places.boundary(values, named=named, counts=counts)
-        suspects = not counts and any(map(places.suspects, [RANDOM, *kept.buffered]))
-        self._shared.cells[LOOSE] = step if suspects else 0
+        self._shared.cells[LOOSE] = step if not counts and places.suspects([RANDOM, *kept.buffered]) else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError."""
@@ -388,19 +394,12 @@ class Keeper:
             names = ", ".join(sorted(places.loose))
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
-    def _check_number(self, step: int, named: bool) -> None:
-        """Turn memory off if `should_stop` and `save` count steps differently, because `load` returns this number."""
-        if why := self._numbers.problem(int(step), named=named, is_kept=self.now.kept is not None):
-            self._shared.node[MISCOUNTED] = 1
-            self._forget_assumed()
-            self.turn_off(f"{why}: pass the number of steps made so far to both")
-
     def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
-        def small() -> dict[str, Any]:
+        def write(slot: int) -> None:
             small = ({} if self.now.on_device else kept.buffers()) | kept.settings() | self._place(kept)
-            return self._slots.value(kept, random_states.compact(), small)
+            self._slots.write(slot, step, kept, random_states.compact(), small)
 
-        return Boundary(kept, step, named, small, self.now.assumed, must_copy)
+        return Boundary(kept, step, named, write, self.now.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
         """Describe at which call of its step this rank is. After a restart, all ranks must agree on that call."""
@@ -412,7 +411,7 @@ class Keeper:
                 "sample": b"" if self.now.on_device else kept.watch.sampled,
                 LEARNED: places.learned,
                 "after": sorted(self._slots.changed),
-                "later": [name for name in [RANDOM, *kept.buffered] if places.suspects(name)],
+                "later": places.suspects([RANDOM, *kept.buffered]),
                 "of_0": of_0,
                 "own": sorted(kept.wrapped.difference(of_0)),
                 "models": kept.models,
@@ -440,6 +439,7 @@ class Keeper:
         self._places.has_begun = False
         with now.lock:
             kept.watch.record()
+            now.living = kept.watch.living()
         small = {**kept.buffers(), **settings, **self._place(kept)}
         self._slots.write_boundary(step, kept, rng, small)
         with now.lock:
@@ -501,35 +501,42 @@ class Keeper:
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
-        self.now.release()
+        self.now.living = None
         if self.now.is_off:
             return
-        is_own = None if self.now.kept is None else self.now.kept.has(optimizer)
-        self._count_step(optimizer, is_own)
+        kept = self.now.kept
+        own = None if kept is None else kept.watch.counters_of(optimizer)
+        is_own = None if kept is None else own is not None
+        self._makers.step(optimizer, is_own)
+        if is_own is not False:
+            self._numbers.step()
+        if self._unmarked:
+            self._count_unmarked(optimizer)
         if self.now.assumed and is_own is False:
             self.forget_assumed()
-        kept = self.now.kept
+            kept = None
         if kept is None or self._stepped:
             self._other_step(optimizer)
             self._stepped, self._slots.made = True, self._slots.made + 1
             if kept is None and optimizer is not None:
                 self._makers.saw(optimizer)
-            if kept is not None:
-                kept.watch.count_step(optimizer)
+            if own is not None:
+                own.steps += 1
             return
         self._safely(self._end_boundary, kept, None if is_own else optimizer)
         self._slots.made += 1
         self._makers.first(optimizer)
         self._places.has_begun = False
-        while not self._may_step(kept, optimizer):
+        while not self._may_step(own):
             time.sleep(AGAIN_SECONDS)  # until the agent ends this process by a signal
 
-    def _may_step(self, kept: Kept, optimizer: Any) -> bool:
+    def _may_step(self, own: Any) -> bool:
         """Begin the step and return True; False if the ranks are being stopped and memory has the last state."""
         with self.now.lock:
             if self.survivor.is_done:
                 return False
-            kept.watch.count_step(optimizer)  # not earlier: a survivor would take the step for a change by the script
+            if own is not None:
+                own.steps += 1  # not earlier: a survivor would take the step for a change by the script
             self._stepped, self.now.dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
         return True
@@ -559,14 +566,9 @@ class Keeper:
         if self.now.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
             self._slots.give_up_early("an optimizer makes several steps after one backward pass", RANDOM, FORWARDED)
 
-    def _count_step(self, optimizer: Any, is_own: bool | None) -> None:
+    def _count_unmarked(self, optimizer: Any) -> None:
         """Count an optimizer step. After two of them without a call of `should_stop`, `keep` or `save`, reset the load
-        count, because the training does make progress. is_own: True if the optimizer is kept; None if nothing is."""
-        self._makers.step(optimizer, is_own)
-        if is_own is not False:
-            self._numbers.step()
-        if not self._unmarked:
-            return
+        count, because the training does make progress."""
         self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
         if made[0] == 2 and self._shared.loaded is not None and self._shared.local_rank == 0:

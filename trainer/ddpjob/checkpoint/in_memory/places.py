@@ -76,8 +76,7 @@ class Places:
         """Called at the first should_stop(), keep() or save() after an optimizer step. named: True for save(), keep().
         counts: True for save(), and for a state that load() has returned."""
         if self._started is not None:
-            known = self._within
-            self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})
+            self._within |= moved(self._started, values, self._within)
             self._started = None
         self.marked, self.is_named, self.counts, self.is_open, self.moved = values, named, counts, True, set()
         self.has_called, self.begun, self.repeated = False, None, None
@@ -123,9 +122,9 @@ class Places:
         """True if a restart may lose a change of this value after the last step: save() would not have it either."""
         return self.counts or (name in self._after_save and name not in self._before_save)
 
-    def suspects(self, name: str) -> bool:
-        """True if this value may change between should_stop() and save(), so that memory lacks the change."""
-        return name in self._before_save or name in self._unknown
+    def suspects(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the values that may change between should_stop() and save(): memory lacks the change."""
+        return sorted((self._before_save | self._unknown).intersection(names))
 
     def after_save(self, names: Iterable[str]) -> None:
         """Record names of samplers that a loop iterates: they change at the top of the loop.

@@ -43,9 +43,18 @@ class Slots:
         # Values after the forward pass: of buffers that it changed, and of all buffers that may differ between ranks.
         self._forwarded: dict[tuple[str, str], Any] = {}
 
-    def write(self, slot: int, step: int, kept: Kept, rng: Any, small: dict[str, Any], made: int = 0) -> None:
-        """Write the small values of this step to a slot. Raises StateError, OSError."""
-        self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small, made)))
+    def write(self, slot: int, step: int, kept: Kept, rng: Any, small: Mapping[str, Any], made: int = 0) -> None:
+        """Write the small values of this step to a slot. made: number of optimizer steps of this step. Raises
+        StateError, OSError."""
+        value = {
+            "of": self._of,
+            "by_value": bool(kept.by_value),
+            "rng": rng,
+            "gives_up": RANDOM not in self._has,
+            "small": small,
+            "made": made,
+        }
+        self._shared.write_slot(slot, step, packed.dumps(value))
 
     def write_boundary(self, step: int, kept: Kept, rng: dict[str, Any], small: dict[str, Any]) -> None:
         """Write the small values of this step to the slot with the older of the last two steps. A step that is repeated
@@ -68,18 +77,6 @@ class Slots:
         with contextlib.suppress(StateError, OSError, LookupError, TypeError, ValueError):
             return self._shared.read_slot(versions[max(versions)])["small"][PLACE][LEARNED]
         return None
-
-    def value(self, kept: Kept, rng: dict[str, Any] | None, small: Any, made: int = 0) -> dict[str, Any]:
-        """Return the dict that is written to a slot. made: number of optimizer steps of this step."""
-        gives_up = RANDOM not in self._has
-        return {
-            "of": self._of,
-            "by_value": bool(kept.by_value),
-            "rng": rng,
-            "gives_up": gives_up,
-            "small": small,
-            "made": made,
-        }
 
     def give_up_early(self, why: str, *what: str) -> set[str]:
         """Stop writing random states or buffers to EARLY, because they change after the backward pass. Return the names

@@ -47,7 +47,12 @@ class Present:
     def __init__(self, shared: Shared, copies: Copies | None, *, on_device: bool, has_folder: bool) -> None:
         self.shared, self.copies, self.on_device, self.has_folder = shared, copies, on_device, has_folder
         self.mode, self.places, self.thread, self.pid = Mode.EMPTY, Places(), threading.get_ident(), os.getpid()
+        self.copies_instead = on_device
+        """True if only copies are kept, because after a failure no surviving rank could write a valid state."""
         self.kept: Kept | None = None
+        self.living: Any = None
+        """Optimizers and averages at the end of a step, which keep their state alive after the script's main() has
+        returned. None after the next step has begun, to notice that the script drops one."""
         self.assumed = False
         """True if the objects are those of load(), because the script has not called save() yet."""
         self.lock = threading.Lock()
@@ -64,21 +69,12 @@ class Present:
         """True if keeping was turned off, or in a forked process, whose objects do not belong to this training."""
         return self.mode is Mode.OFF or os.getpid() != self.pid
 
-    @property
-    def copies_instead(self) -> bool:
-        """True if only copies are kept, because after a failure no surviving rank could write a valid state."""
-        return self.on_device or self.mode is Mode.COPYING
-
     def to(self, event: Event) -> None:
         """Enter the mode that follows this event. The agent waits only for ranks whose mode is READY."""
         before, self.mode = self.mode, after(self.mode, event)
+        self.copies_instead = self.on_device or self.mode is Mode.COPYING
         if before is not self.mode or event == "dropped":
             self.shared.cells[PID] = self.pid if self.mode is Mode.READY and not self.is_asked else 0
-
-    def release(self) -> None:
-        """Drop the references to optimizers and averages, to notice that the script drops one."""
-        if self.kept is not None:
-            self.kept.watch.release()
 
     def watched(self, kept: Kept) -> dict[str, Any]:
         """Small values by name, to see what the script has changed after the end of a step.
@@ -123,8 +119,7 @@ class Survivor:
         """Wait for the failure of a rank, after which the agent closes its end of the pipe. Then write the state."""
         with contextlib.suppress(OSError):
             os.read(self._now.shared.pipe, 1)
-            self._now.is_asked = True
-            self._now.release()
+            self._now.is_asked, self._now.living = True, None
             self.save()
 
     def _at_exit(self) -> None:
@@ -134,7 +129,7 @@ class Survivor:
         is_saved = self._now.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
             if failed:  # the traceback has the variables of the script, so it has replaced what is dropped
-                self._now.release()
+                self._now.living = None
             self._ends = True
             self.save()
         if os.getpid() == self._now.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever

@@ -1,7 +1,7 @@
 """Compare small values: one object at two moments, or the objects of one name on several ranks."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ def same(one: Any, other: Any) -> bool:
     return digest(one) == digest(other)  # NaN is not equal to itself
 
 
-def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return the names that are in both mappings and have different values."""
+def moved(before: Mapping[str, Any], now: Mapping[str, Any], but: Collection[str] = ()) -> set[str]:
+    """Return the names that are in both mappings, but not in the third one, and have different values."""
     return {
         name
         for name, value in now.items()
-        if name in before and not (before[name] is value or same(before[name], value))
+        if name in before and name not in but and not (before[name] is value or same(before[name], value))
     }
 
 
