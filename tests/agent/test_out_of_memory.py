@@ -17,12 +17,7 @@ from ddprun import main
 main()
 """
 TRAIN = """
-import hashlib, os, threading, time
-import torch
-import ddpjob
-
-def takes_room():
-    return any(thread.name == "ddpjob-memory-room" for thread in threading.enumerate())
+import os
 
 def processes():
     with open(os.environ["CGROUP_PROCS"]) as procs:
@@ -30,9 +25,16 @@ def processes():
 
 at_first = processes()  # the agent, its fork server, this rank
 
-def has_next_fork_server():
-    # Which has imported torch too: until the one before it is gone, 100 MiB more are in use.
-    return len(processes() - at_first) == len(at_first - processes()) == 1
+import hashlib, threading, time
+import torch
+import ddpjob
+
+def takes_room():
+    return any(thread.name == "ddpjob-memory-room" for thread in threading.enumerate())
+
+def is_first_fork_server_gone():
+    # The next one has imported torch too: until the first one is gone, 100 MiB more are in use.
+    return len(at_first - processes()) == 1
 
 def leave(room):
     with open(os.environ["CGROUP_USED"]) as used, open(os.environ["CGROUP_LIMIT"], "r+") as limit:
@@ -57,7 +59,7 @@ with ddpjob.init() as world:
         step += 1
         ddpjob.should_stop(step)
         if step == 2 and generation == 0 and "ROOM" in os.environ:
-            while not has_next_fork_server():
+            while not is_first_fork_server_gone():
                 time.sleep(0.01)
             before = leave(int(os.environ["ROOM"]))
         if step == 5 and generation == 0 and "ROOM" in os.environ:
