@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
 from ddpjob_cli.local.kept import files, history, report, run_folder, runs
-from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, receive, stacks, threads
+from ddpjob_cli.local.processes import debugging, faults, gpus, injector, pod_process, receive, stacks, threads
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError
@@ -242,7 +242,7 @@ class Runner:
         self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
         self.teller = told.Teller(self.job, self.screen.note, self._print, self._command("logs"))
         self.cluster.selector.register(self._inbox.descriptor, selectors.EVENT_READ, None)
-        self._faults = faults.Injector(options.faults, self.cluster, self.screen.note)
+        self._faults = injector.Injector(options.faults, self.cluster, self.screen.note)
 
     def __enter__(self) -> Runner:
         processes.become_subreaper()
