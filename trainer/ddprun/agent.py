@@ -26,7 +26,7 @@ from ddprun import processes
 from ddprun.core.appointment import Appointment
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
-from ddprun.logs import TAIL_SECONDS, LogFolder
+from ddprun.logs import LogFolder
 from ddprun.node import LocalRanks, say
 from ddprun.options import Options
 from ddprun.preload import ForkServer
@@ -110,15 +110,8 @@ class Agent:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.termination_signal = 0  # signal that requested the termination; 0: none
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # with nohup, a closed terminal must not end jobs
-        self._numbers = [getattr(signal, name) for name in options.signals if not (is_nohup and name == "SIGHUP")]
-        self._fatal = _fatal() - set(self._numbers)
-        # SIGQUIT prints the stacks, unless the user has configured it to end the job. STACKS_SIGNAL always prints them.
-        self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
-        leads = options.place == options.places.leader
-        self._for_reruns = {RERUN_SIGNAL} if options.dev and leads else set()
-        listened = (*self._numbers, *self._fatal, *self._for_stacks, *self._for_reruns)
-        self._signals = processes.listen_to_signals(listened)
+        self._on_signal = self._signal_handlers()
+        self._signals = processes.listen_to_signals(self._on_signal)
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = server
@@ -128,7 +121,18 @@ class Agent:
         self.settled = True  # False until all ranks of the last generation have ended on this node
         self.leader = Appointment(1, options.places.leader, options.host, options.port, options.grant)
         self._next_leader: Appointment | None = None
-        self._has_backlog = False  # True if ranks have written more output than one iteration of the loop copies
+
+    def _signal_handlers(self) -> dict[int, Callable[[int], None]]:
+        """Return what to do for each signal. A later entry replaces an earlier one for the same signal."""
+        handlers: dict[int, Callable[[int], None]] = dict.fromkeys(_fatal(), self._end_by)
+        if self.options.dev and self.options.place == self.options.places.leader:
+            handlers[RERUN_SIGNAL] = lambda _: self.group.rerun(time.monotonic())
+        # SIGQUIT prints the stacks, unless the user has configured it to end the job. STACKS_SIGNAL always prints them.
+        for number in (signal.SIGQUIT, STACKS_SIGNAL):
+            handlers[number] = lambda _: self.watching.ask_stacks(time.monotonic())
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # with nohup, a closed terminal must not end jobs
+        names = [name for name in self.options.signals if not (is_nohup and name == "SIGHUP")]
+        return handlers | dict.fromkeys((getattr(signal, name) for name in names), self._terminate)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -165,8 +169,7 @@ class Agent:
             # Without this exit the agent would wait forever. If it ends, the job continues with another pod.
             say("a rank does not end after SIGKILL, because it waits in the kernel; this node is given up")
             return self.group.abandon()
-        if self.folder.tails:
-            self._has_backlog = not self.folder.copy()
+        self.folder.copy()
         self._report(now)
         self.watching.tick(now)
         self.asking.tick(now, self.group.ask_seconds)
@@ -196,27 +199,23 @@ class Agent:
 
     def _milliseconds(self) -> float:
         now = time.monotonic()
-        times = (self.node.deadline(now), self.group.deadline, self.watching.deadline, self.asking.deadline)
+        times = [self.node.deadline(now), self.folder.deadline(now)]
+        times += [self.group.deadline, self.watching.deadline, self.asking.deadline]
         deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
-        if self.folder.tails:
-            deadlines.append(now if self._has_backlog else now + TAIL_SECONDS)
         if not self.settled and not self.node.running:  # no rank could be started
             deadlines.append(now)
         return max(0.0, min(deadlines) - now) * 1000 + 1
 
     def _receive_signals(self) -> None:
         for number in os.read(self._signals, 4096):
-            if number in self._numbers:
-                self._terminate(number)
-            elif number in self._for_stacks:
-                self.watching.ask_stacks(time.monotonic())
-            elif number in self._for_reruns:
-                self.group.rerun(time.monotonic())
-            elif number in self._fatal:
-                # Like torchrun, end on this signal. The agent handles it only to remove its folder first.
-                handled = ",".join(self.options.signals)
-                say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
-                self.code = 128 + number
+            if (handle := self._on_signal.get(number)) is not None:  # None for SIGCHLD
+                handle(number)
+
+    def _end_by(self, number: int) -> None:
+        """End on a signal that torchrun ends on, too. The agent handles it only to remove its folder first."""
+        handled = ",".join(self.options.signals)
+        say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
+        self.code = 128 + number
 
     def _terminate(self, number: int) -> None:
         """Forward a signal, for instance the kubelet's, to the ranks, which have shutdown_seconds to end."""

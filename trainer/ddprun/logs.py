@@ -64,6 +64,7 @@ class LogFolder:
         self.path = os.path.join(base, f"{kind}{name}")
         os.mkdir(self.path, 0o700)
         self.tails: list[_Tail] = []  # files that are copied to the console
+        self._has_backlog = False  # True if ranks have written more output than one `copy` takes
 
     def termination(self, life: str) -> str:
         """File for the termination message of this node's ranks."""
@@ -86,9 +87,13 @@ class LogFolder:
         self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
-    def copy(self) -> bool:
-        """Copy new output of the ranks, up to 1 MiB of each. Return True if no rank has more."""
-        return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
+    def copy(self) -> None:
+        """Copy new output of the ranks, up to 1 MiB of each."""
+        self._has_backlog = None in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
+
+    def deadline(self, now: float) -> float | None:
+        """Time of the next call of `copy`; None if nothing is copied."""
+        return None if not self.tails else now if self._has_backlog else now + TAIL_SECONDS
 
     def copy_last(self) -> bool:
         """Copy the rest of a generation's output, also an incomplete last line. True if the console took all of it.
