@@ -30,17 +30,23 @@ _ends_early = False
 
 
 def start(
-    module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
+    module: str,
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    ends_early: bool = False,
+    log: Any = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """Run `python -m MODULE WORDS` in a fork of this process with torch. ends_early: its processes run threads and exit
-    handlers, but do not destroy the interpreter, which takes a fifth of a short run."""
+    handlers, but do not destroy the interpreter, which takes a fifth of a short run. log: file for its output."""
     global _ends_early
     import torch
     import torch._dynamo  # imports everything that a fork server imports
 
     torch.set_num_threads(1)  # a fork does not have the threads of a pool
     _ends_early = ends_early  # the forked process reads this
-    return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return _copy(module, words, env, cwd=cwd, stdout=log, stderr=log, text=True)
 
 
 def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:

@@ -141,9 +141,11 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_with_all_random_
     assert "seeded" not in said
 
 
-def test_a_copy_that_lacks_the_random_states_of_a_living_rank_is_not_used(node: Node, capfd) -> None:
+@pytest.mark.parametrize("place", ["node", "nodes"])
+def test_a_copy_that_lacks_the_random_states_of_a_living_rank_is_not_used(place: str, request, capfd) -> None:
     """A rank that marks fewer steps than rank 0 has no random states of the others, so a copy of them must not be used:
     the rank would silently draw other numbers."""
+    node = request.getfixturevalue(place)
 
     def train(until: int) -> int:
         world = ddpjob.init()
@@ -174,10 +176,11 @@ def test_facts_about_the_script_learned_by_a_survivor_apply_to_ranks_of_all_node
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
         objects, snapshot, began = begin()
+        model = world.wrap(objects["model"])  # keeps the ranks at the same step
         for step in range(began + 1, until + 1):
             if step > 8:  # the script clips only after the first eight steps
                 clip(objects["model"])
-            steps(step - 1, step, **objects)
+            steps(step - 1, step, model, objects["optimizer"])
             if step in saves:
                 saved(snapshot, step, **objects)
         clip(objects["model"])

@@ -1689,11 +1689,13 @@ def test_a_rank_that_dies_before_it_has_written_its_random_states_does_not_get_o
 
 
 @pytest.mark.parametrize("who", [[1], [0, 1]])
+@pytest.mark.parametrize("place", ["node", "nodes"])
 def test_random_states_given_up_by_one_rank_alone_are_not_replaced_silently(
-    node: Node, who: list[int], capfd: pytest.CaptureFixture[str]
+    place: str, who: list[int], request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """If rank 1 draws random numbers after its gradients, its random states are lost with it. Only rank 0 logs this, so
-    if rank 0 draws none, a restart must not use the state."""
+    if rank 0 draws none, a restart must not use the state, also if rank 1's node does not have it."""
+    node: Node = request.getfixturevalue(place)
 
     def train() -> int:
         world = ddpjob.init()

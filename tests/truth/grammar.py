@@ -60,6 +60,7 @@ _OPTIONS = {
     "load": "at_once in_parts",
     "memory": "yes no",
     "folder": "one of_each_rank",
+    "nodes": "one two",
 }
 CHOICES = {name: tuple(options.split()) for name, options in _OPTIONS.items()}
 Recipe = Mapping[str, str]
@@ -125,6 +126,7 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     """Return one more kill, or nothing if no step is left. With a large `left` the kill comes early."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
+    stops &= recipe["nodes"] == "one"  # of two agents, only one would end
     if how == "TERM" and not stops:  # the script would leave the epoch without the work at its end
         how = "KILL"
     never = {"reduced"} if recipe["optimizer"] == "lbfgs" else set()

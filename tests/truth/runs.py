@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import refusals
 import warm
+from free_port import free_port
 from grammar import Draw, Kill, names_of, script
 from refusals import LOSS, SAMPLES, Part
 
@@ -72,7 +74,7 @@ def ran(draw: Draw) -> Outcome:
         codes: list[int] = []
         logs: list[str] = []
         while not codes or (codes[-1] in STARTED_AGAIN and len(codes) <= len(draw.kills)):
-            code, log = _agent(folder, draw, len(codes))
+            code, log = _agents(folder, draw, len(codes))
             codes.append(code)
             logs.append(log)
         return Outcome(tuple(codes), _results(folder), _seen(folder), "".join(logs))
@@ -80,7 +82,8 @@ def ran(draw: Draw) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
+def _agents(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
+    """Run the agents of all nodes. Return the highest exit code, and the log: one file, which shows the order."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     kills = [_as_json(kill, draw.kills) for kill in draw.kills]
     settle = draw.kills[0].step if draw.kills and draw.settled and life == 0 else -1
@@ -94,18 +97,25 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
         "DDPJOB_ATTEMPT": str(life + 1),
         "DDPJOB_UID": "truth",
     }
-    words = ["--nproc-per-node", "2", "--max-restarts", str(len(draw.kills) + 1), "train.py"]
-    agent = warm.start("ddprun", words, cwd=folder, env=env, ends_early=True)
-    seconds = SECONDS_MAX * (len(draw.kills) + 2)
-    try:
-        out, err = agent.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        agent.send_signal(signal.SIGKILL)
-        out, err = agent.communicate()
-        err += f"\nit did not end within {seconds} s\n"
-    finally:
-        agent.kill()
-    return agent.returncode, out + err
+    words = ["--max-restarts", str(len(draw.kills) + 1), "train.py"]
+    nodes = [["--nproc-per-node", "2"]]
+    if draw.recipe["nodes"] == "two":
+        group = ["--nnodes", "2", "--nproc-per-node", "1", "--master-port", str(free_port()), "--rdzv-id", folder.name]
+        nodes = [[*group, "--node-rank", str(node)] for node in range(2)]
+    end = time.monotonic() + SECONDS_MAX * (len(draw.kills) + 2)
+    with (folder / f"log-{life}").open("w+b") as log:
+        options: dict[str, Any] = {"cwd": folder, "env": env, "ends_early": True, "log": log}
+        agents = [warm.start("ddprun", [*node, *words], **options) for node in nodes]
+        try:
+            codes = [agent.wait(max(0.1, end - time.monotonic())) for agent in agents]
+        except subprocess.TimeoutExpired as error:
+            log.write(f"\nit did not end within {error.timeout:.0f} s\n".encode())
+            codes = [-signal.SIGKILL]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+        return max(codes), (folder / f"log-{life}").read_text(errors="replace")
 
 
 def _as_json(kill: Kill, kills: tuple[Kill, ...]) -> list[Any]:

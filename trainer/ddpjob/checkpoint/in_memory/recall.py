@@ -126,8 +126,8 @@ def fetch(
     source = next((number for number, row in enumerate(rows) if row[0]), None)
     # Random states that rank 0 gives up, too, are named in its log. A rank that takes over slots of another is seeded.
     is_named = (early is not None and rows[0][4]) or found.held.every > memory.EVERY_MAX
-    has_none = numbering.counts[rank] and not is_named
-    lacks = shared is not None and rank in found.ranks and (has_none or not shared.has_left(version))
+    has_left = shared is not None and shared.has_left(version)
+    lacks = numbering.counts[rank] and not is_named if has_left else shared is not None and rank in found.ranks
     if why := _why_not_random(shared, version, own, source, lacks=lacks and rng is None and not numbering.resized):
         trouble.append(why)
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
