@@ -75,7 +75,6 @@ if ours:
     snapshot.close()
     group.__exit__(None, None, None)
 """
-WAYS = ["memory", "folder", "torchrun"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
 STEPS = 6 * PROVE_EVERY  # with --step
 SECONDS_MAX = 120.0  # limit of a run, because torchrun's static rendezvous hung in most restarts
@@ -111,7 +110,7 @@ def compare(sizes: list[int], ranks: int, rounds: int) -> None:
     print(f"| {ranks} ranks | steps repeated | kill until two more steps | slowest | ratio to torchrun |")
     print("|---|---|---|---|---|")
     for megabytes in sizes:
-        found: dict[str, list[tuple[int, float]]] = {how: [] for how in WAYS}
+        found: dict[str, list[tuple[int, float]]] = {how: [] for how in ("memory", "folder", "torchrun")}
         for _ in range(rounds):
             for how, its in found.items():
                 if (result := restart(megabytes, ranks, how)) is not None:
@@ -151,6 +150,7 @@ def added(kept: int) -> tuple[float, float, float]:
         if number != kept:  # a draw of this training would be one between two steps of the other one
             model.generator = torch.Generator()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        model = torch.nn.parallel.DistributedDataParallel(model)
         trainings.append((model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10**6)))
     places = [hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks]
     for place in places:
@@ -188,13 +188,12 @@ def added(kept: int) -> tuple[float, float, float]:
 def step_cost(rounds: int) -> None:
     """Print the milliseconds of CPU time that the memory adds to a step."""
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    found = []
-    for _ in range(rounds):
-        # one training may have better addresses than the other, so each is kept in turn
-        pair = zip(added(0), added(1), strict=True)
-        found.append([statistics.mean(values) for values in pair])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # one training may have better addresses than the other, so each is kept in turn
+    found = [[statistics.mean(values) for values in zip(added(0), added(1), strict=True)] for _ in range(rounds)]
     usual, proof, without = (statistics.median(column) for column in zip(*found, strict=True))
     runs = ", ".join(f"{each[0]:.3f}" for each in found)
     print(f"the memory adds {usual:.3f} ms ({runs}) to a step of {without:.3f} ms, and {proof:.3f} ms to every")
