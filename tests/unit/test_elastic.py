@@ -221,6 +221,17 @@ def test_an_operator_without_a_receiver_appoints_no_leader_although_agents_have_
     assert world.runs(0).settle().status.reason == "AllNodesRun"
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_operator_without_a_receiver_restarts_all_nodes_if_another_node_than_0_has_led(lost: int) -> None:
+    """New pods could not learn who leads: they would follow node 0, and wait for it or train in a second group."""
+    world = trains_under_ddprun().vanishes(0).settle().runs(0).after(60).settle()
+    assert world.status.leader == api.JobLeader(term=2, place=1)
+    world.agents_ask, world.settings = False, Settings(answers_agents=False)
+    world.vanishes(lost).settle().stops_all().settle()
+    assert (world.status.attempt, world.status.leader) == (2, None)
+    assert world.after(60).running().status.reason == "AllNodesRun"
+
+
 @pytest.mark.parametrize("url", ["", "http://ddpjob-status.ddpjob.svc:8081/v1/progress"])
 def test_agents_can_ask_an_operator_that_has_a_url_for_reports(url: str) -> None:
     assert OperatorSettings.read({"DDPJOB_STATUS_URL": url}).rules.answers_agents is bool(url)
@@ -287,6 +298,13 @@ def test_a_node_0_that_led_and_was_lost_while_no_operator_was_watching_is_follow
     assert "digits-1-0" not in world.pods
     assert "digits-1-0-r1" in world.pods
     assert world.status.restarts.application == 0
+
+
+def test_a_replacement_of_no_place_in_the_status_does_not_end_the_plan() -> None:
+    """The keys of status.replacements are free, and a plan that raises never decides anything for this job."""
+    world = elastic(container=DDPRUN, nodes=3).started()
+    world.job = replace(world.job, status=replace(world.job.status, replacements={"x": 1}))
+    assert world.runs(0, 1).vanishes(0).settle().status.replacements["0"] == 1
 
 
 def test_a_new_leader_waits_for_no_node_that_was_lost_with_the_last_leader() -> None:

@@ -524,7 +524,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     productive_seconds: Count = 0
     """All nodes ran, and steps were made at the expected pace."""
     idle_seconds: Count = 0
-    """All nodes ran without a step: for longer than expected, or until a restart in place or the loss of a node."""
+    """All nodes ran without a step: for longer than expected, or around a restart in place or the loss of a node."""
     unreported_seconds: Count = 0
     """All nodes ran, but no step was ever reported, so it is unknown whether they trained."""
     starting_seconds: Count = 0
@@ -536,7 +536,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     ratio: float | None = None
     """productiveSeconds divided by all seconds; unset if no step was ever reported."""
     idle_since: Time | None = None
-    """Time of the last step, while no new one is made."""
+    """Start of the idle time, while no new step is made."""
     counted_until: Time | None = None
     """Time up to which the seconds are counted, if later than stateTime."""
 

@@ -72,6 +72,9 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
     if all_stop or all_start or not view.spec.facts.restarts_in_place:
         return []
+    # New pods that cannot ask would follow node 0, although another node has led. A new attempt begins with node 0.
+    if leadership.leader(view.job, view.recorded).term > 1 and not view.settings.answers_agents:
+        return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | status.started
     lost = sorted((known - waiting).intersection(view.spec.members))

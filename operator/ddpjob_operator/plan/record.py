@@ -79,8 +79,9 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
     started = ran | {p.place for p in view.deleted_pods.values() if p.node or p.deletion_requested_at is None}
     # Node 0's pod is created first (startup.py). Without an operator it may have led and gone, and a second pod of its
     # name would lead in the same term.
-    if view.spec.facts.resizes_in_place and ran and view.leader not in view.known_pods:
-        started |= {view.leader} - {int(place) for place in status.replacements}
+    is_first = not naming.replacement(status, view.leader)
+    if view.spec.facts.resizes_in_place and ran and is_first and view.leader not in view.known_pods:
+        started.add(view.leader)
     completed = {p.place for p in view.known_pods.values() if p.has_completed}
     if completed or status.completed_nodes:
         started = _with_the_group(view, status, started, completed)
