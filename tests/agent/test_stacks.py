@@ -229,6 +229,7 @@ def test_ranks_that_make_steps_are_not_idle_also_if_they_hardly_use_the_cpu(cpu:
     """Ranks that wait in each step for a device or for data must not be called idle."""
     moving = idle.IdleClock(60)
     assert not any(moving.look(float(now), {0: cpu * now}, now // 30) for now in range(0, 600, 5))
+    assert moving.look(600.0, {0: cpu * 600}) == "", "a rank that leaves the group has been busy until now"
 
 
 def test_a_pause_is_never_idle_and_its_end_restarts_the_clock() -> None:

@@ -12,6 +12,7 @@ from memory_node import saved
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpjob
+from ddpjob.checkpoint.state.of_each_rank import uses_all
 from ddpjob.group import gather
 
 
@@ -276,3 +277,16 @@ def test_a_per_rank_state_that_is_too_large_is_named_at_once(run_ranks, tmp_path
         capfd.readouterr().err.count("queue: its state differs between the ranks and has more than 4 MiB: a restart")
         == 1
     )
+
+
+def test_only_a_model_in_one_wrapper_uses_all_its_parameters_in_each_backward_pass(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    """Of a generator and a discriminator saved as one model, each has backward passes of its own."""
+
+    def which(world: Any, _: Any) -> list[bool]:
+        one, two = (world.wrap(torch.nn.Linear(1, 1)) for _ in range(2))
+        both = torch.nn.ModuleDict({"generator": one, "discriminator": two})
+        return [uses_all(each) for each in (one, one.module, both, torch.nn.Linear(1, 1))]
+
+    assert in_ranks(run_ranks, tmp_path, "meet", 1, which) == [[True, True, False, False]]

@@ -184,3 +184,32 @@ def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"mine": 1})
     with pytest.raises(StateError, match="AdamW has a hook that changes its state_dict"):
         Kept({"optimizer": optimizer})
+
+
+class Interrupted(torch.optim.SGD):
+    """An optimizer that lets another thread run once, before a read of its groups."""
+
+    left, interrupt = -1, staticmethod(lambda: None)
+
+    @property
+    def param_groups(self) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.interrupt()
+        return self.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.groups = groups
+
+
+@pytest.mark.parametrize("read", range(1, 5))
+def test_settings_that_two_threads_read_at_once_are_the_present_ones_in_both(read: int) -> None:
+    """After a failure of another rank, a thread reads the settings. A save meanwhile must not get old ones."""
+    optimizer = Interrupted(torch.nn.Linear(4, 8).parameters(), lr=0.1)
+    kept, found = Kept({"optimizer": optimizer}), []
+    kept.settings()
+    optimizer.groups[0]["lr"] = 0.05
+    optimizer.left, optimizer.interrupt = read, lambda: found.append(kept.settings())
+    found.append(kept.settings())
+    assert {each["optimizer"][0]["lr"] for each in found} == {0.05}

@@ -13,7 +13,7 @@ Rank 0's post is the job's progress; the first rank of each other node posts too
 An unchanged step is posted again, to show that the process is still alive.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
 absent while training.
-savedStep: step of the newest checkpoint that `Snapshot` has saved or loaded; posted at once, at most once a second.
+savedStep: step of the newest checkpoint that `Snapshot` has saved or loaded; posted at once, at most every two seconds.
 resumedStep, resumedFrom: step and origin of the loaded state: a folder, or the memory of certain nodes.
 generation: how often ddprun had restarted the ranks when this one was started.
 replacement: number of the node's pod within the attempt; absent for the first pod.

@@ -32,13 +32,13 @@ class IdleClock:
         cpu: the CPU seconds of each rank; empty if no rank is running or a rank has declared a pause. mark: any value
         that changes when a rank makes progress; None if progress is unknown.
         """
-        if self._is_busy(now, cpu):
+        has_moved = mark is not None and mark != self._mark
+        if has_moved or self._is_busy(now, cpu):  # ranks that make steps are not idle
             self._cpu, self._idle_since = dict(cpu), now if cpu else None
-        if mark is None or not cpu or mark != self._mark:
+        if mark is None or not cpu or has_moved:
             self._mark, self._marked_at = mark, None if mark is None or not cpu else now
         stands = self._marked_at is not None and now - self._marked_at >= self.seconds
-        uses_no_cpu = self._idle_since is not None and now - self._idle_since >= self.seconds
-        is_idle = uses_no_cpu and (stands or mark is None)  # ranks that make steps are not idle
+        is_idle = self._idle_since is not None and now - self._idle_since >= self.seconds
         if not (is_idle or stands):
             self._has_remarked = False
         elif not self._has_remarked:

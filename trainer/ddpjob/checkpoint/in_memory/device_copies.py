@@ -194,7 +194,14 @@ class DeviceCopies(Copies):
         pairs = [(part, source) for part, source in zip(parts, sources, strict=True) if len(part)]
         ticket = self._streams.begin_copy([(target[: len(head)], head), *pairs])
         version = Version(shared.attempt, shared.generation, at.step)
-        held = Held(version, 0, state.size, 0, at.assumed, copies.AHEAD_ON_DEVICE * every)
+        held = Held(
+            version,
+            0,
+            state.size,
+            0,
+            at.assumed,
+            every if every >= memory.EVERY_MAX else copies.AHEAD_ON_DEVICE * every,
+        )
         flight.ticket, flight.area, flight.held, flight.parts = ticket, area, held, parts[:large]
 
     def _value(self, kept: Kept) -> dict[str, Any]:

@@ -145,9 +145,7 @@ class Kept:
     def check_counts(self) -> None:
         """Raise OutgrownError if an optimizer has other parameters than before, ReplacedError if it was dropped."""
         self.check_gone()
-        if [
-            len(group["params"]) for each in self.optimizers for group in self._objects[each]().param_groups
-        ] != self._counts:
+        if [len(group["params"]) for each in self.optimizers for group in self._get(each).param_groups] != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
     def check(self) -> None:
@@ -220,8 +218,9 @@ class Kept:
                 is_constant = _CONSTANT.issuperset(map(type, new)) or _is_constant(value)  # old parts are constant
             else:
                 continue
-            self._settings[name] = parts if is_constant else None
+            # The parts last: the survivor's thread calls this too, and otherwise the next call would use an old copy.
             self._copies[name] = _setting(value, name, is_constant=is_constant)
+            self._settings[name] = parts if is_constant else None
         return {**self._copies}
 
     def watched(self, begun: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:

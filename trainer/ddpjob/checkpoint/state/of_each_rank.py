@@ -87,9 +87,11 @@ def senders(value: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def uses_all(value: torch.nn.Module) -> bool:
-    """True if each step uses all parameters of this model, because its DDP wrapper waits for all gradients."""
-    wrappers = _wrappers_of(value)
-    return bool(wrappers) and not any(each.find_unused_parameters or each.static_graph for each in wrappers)
+    """True if each backward pass uses all parameters of this model, because its DDP wrapper waits for all gradients.
+    False for a model of several wrappers, which may have backward passes of their own."""
+    whole, wrappers = outermost(value), _wrappers_of(value)
+    is_wrapped = isinstance(whole, DistributedDataParallel)
+    return is_wrapped and not any(each.find_unused_parameters or each.static_graph for each in wrappers)
 
 
 def _wrappers_of(value: torch.nn.Module) -> list[DistributedDataParallel]:
