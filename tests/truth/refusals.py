@@ -176,6 +176,8 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
         yield Part(part.rank, SAMPLES)
     if part.name in (SAMPLES, LOSS, "model", "optimizer"):
         yield from _model(recipe)
+    if part.name == LOSS and recipe["backward"] == "noise_of_each_rank":  # the script draws at some losses only
+        yield Part(part.rank, "python")
 
 
 def _model(recipe: Recipe) -> Iterator[Part]:
