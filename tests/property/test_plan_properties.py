@@ -156,12 +156,16 @@ def test_no_object_of_another_owner_is_ever_deleted(what: api.DDPJob, seen: Obse
 def test_a_pod_is_deleted_only_for_a_reason_that_the_status_already_records(what, seen, now):
     """A pod may be deleted only when the status has what the pod shows: a failure, a restart or a completed rank."""
     recorded = what.status
+    # A job without a state whose pods are there has lost its status, and counts as suspended.
+    has_lost_it = recorded.state is None and any(p.owner_uid == UID and p.attempt for p in seen.pods)
     for action in plan(what, seen, now).actions:
         if isinstance(action, DeletePod):
             pod = next(p for p in seen.pods if p.uid == action.uid)
             if pod.owner_uid != UID:
                 continue
-            stopping = recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or recorded.is_broken
+            stopping = (
+                has_lost_it or recorded.state in ("Failing", "Suspended", "Succeeded", "Failed") or recorded.is_broken
+            )
             newest = (recorded.attempt, naming.replacement(recorded, pod.place))
             assert stopping or (pod.attempt, pod.replacement) < newest
 

@@ -421,6 +421,13 @@ def test_a_job_whose_status_was_lost_stops_its_pods_and_gets_a_new_attempt_numbe
     assert world.names() == ["digits-2-0", "digits-2-1"]
 
 
+def test_the_attempt_of_a_status_without_a_state_never_goes_back() -> None:
+    """A number that is used twice gives two pods the same name, and reports of the first count for the second."""
+    world = digits().running()
+    world.job = replace(world.job, status=api.Status(attempt=3))
+    assert world.settle().stops_all().settle().status.attempt == 4
+
+
 def test_a_refused_create_makes_the_job_pending_with_the_server_message_and_is_retried() -> None:
     world = digits()
     world.step()

@@ -197,7 +197,7 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
         avoid_seconds=settings.avoid_node_seconds,
     )
     # A status that was lost, as in a backup, is that of a suspended job: no attempt number may be used twice.
-    if recorded.state is None and (last := max((p.attempt for p in owned(job, seen)), default=0)):
+    if recorded.state is None and (last := max((recorded.attempt, *(p.attempt for p in owned(job, seen))))):
         recorded = replace(recorded, state="Suspended", attempt=last)
     read = invalid_spec.as_it_was(replace(job, status=recorded), problems)
     return _sorted(read.status, read, read.spec.nodes, job.status, seen, now, problems, settings)
