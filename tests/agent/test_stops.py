@@ -80,10 +80,24 @@ def test_a_helper_that_outlives_its_rank_is_killed_after_the_grace(launcher: Lau
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_helper(launcher: Launcher) -> None:
-    agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER))
+    script = """
+import os, signal, subprocess, sys, time
+HELPER = '''
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.read()
+print("the rank has ended", flush=True)
+time.sleep(100)
+'''
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+helper = subprocess.Popen([sys.executable, "-c", HELPER], stdin=subprocess.PIPE)
+while True: time.sleep(0.05)
+"""
+    agent = launcher.ddprun("--no-preload", launcher.script(script))
     wait_for(agent, "ready")
     agent.terminate()
-    wait_for(agent, "saved")
+    wait_for(agent, "the rank has ended")
     agent.send_signal(signal.SIGINT)
     assert finish(agent, 15).returncode == 75
 
