@@ -181,7 +181,8 @@ _RULES = {
     "backward=perturbed": "accumulation=none scaler=none second=none join=no ddp=plain hook=none",
     "backward=penalty": "accumulation=none scaler=none second=none ddp=plain",
     "backward=noise": "scaler=none",
-    "hook=power_sgd": "model=linear",  # with several layers gloo ends the process, without this library too
+    # It reduces from callbacks, in no order with the reduction of what was used: ranks wait for ever, also without us.
+    "hook=power_sgd": "ddp=plain",
     "ddp=find_unused": "second=none",
     # A sampler that is read ahead is known at the second optimizer step, which may come after the first save here.
     "accumulation=counted": "scheduler=none surgery=none scaler=none ddp=plain second=none average=none ahead=no",
