@@ -77,9 +77,9 @@ def settle() -> None:
             thread.join()
 
 
-def parts() -> dict[str, Any]:
+def parts(norm: type[torch.nn.Module] = torch.nn.BatchNorm1d) -> dict[str, Any]:
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), norm(8), torch.nn.Linear(8, 1))
     return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
 

@@ -529,7 +529,7 @@ def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int |
     their state. Return the first step, its value, and a checksum of the final model.
 
     marks: steps at which the script calls should_stop(). dies: rank that fails right after its last save."""
-    objects, snapshot = parts(), ddpjob.Snapshot()
+    objects, snapshot = parts(torch.nn.LayerNorm), ddpjob.Snapshot()
     step = began = snapshot.load(**objects)
     back = snapshot.state.get("best") if began else None
     while step < until:
@@ -1846,6 +1846,71 @@ def test_a_rank_that_dies_within_a_step_does_not_get_the_averaged_buffers_of_ano
             "running_mean of average: each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err
         )
     assert [step for step, _ in after] == [4 if each_has_its_own else 8] * 2
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_ranks_of_a_lost_node_do_not_get_buffers_that_may_differ_by_rank(
+    nodes: Node, has_statistics: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody knows the buffers of a lost node. If they change outside of DistributedDataParallel, they may differ by
+    rank, so ranks must not get another rank's. The number of updates of an average is the same on all ranks."""
+
+    def train() -> int:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        if not has_statistics:
+            del objects["model"][1]
+        average = torch.optim.swa_utils.AveragedModel(objects["model"], use_buffers=True)
+        began = snapshot.load(**objects, average=average)
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, 1 if began else 9):
+            model(torch.eye(4) * (step + world.rank)).square().sum().backward()
+            objects["optimizer"].step()
+            average.update_parameters(objects["model"])
+            ddpjob.should_stop(step)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects, average=average)
+        rescue()
+        return began
+
+    nodes.run_all(0, train, ranks=2)
+    nodes.lose(1)
+    assert nodes.run_all(1, train, ranks=2) == [4 if has_statistics else 8] * 2
+    assert (": each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err) is has_statistics
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("ends", ["killed", "by an error"])
+def test_random_numbers_of_the_first_evaluation_are_not_lost_with_its_only_rank(
+    node: Node, ends: str, draws: bool
+) -> None:
+    """Rank 0 may be the only one that evaluates. If it is lost within its first evaluation, memory must not be used
+    with its random states from before the evaluation, although the other ranks have a complete state."""
+
+    def train() -> int:
+        world = ddpjob.init()
+        objects, snapshot, began = begin()
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, 1 if began else 9):
+            model(torch.eye(4)).square().sum().backward()
+            objects["optimizer"].step()
+            ddpjob.should_stop(step)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects)
+        if world.rank == 0 and not began:
+            objects["model"].eval()
+            with torch.no_grad():
+                objects["model"](torch.rand(4, 4) if draws else torch.ones(4, 4))
+        if world.rank == 1 or (ends == "by an error" and draws):
+            process.current.keeper.now.places.has_called |= world.rank == 1  # its next step has begun
+            rescue()
+        return began
+
+    node.run_all(0, train, ranks=2)
+    assert node.step == 8
+    assert node.run_all(1, train, ranks=2) == [4 if draws else 8] * 2
 
 
 @pytest.mark.parametrize("steps_made", [0, 1])

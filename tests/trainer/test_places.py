@@ -104,6 +104,17 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
     assert mixed_up([evaluated, of_another_node], 20) == ""
 
 
+def test_a_rank_that_calls_only_save_is_not_mixed_with_one_that_has_not_reached_it() -> None:
+    """A rank that does not call should_stop() cannot see that a scheduler is stepped between that call and save()."""
+
+    def left(named: int, scheduler: str) -> Left:
+        found = {SAMPLE: 1, NAMED: named, MOVED: [], KNOWN: ["scheduler"], LATER: [], AFTER: []}
+        return Left(True, {20: found | {OBJECTS: {"scheduler": scheduler, "metric": str(named)}}})
+
+    assert mixed_up([left(0, "1"), left(2, "1")], 20) == ""
+    assert mixed_up([left(0, "1"), left(2, "2")], 20).startswith("scheduler changed between should_stop(20) and save")
+
+
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
     def left(reader: str) -> Left:
         found = {

@@ -140,7 +140,13 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     if steps != ends and (place == "evaluated" or chance.random() < 0.3):
         steps = list(range(5, TOTAL - 2, 5))
     # A kill may follow right after the resume, but there a `raise` is taken for a mistake of the script.
-    later = [step for step in steps if not before or step >= before[-1].step + (0 if how == "KILL" else 2)]
+    # ddprun gives up after three restarts without a new step.
+    soonest = (
+        0
+        if not before
+        else before[-1].step + 2 * (how != "KILL" or (len(before) > 1 and before[-2].step == before[-1].step))
+    )
+    later = [step for step in steps if step >= soonest]
     if not later:
         return []
     rank = 0 if place == "evaluated" and recipe["evaluation"] == "rank_0" else chance.randrange(2)
@@ -167,7 +173,7 @@ _RULES = {
     "model=sparse": "optimizer=sgd clip=none scaler=none hook=none accumulation=none parameters=all "
     "surgery=none buffers=none backward=plain scheduler=none extra=none",
     "model=complex": "optimizer=adam hook=none scaler=none surgery=none clip=none backward=plain",
-    "model=stochastic_depth": "ddp=plain hook=none second=none backward=plain",
+    "model=stochastic_depth": "ddp=plain hook=none second=none backward=plain surgery=none",
     "parameters=ignored_by_ddp": "ddp=plain optimizer=sgd hook=none second=none",
     "parameters=thawed thawed_group": "ddp=plain hook=none optimizer=adam second=none",
     "parameters=thawed_group": "load=at_once scheduler=none surgery=none",

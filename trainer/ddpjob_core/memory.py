@@ -73,7 +73,8 @@ SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last,
 MARK_STEP, MARK_GENERATION, MARK_BEFORE  its last two boundaries, if the rank does not write a slot at each boundary
 LOADED_STEP, LOADED_FROM, LOADED_BY  a loaded step, the generation that wrote the state, and the last generation that
                 loaded it. A rank that dies while loading leaves the slots of LOADED_FROM, which are of the same state
-LOOSE           step of its last boundary, if the rank then draws random numbers that a folder would have; else 0
+LOOSE           step of its last boundary, if the rank then draws random numbers or changes something else that a folder
+                would have; else 0
 """
 NONE, SAVED, UNABLE = range(3)
 
@@ -262,12 +263,17 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
     """Return an object that changed between should_stop() or keep() and save(), if ranks have recorded it at different
-    calls; "" if there is none.
+    calls; "" if there is none. A rank that calls only save() does not see such a change.
     """
     if len({one[NAMED] for one in present}) < 2:
         return ""
-    names = sorted({name for one in present for name in one[MOVED]})
-    return next((name for name in names if _differs(name, present) or name not in present[0][OBJECTS]), "")
+    changed, known = ({name for one in present for name in one[key]} for key in (MOVED, KNOWN))
+    differ = [name for name in changed | known if _differs(name, present)]
+    return min([*differ, *(changed - _names(present))], default="")
+
+
+def _names(found: Iterable[dict[str, Any]]) -> set[str]:
+    return {name for one in found for name in one[OBJECTS]}
 
 
 def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
@@ -277,9 +283,10 @@ def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
 def _unproved(rank: int, rows: Sequence[Left]) -> str:
     """Return the name of an object that may differ between this rank and others; "" if there is none."""
     steps = {number for row in rows for number in row.boundaries}
-    names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
-    known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
-    for name in sorted(names.difference(rows[rank].early)):
+    all_found = [one for row in rows for one in row.boundaries.values()]
+    known = {name for one in all_found for name in one[KNOWN]}
+    known -= {name for one in all_found for name in one[OBJECTS] if name not in one[KNOWN]}
+    for name in sorted(_names(all_found).difference(rows[rank].early)):
         found = [[row.boundaries[number] for row in rows if number in row.boundaries] for number in steps]
         if any(_differs(name, one) for one in found):
             return name

@@ -19,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, version_of, views
 from ddpjob.checkpoint.state import packed
@@ -88,8 +89,9 @@ class Kept:
         self.sampled = [name for name, value in others.items() if hasattr(value, "reads_ahead")]
         alike = LRScheduler | torch.amp.GradScaler
         ours = [name for name, value in others.items() if isinstance(value, alike) or name in self.sampled]
-        self.known = [*self.optimizers, *ours]
-        """Names of objects that are the same on all ranks because of their type."""
+        counts = [name for name in averages if isinstance(modules[name], AveragedModel)]
+        self.known = [*self.optimizers, *ours, *(f"n_averaged of {name}" for name in counts)]
+        """Names of objects and buffers that are the same on all ranks because of their type."""
         schedulers = [name for name in ours if isinstance(others[name], LRScheduler)]
         self.idle = [*averages, *schedulers, *(others.keys() - ours - set(self.by_value))]
         """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers, and
@@ -107,6 +109,11 @@ class Kept:
     def with_own_buffers(self) -> set[str]:
         """Names of wrapped models whose buffers may differ between ranks."""
         return self.wrapped - set(self.broadcast)
+
+    def was_wrapped(self) -> bool:
+        """True if the script has wrapped a model in DistributedDataParallel after it has passed it, as after load()."""
+        models = [self._get(name) for name in self.models if name not in self.wrapped]
+        return any(isinstance(outermost(model), DistributedDataParallel) for model in models)
 
     def may_be_assumed(self) -> bool:
         """True if memory may keep these objects of `load`, although the script has not called `save` yet.

@@ -37,6 +37,7 @@ from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import moved
 from ddpjob.checkpoint.state.of_each_rank import outermost
+from ddpjob.checkpoint.state.state_dicts import unwrapped
 from ddpjob.errors import StateError
 from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROVEN, Held
@@ -48,9 +49,12 @@ LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a r
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
     """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
-    is_step = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if is_step and (keeper := process.current.keeper) is not None:  # a forward pass without gradients is an evaluation
+    if torch.compiler.is_compiling() or (keeper := process.current.keeper) is None:
+        return
+    if module.training and torch.is_grad_enabled():
         keeper.now.places.has_called |= keeper.step_begins()
+    else:
+        keeper.evaluates()
 
 
 class Keeper:
@@ -92,7 +96,7 @@ class Keeper:
         # (step, sum of all bits of its state, number of backward passes that check it); the next step checks it, too
         self._sum: tuple[int, int, int] | None = None
         self._room: threading.Thread | None = None
-        self._has_told_of_saves = False
+        self._has_told_of_saves = self._has_looked_for_wrappers = False
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
         self._pass = -1  # torch's number of the last backward pass; -1 if unknown
@@ -150,8 +154,10 @@ class Keeper:
             each.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
             for each in kept.first_gradients
         ]
-        models = [outermost(each) for each in objects.values() if isinstance(each, torch.nn.Module)]
-        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in models]
+        models = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
+        # A script may evaluate a model without its wrapper.
+        called = {id(each): each for model in models for each in (outermost(model), unwrapped(model))}
+        self._hooks += [each.register_forward_pre_hook(_forward_begins) for each in called.values()]
         if kept.by_value and self.now.has_folder:
             self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so memory has it only until the next optimizer step; "
@@ -217,7 +223,7 @@ class Keeper:
             self._shared.node[MISCOUNTED] = 1
             self._forget_assumed()
             self.turn_off(f"{why}: pass the number of steps made so far to both")
-        kept = self.now.kept
+        kept = self._with_wrappers(self.now.kept)
         if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
             return
@@ -233,6 +239,14 @@ class Keeper:
             return
         counts = named and not kept_alone
         self._safely(self._take_in, kept, int(step), named=named, must_copy=must_copy, counts=counts)
+
+    def _with_wrappers(self, kept: Kept | None) -> Kept | None:
+        """After the first optimizer step, return new Kept objects if the script has wrapped a model after load()."""
+        if kept is not None and self._slots.made and not self._has_looked_for_wrappers:
+            self._has_looked_for_wrappers = True
+            if kept.was_wrapped():
+                self._safely(self._register, kept.objects, False)
+        return self.now.kept
 
     def _has_other(self, step: int) -> bool:
         """True if memory has a copy with this step number, and an optimizer has stepped after it.
@@ -337,10 +351,22 @@ class Keeper:
         is_loose = any(value != places.marked.get(name) and not places.trusts(name) for name, value in begun.items())
         self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
 
+    def evaluates(self) -> None:
+        """Called before a forward pass without gradients: an evaluation after the end of a step may draw random
+        numbers, which memory lacks, and its rank may be killed before anything else shows that."""
+        kept, places = self.now.kept, self._places
+        if kept is None or self.now.is_off or not places.is_open or places.counts or places.begun is not None:
+            return
+        if not places.trusts(RANDOM) and random_states.mark(random_states.compact()) != places.marked.get(RANDOM):
+            self._shared.cells[LOOSE] = self._slots.step
+
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
         """Learn where in its loop the script changes small values, and which buffers its forward pass changes.
         counts: True for a state that `save` gets, or that `load` has returned."""
         places = self._places
+        for each, name in kept.buffered.items():
+            if name not in kept.wrapped and (was := places.marked.get(each)):
+                places.varied |= {f"{key} of {name}" for key, now in values[each].items() if was.get(key, now) != now}
         if places.is_open and not named:
             return
         if places.is_open:
@@ -416,6 +442,7 @@ class Keeper:
                 "own": sorted(kept.wrapped.difference(of_0)),
                 "models": kept.models,
                 "known": kept.known,
+                "varied": places.varied,
             }
         }
 

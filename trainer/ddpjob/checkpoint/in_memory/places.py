@@ -36,6 +36,8 @@ class Places:
         self._after_save: set[str] = set()
         self._samplers: set[str] = set()
         self._unknown: set[str] = set()  # names of values that change before or after save(): not known which
+        self.varied: set[str] = set()
+        """Names of buffers outside of DistributedDataParallel that have changed: each rank may have its own."""
         self.doubted: set[str] = set()
         """Names of values that may change at the top of the loop, and changed at one step so far."""
         self.taken: set[str] = set()
@@ -66,11 +68,11 @@ class Places:
     @property
     def learned(self) -> list[set[str]]:
         """The known places in the loop, for the next generation of this rank, which runs the same script."""
-        return [self._within, self._before_save, self._after_save, self._unknown]
+        return [self._within, self._before_save, self._after_save, self._unknown, self.varied]
 
     def goes_on_from(self, learned: Iterable[Iterable[str]]) -> None:
         """Take over the places in the loop that an earlier generation has learned."""
-        self._within, self._before_save, self._after_save, self._unknown = map(set, learned)
+        self._within, self._before_save, self._after_save, self._unknown, self.varied = map(set, learned)
 
     def boundary(self, values: Mapping[str, Any], *, named: bool, counts: bool = False) -> None:
         """Called at the first should_stop(), keep() or save() after an optimizer step. named: True for save(), keep().

@@ -172,8 +172,8 @@ def _why_not_random(shared: Shared | None, version: Version, own: Any, source: i
     """
     if shared is not None and own is not None and shared.cells[memory.LOOSE] == version.step:
         return (
-            f"the script may have drawn random numbers after should_stop({version.step}), so the random states in "
-            f"memory are out of date"
+            f"the script may have drawn random numbers, or changed something, after should_stop({version.step}), so "
+            f"what memory has of this rank is out of date"
         )
     if source is None:
         return (
@@ -277,7 +277,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.SAMPLE: zlib.crc32(place["sample"]),
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
-        memory.KNOWN: [*place["known"], *buffers],
+        memory.KNOWN: [*place["known"], *(buffers.keys() - place["varied"])],
         memory.LATER: place["later"],
         memory.AFTER: place["after"],
         memory.OBJECTS: {

@@ -32,7 +32,7 @@ from ddpjob.errors import StateError
 from ddpjob.reporting import termination
 from ddpjob_core import memory
 from ddpjob_core.heartbeat import FAILED
-from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE, Held, Version
+from ddpjob_core.memory import ANSWER, CLOCK, COPIES, LOOSE, PID, SAVED, UNABLE, WROTE, Held, Version
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _BACKWARD = torch.autograd.backward.__code__
@@ -206,11 +206,12 @@ class Survivor:
         """Check that memory has the same small values as a save to the folder would have. Return SAVED if it has them,
         UNABLE if not, None if that is not known yet. began: time of the agent's request.
         """
-        places, why = self._now.places, ""
+        shared, places, why = self._now.shared, self._now.places, ""
         try:
             if names := places.unsettled(self._now.watched(kept)):
                 kept.check()  # raises if the model was moved to another device, which also changes its buffers
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
+                shared.cells[LOOSE] = memory.step_of(shared.cells[CLOCK])  # no other rank has this rank's change
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
         if not why and not places.is_settled(kept.idle) and not self._is_in_step():

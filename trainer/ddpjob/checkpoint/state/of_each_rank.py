@@ -163,16 +163,22 @@ def outermost(value: torch.nn.Module) -> torch.nn.Module:
 
 def _wrapper_of(module: torch.nn.Module) -> Any:
     """Return the DDP wrapper of a model that the script saves without its wrapper; None if there is none."""
-    found = _wrappers.get(module)
-    if found is None or (found is not _none and found() is None):  # the result is cached: a search takes 0.1 s
+    found, has_stepped = _wrappers.get(module), process.current.optimizer_steps > 0
+    # The result is cached, because a search takes 0.1 s. A script may wrap a model until its first step.
+    if found is None or (found() is None and found is not _none and (found is not _none_yet or has_stepped)):
         wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
         wrapper = next((each for each in wrappers if _uncompiled(each.module) is module), None)
-        found = _wrappers[module] = _none if wrapper is None else weakref.ref(wrapper)
+        absent = _none if has_stepped else _none_yet
+        found = _wrappers[module] = absent if wrapper is None else weakref.ref(wrapper)
     return found()
 
 
 def _none() -> None:
     """Replaces a weak reference for a model without a wrapper."""
+
+
+def _none_yet() -> None:
+    """The same before the first optimizer step, until which a script may wrap the model."""
 
 
 def _uncompiled(module: Any) -> Any:
