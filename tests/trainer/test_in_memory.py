@@ -1201,6 +1201,25 @@ def test_a_module_that_the_script_has_replaced_is_not_kept_in_its_old_state(node
     assert node.step is None
 
 
+def test_an_average_that_is_replaced_before_the_first_step_does_not_end_the_training(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may replace an average right after it has loaded it. Then nothing is kept, but the training goes on."""
+
+    def train() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        average = copy.deepcopy(objects["model"])
+        step = snapshot.load(**objects, average=average)
+        average = copy.deepcopy(objects["model"])
+        steps(step, 6, **objects)
+        saved(snapshot, 6, **objects, average=average)
+        return step
+
+    assert node.run(0, train) == 0
+    assert node.run(1, train) == 6
+    assert "average: the script has replaced the object that it passed to save()" in capfd.readouterr().err
+
+
 def test_a_state_in_memory_overrides_one_saved_by_another_job(node: Node, tmp_path: Path) -> None:
     """A state in memory must be preferred to a folder of another job, although that job was at attempt 7."""
     assert node.run(0, lambda: train(4)) == 0

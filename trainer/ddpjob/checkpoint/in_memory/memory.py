@@ -223,7 +223,8 @@ class Keeper:
             self._shared.node[MISCOUNTED] = 1
             self._forget_assumed()
             self.turn_off(f"{why}: pass the number of steps made so far to both")
-        kept = self._with_wrappers(self.now.kept)
+        self._safely(self._look_for_wrappers)
+        kept = self.now.kept
         if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
             return
@@ -240,13 +241,14 @@ class Keeper:
         counts = named and not kept_alone
         self._safely(self._take_in, kept, int(step), named=named, must_copy=must_copy, counts=counts)
 
-    def _with_wrappers(self, kept: Kept | None) -> Kept | None:
-        """After the first optimizer step, return new Kept objects if the script has wrapped a model after load()."""
+    def _look_for_wrappers(self) -> None:
+        """After the first optimizer step keep the objects again if the script has wrapped a model after load(). Raises
+        ReplacedError."""
+        kept = self.now.kept
         if kept is not None and self._slots.made and not self._has_looked_for_wrappers:
             self._has_looked_for_wrappers = True
             if kept.was_wrapped():
-                self._safely(self._register, kept.objects, False)
-        return self.now.kept
+                self._register(kept.objects, was_assumed=False)
 
     def _has_other(self, step: int) -> bool:
         """True if memory has a copy with this step number, and an optimizer has stepped after it.
