@@ -1899,37 +1899,40 @@ def test_ranks_of_a_lost_node_do_not_get_buffers_that_may_differ_by_rank(
     assert (": each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err) is has_statistics
 
 
-@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("evaluates", ["once", "before each step"])
 @pytest.mark.parametrize("ends", ["killed", "by an error"])
-def test_random_numbers_of_the_first_evaluation_are_not_lost_with_its_only_rank(
-    node: Node, ends: str, draws: bool
+def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluates(
+    node: Node, ends: str, evaluates: str
 ) -> None:
-    """Rank 0 may be the only one that evaluates. If it is lost within its first evaluation, memory must not be used
-    with its random states from before the evaluation, although the other ranks have a complete state."""
+    """Rank 0 may be the only one that evaluates: it may draw random numbers, and halve its learning rate afterwards. If
+    it is lost within the evaluation, memory must not be used, although the other ranks have a complete state. A forward
+    pass without gradients before each step, as of a teacher, is no evaluation."""
 
     def train() -> int:
         world = ddpjob.init()
         objects, snapshot, began = begin()
         model = world.wrap(objects["model"])
-        for step in range(began + 1, 1 if began else 9):
+        for step in range(began + 1, 1 if began else 10):
+            if (evaluates == "before each step" or step == 9) and world.rank == 0:
+                with torch.no_grad():
+                    objects["model"].eval()(torch.ones(4, 4))
+                objects["model"].train()
+            if step == 9:
+                break
             model(torch.eye(4)).square().sum().backward()
             objects["optimizer"].step()
             ddpjob.should_stop(step)
             settle()
             if step == 4:
                 saved(snapshot, step, **objects)
-        if world.rank == 0 and not began:
-            objects["model"].eval()
-            with torch.no_grad():
-                objects["model"](torch.rand(4, 4) if draws else torch.ones(4, 4))
-        if world.rank == 1 or (ends == "by an error" and draws):
+        if world.rank == 1 or ends == "by an error":
             process.current.keeper.now.places.has_called |= world.rank == 1  # its next step has begun
             rescue()
         return began
 
     node.run_all(0, train, ranks=2)
     assert node.step == 8
-    assert node.run_all(1, train, ranks=2) == [4 if draws else 8] * 2
+    assert node.run_all(1, train, ranks=2) == [4 if evaluates == "once" else 8] * 2
 
 
 @pytest.mark.parametrize("steps_made", [0, 1])

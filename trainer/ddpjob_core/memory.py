@@ -255,7 +255,8 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     if name := _of_two_moments(present):
         return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had reached that save"
     for rank, row in enumerate(rows):
-        if (resized or not row.own) and (name := _unproved(rank, rows)):
+        gone = _names(row.boundaries.values()) - _names(present) if present and not row.own else ()
+        if (resized or not row.own) and (name := _unproved(rank, rows) or min(gone, default="")):
             why = "the number of ranks has changed" if row.own else f"that of rank {rank} is lost"
             return f"{name}: each rank may have its own, and {why}"
     return ""

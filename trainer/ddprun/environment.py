@@ -47,6 +47,8 @@ def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
     # torchrun's default includes SIGQUIT. The default of ddprun does not, because SIGQUIT requests stacks.
     signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
     changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
+    # Parameter groups that a script makes from a set must have the same order on each rank, and after a restart.
+    changed.setdefault("PYTHONHASHSEED", "0")
     if options.nproc > 1:
         # torchrun's default, because n ranks that use all cores are slower than n ranks with one core each.
         changed.setdefault("OMP_NUM_THREADS", "1")

@@ -160,7 +160,7 @@ class InMemory:
             if found.held.assumed:
                 self._keeper.assume(objects)
             else:
-                self._keeper.register(objects)
+                self._keeper.register(objects, fetched.state)
             self._keeper.boundary(found.held.version.step, named=True)
         return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
 

@@ -47,9 +47,12 @@ class ReplacedError(StateError):
 class Kept:
     """The objects that the script has passed to `save`, `keep` or `load`, by name."""
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        """Raises StateError for objects that cannot be kept in memory, only in a file."""
+    def __init__(self, objects: Mapping[str, Any], loaded: Mapping[str, Any] | None = None) -> None:
+        """loaded: values that were just loaded into these objects. Raises StateError for objects that cannot be kept in
+        memory, only in a file."""
         averages = untrained(objects)
+        self.loaded = {n: v for n, v in (loaded or {}).items() if not may_be_assumed({n: objects[n]})}
+        """Values of objects of unknown type until the next step: state_dict() begins an epoch of some data loaders."""
         self._objects = {name: _held(unwrapped(value), is_weak=name in averages) for name, value in objects.items()}
         # name of a module → for each buffer: state_dict key, dict that holds the buffer, key in that dict
         self._leaves: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
@@ -114,19 +117,6 @@ class Kept:
         """True if the script has wrapped a model in DistributedDataParallel after it has passed it, as after load()."""
         models = [self._get(name) for name in self.models if name not in self.wrapped]
         return any(isinstance(outermost(model), DistributedDataParallel) for model in models)
-
-    def may_be_assumed(self) -> bool:
-        """True if memory may keep these objects of `load`, although the script has not called `save` yet.
-
-        Each object must know its position in the training. A sampler does not know it if a DataLoader reads ahead, and
-        a script's own class may not know it.
-        """
-        return not self.by_value and all(
-            isinstance(value, LRScheduler)
-            or type(value).__module__.startswith("torch.")
-            or getattr(value, "reads_ahead", True) is False
-            for value in (self._objects[name]() for name in self._others)
-        )
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -208,7 +198,8 @@ class Kept:
             self._others.append(name)
             if not hasattr(value, "state_dict"):
                 self.by_value.append(name)
-            if len(packed.dumps(copied(state_of(value), name))) > SMALL_BYTES_MAX:
+            state = self.loaded[name] if name in self.loaded else copied(state_of(value), name)
+            if len(packed.dumps(state)) > SMALL_BYTES_MAX:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
     def settings(self) -> dict[str, Any]:
@@ -216,7 +207,8 @@ class Kept:
 
         Settings are copied again only if the object was given a new part, or has a part that can change in place.
         """
-        for name in (*self.optimizers, *self._others):
+        self._copies |= self.loaded
+        for name in (*self.optimizers, *(other for other in self._others if other not in self.loaded)):
             value = self._get(name)
             parts, last = _parts_of(value), self._settings.get(name)
             if parts is None or last is None or len(parts) != len(last):
@@ -298,6 +290,20 @@ class Kept:
                     raise StateError(f"{each}: {key} is changed through .data, which is seen in small buffers only")
                 self._summed[each, key] = its[key], now
         return self.watch.total()
+
+
+def may_be_assumed(objects: Mapping[str, Any]) -> bool:
+    """True if memory may keep these objects of `load`, although the script has not called `save` yet.
+
+    Each object must know its position in the training. A sampler does not know it if a DataLoader reads ahead, and a
+    script's own class may not know it. This is decided without `state_dict()`, which begins an epoch of some loaders.
+    """
+    return all(
+        isinstance(value, torch.nn.Module | torch.optim.Optimizer | LRScheduler)
+        or (hasattr(value, "state_dict") and type(value).__module__.startswith("torch."))
+        or getattr(value, "reads_ahead", True) is False
+        for value in map(unwrapped, objects.values())
+    )
 
 
 def untrained(objects: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from ddpjob import process
 from ddpjob.checkpoint.in_memory import copies
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
-from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
+from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError, may_be_assumed
 from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Slots
@@ -123,16 +123,17 @@ class Keeper:
             process.current.not_kept = why
             process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Keep these objects from now on. Plain values are captured only when the script passes them."""
+    def register(self, objects: Mapping[str, Any], loaded: Mapping[str, Any] | None = None) -> None:
+        """Keep these objects from now on. Plain values are captured only when the script passes them. loaded: the
+        values that `load` has just returned from memory."""
         if self.now.is_off:
             return
         was_assumed, self.now.assumed, self._is_unnamed = self.now.assumed, False, False
         if self.now.kept is None or not self.now.kept.is_of(objects):
-            self._safely(self._register, objects, was_assumed)
+            self._safely(self._register, objects, was_assumed, loaded)
 
-    def _register(self, objects: Mapping[str, Any], was_assumed: bool) -> None:
-        kept = Kept(objects)
+    def _register(self, objects: Mapping[str, Any], was_assumed: bool, loaded: Mapping[str, Any] | None = None) -> None:
+        kept = Kept(objects, loaded)
         if was_assumed:
             self._forget_assumed()  # the check begins again, because save() may get more objects than load() did
         elif self.now.kept is not None and not kept.has_parts_of(self.now.kept):
@@ -169,7 +170,8 @@ class Keeper:
         if self.now.is_off or self.now.kept is not None or self._shared.node[MISCOUNTED]:
             return
         with contextlib.suppress(StateError):  # save() will report what is wrong with the objects
-            if objects and Kept(objects).may_be_assumed():
+            if objects and may_be_assumed(objects):
+                Kept(objects)
                 self.register(objects)
                 self.now.assumed = self._is_unnamed = True
 
@@ -235,7 +237,7 @@ class Keeper:
             return  # no new state, or the last plain values belong to another step
         if self.now.copies is not None and self._has_other(step):
             return
-        if self.now.assumed and not kept.may_be_assumed():
+        if self.now.assumed and not may_be_assumed(kept.objects):
             self.forget_assumed()
             return
         counts = named and not kept_alone
@@ -270,6 +272,8 @@ class Keeper:
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, counts: bool) -> None:
         self.now.thread = threading.get_ident()
+        if self._slots.made:
+            kept.loaded = {}
         settings = kept.settings()
         if self._makers.boundary():
             self._tell_not_kept(
@@ -354,12 +358,14 @@ class Keeper:
         self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
 
     def evaluates(self) -> None:
-        """Called before a forward pass without gradients: an evaluation after the end of a step may draw random
-        numbers, which memory lacks, and its rank may be killed before anything else shows that."""
-        kept, places = self.now.kept, self._places
-        if kept is None or self.now.is_off or not places.is_open or places.counts or places.begun is not None:
+        """Called before a forward pass without gradients. An evaluation after the end of a step may draw random
+        numbers, and the script may act on its result. A restart would repeat neither. In a pass before each step, as of
+        a teacher, the script does nothing of that kind."""
+        places = self._places
+        if self.now.kept is None or self.now.is_off or not places.is_open or places.begun is not None:
             return
-        if not places.trusts(RANDOM) and random_states.mark(random_states.compact()) != places.marked.get(RANDOM):
+        places.has_evaluated = True
+        if not (places.counts or places.evaluates_each_step):
             self._shared.cells[LOOSE] = self._slots.step
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
@@ -383,13 +389,24 @@ class Keeper:
         self._shared.cells[LOOSE] = step if not counts and places.suspects([RANDOM, *kept.buffered]) else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError."""
+        """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError, StateError."""
         last = None if process.current.sampler is None else process.current.sampler()
         process.current.sampler = None
+        self._check_unsaved(bool(last is not None and not own and not last.is_placed))
         if last is None or not own or last in own.values():
             return
         if not moved({name: self._places.marked.get(name) for name in own}, {name: values[name] for name in own}):
             raise ReplacedError(f"{', '.join(own)}: the batches come from another sampler than the one given to save()")
+
+    def _check_unsaved(self, is_unsaved: bool) -> None:
+        """Check that the state has a sampler's position. is_unsaved: the last batch came from an unsaved sampler; after
+        one step alone it may have been that of an evaluation. Raises ReplacedError, StateError."""
+        self._places.unsaved_steps = self._places.unsaved_steps + 1 if is_unsaved else 0
+        if self._places.unsaved_steps > 1 and self.now.kept is not None and may_be_assumed(self.now.kept.objects):
+            raise (ReplacedError if self.now.assumed else StateError)(
+                "the batches come from a GlobalBatchSampler that load() and save() do not get, so a restart within an "
+                "epoch would train its first batches again"
+            )
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
         """Log that the script changes objects after the end of a step. where: between which two calls."""

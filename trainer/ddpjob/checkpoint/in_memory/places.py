@@ -54,12 +54,17 @@ class Places:
         """Names of values that save() would have written differently from memory, just before the optimizer step."""
         self.loose_steps = 0
         """Number of steps in a row that had such values."""
+        self.unsaved_steps = 0
+        """Number of steps in a row whose batch came from a GlobalBatchSampler that the script does not save."""
         self.notices_begin = False
         """True after a forward pass or a sampler has shown when a step begins."""
         self.has_begun = False
         """True if a backward pass has begun after the end of the last step."""
         self.has_called = False
         """True if a forward pass with gradients has begun after the end of the last step."""
+        self.has_evaluated = self.evaluates_each_step = False
+        """True if a forward pass without gradients has followed the end of the last step, and that of the one before.
+        """
         self.begun: Mapping[str, Any] | None = None
         """Random states and buffers when the next step began."""
         self.repeated: set[str] | None = None
@@ -82,6 +87,7 @@ class Places:
             self._started = None
         self.marked, self.is_named, self.counts, self.is_open, self.moved = values, named, counts, True, set()
         self.has_called, self.begun, self.repeated = False, None, None
+        self.has_evaluated, self.evaluates_each_step = False, self.has_evaluated
 
     def named(self, values: Mapping[str, Any], also: Collection[str] = (), *, counts: bool = True) -> set[str]:
         """Return the names of values that changed before save(), if that was not known yet. Called if save() or keep()

@@ -114,7 +114,7 @@ def fetch(
     """Return the found state; None on all ranks if one of them cannot use it. Restores this rank's random states. Seeds
     the rank if its random states are lost, or if the number of ranks has changed."""
     version = found.held.version
-    own, early, boundaries, numbering = _that_count(shared, version, rank, world_size)
+    own, early, boundaries, numbering = _that_count(shared, found.held, rank, world_size)
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
     made, gives_up = (own or early or {"made": 0})["made"], (own or early or {"gives_up": False})["gives_up"]
     rows = _exchanged([own is not None, early is not None, rng is not None, made, gives_up], world_size)
@@ -237,11 +237,12 @@ def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, An
 
 
 def _that_count(
-    shared: Shared | None, version: Version, rank: int, world_size: int
+    shared: Shared | None, held: Held, rank: int, world_size: int
 ) -> tuple[Any, Any, dict[int, Any], _Numbering]:
     """Return the values of this rank's slot and of EARLY, hashes of its slots by step, and whose slots a restart uses.
-    The values are None, and there are no hashes, if another rank wrote these slots."""
-    own, early, version = _slots(shared, version)
+    The values are None, and there are no hashes, if another rank wrote these slots. EARLY does not belong to a copy."""
+    own, early, version = _slots(shared, held.version)
+    early = None if held.every else early
     boundaries: dict[int, Any] = {}
     of = (own or early or {"of": (rank, 0)})["of"]
     for slot in (*range(memory.EARLY), *memory.COPY_SLOTS):

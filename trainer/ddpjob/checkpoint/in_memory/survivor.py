@@ -207,14 +207,16 @@ class Survivor:
         UNABLE if not, None if that is not known yet. began: time of the agent's request.
         """
         shared, places, why = self._now.shared, self._now.places, ""
+        step = memory.step_of(shared.cells[CLOCK])
         try:
             if names := places.unsettled(self._now.watched(kept)):
                 kept.check()  # raises if the model was moved to another device, which also changes its buffers
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
-                shared.cells[LOOSE] = memory.step_of(shared.cells[CLOCK])  # no other rank has this rank's change
+                shared.cells[LOOSE] = step  # no other rank has this rank's change
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
-        if not why and not places.is_settled(kept.idle) and not self._is_in_step():
+        is_settled = places.is_settled(kept.idle) and shared.cells[LOOSE] != step
+        if not why and not is_settled and not self._is_in_step():
             if self._has_time(began, 0.5):
                 return None
             why = "the script is between should_stop() or keep() and the next step, where it may still change values"

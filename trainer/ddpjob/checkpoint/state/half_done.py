@@ -85,9 +85,10 @@ def schedule_not_saved(objects: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
-def draws_within_epoch() -> bool:
+def draws_within_epoch(*, shuffles: bool) -> bool:
     """True if a DataLoader that draws its seed from torch's global generator is being iterated. A resume within the
-    epoch draws the seed again. A GlobalBatchSampler restores the generator. Takes about 50 ms: it reads all objects."""
+    epoch draws the seed again. A GlobalBatchSampler restores the generator. shuffles: find only loaders whose order of
+    samples is drawn from that generator. Takes about 50 ms: it reads all objects."""
     objects = gc.get_objects()
     # Attributes may be missing: another thread may be creating an object, or a subclass does not call __init__.
     iterations = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
@@ -97,6 +98,7 @@ def draws_within_epoch() -> bool:
     return any(
         id(getattr(each, "_index_sampler", None)) in iterated
         and not hasattr(getattr(each, "batch_sampler", None), "reads_ahead")
+        and (not shuffles or getattr(getattr(each, "sampler", None), "generator", ...) is None)
         for each in seeded
     )
 
@@ -159,15 +161,16 @@ class SinceLastStep:
 
     def name_loader(self) -> None:
         """Log on rank 0 if a restart within this epoch would continue with other random numbers."""
-        if not (self._draws and self._scans_left and self._rank == 0):
+        if not self._scans_left or self._rank != 0:
             return
         self._scans_left -= 1
-        if draws_within_epoch():
+        if draws_within_epoch(shuffles=not self._draws):
             self._scans_left = 0
             process.log(
                 "a DataLoader draws its seed from torch's global generator: a restart within an epoch does not "
-                "continue the random numbers (dropout, augmentation), because it draws the seed again. Give the "
-                "DataLoader a GlobalBatchSampler as batch_sampler, or generator=torch.Generator()."
+                "continue the random numbers (dropout, augmentation, shuffle=True), because it draws the seed again. "
+                "Give the DataLoader a GlobalBatchSampler as batch_sampler, or without shuffle=True "
+                "generator=torch.Generator()."
             )
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
