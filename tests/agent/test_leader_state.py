@@ -339,11 +339,18 @@ def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, loaded: in
 NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 
-@pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
-def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
-    """A program that one node lacks must be tried on another node, because only its volume may be missing."""
-    found = running(2, has_operator=True)
-    fail(found, [failure(code=code, exception=exception)])
+NO_MODULE = "ModuleNotFoundError: No module named 'mymodel'"
+
+
+@pytest.mark.parametrize("step", [0, 100], ids=["first attempt", "after training"])
+@pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT), (1, NO_MODULE)])
+def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str, step: int) -> None:
+    """A program or module that one node lacks must be tried on another node, because only its volume may be missing.
+    Restarts on the same nodes would spend backoffLimit."""
+    found = running(2, has_operator=True, furthest_step=step)
+    found.failed(0, [failure(code=code, exception=exception)], T0)
+    found.tick(T0 + SAME_MISTAKE_SECONDS)
+    stop(found, [failure(code=code, exception=exception)], T0 + SAME_MISTAKE_SECONDS)
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (code, "infrastructure")
     assert order.why.endswith("; another node may have the program")
@@ -357,6 +364,19 @@ def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stop
     found.stopped(1, [], T0, lacks_program=True)
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (2, "permanent")
+
+
+@pytest.mark.parametrize("where", [{}, {"has_operator": True, "local": True}], ids=["no operator", "one machine"])
+def test_without_other_nodes_an_import_error_of_one_node_is_tried_twice(where: Any) -> None:
+    """An import may succeed the next time, for example of a module that another rank was building."""
+    found = running(2, **where)
+    for then in (StartOrder, EndOrder):
+        found.failed(0, [failure(exception=NO_MODULE)], T0)
+        found.tick(T0 + SAME_MISTAKE_SECONDS)
+        stop(found, [failure(exception=NO_MODULE)])
+        (order,) = taken(found)
+        assert type(order) is then
+    assert order.failure.failure_class == "permanent"
 
 
 def test_a_script_that_was_removed_since_the_ranks_began_explains_no_other_failure() -> None:

@@ -145,7 +145,6 @@ def settle(
     *,
     stepped: bool,
     trained: bool = False,
-    untried: bool = False,
     nodes: int | None = None,
     lost: Sequence[api.JobFailure] = (),
     early: api.JobFailure | None = None,
@@ -155,7 +154,7 @@ def settle(
 
     first: the result of root_cause(). Its pod may be deleted, also by others than the operator.
     failed: the attempt's pods that did not complete. Only the operator may have deleted a running one.
-    stepped: this attempt made a step. trained: an earlier attempt has trained. untried: none is known to have trained.
+    stepped: this attempt has trained. trained: an earlier attempt has.
     nodes: number of pods; None: as in `failed`. lost: failures of pods on lost nodes.
     early: failure of a node that completed early. steps: last reported step of each rank.
     """
@@ -186,14 +185,15 @@ def settle(
         return _ended_early(early, cause.failure, steps or {}), "application"
     if nodes != 1 and cause.precedence >= Precedence.RESUMABLE:
         return cause.failure, "infrastructure"
-    if not cannot_start(cause.failure):
-        found = rules.classify(_with_evidence(cause.failure))
-        repeats = found == "application" and untried and _repeats(cause, all_ends, number)
-        return cause.failure, "permanent" if repeats else found
-    # If only some nodes cannot start the program, they may be the reason. `everywhere`: agents have compared all nodes.
-    unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
-    everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
-    return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
+    own = read_back(cause.failure)
+    if rules.cannot_start(own):
+        alike = [end for end in all_ends if rules.cannot_start(read_back(end.failure))]
+    else:
+        alike = [end for end in all_ends if own.exception in (end.failure.exception, *end.raised)]
+    # A missing ConfigMap is missing on all nodes. `everywhere`: agents have compared all nodes.
+    everywhere = cause.failure.reason == CONFIG_ERROR or any(end.everywhere for end in all_ends)
+    everywhere |= len({end.failure.node_rank for end in alike}) >= number
+    return cause.failure, rules.class_of(own, everywhere=everywhere, stepped=stepped, trained=trained)
 
 
 def lacks_configuration(pod: Pod) -> bool:
@@ -203,15 +203,12 @@ def lacks_configuration(pod: Pod) -> bool:
 
 def cannot_start(failure: api.JobFailure) -> bool:
     """True if the failure came before any code of the program ran: because of job, node or a temporary error."""
-    if failure.reason not in ("", "Error", *rules.START_REASONS):
-        return False
-    own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
-    return rules.cannot_start(own)
+    return failure.reason in ("", "Error", *rules.START_REASONS) and rules.cannot_start(read_back(failure))
 
 
 def from_outside(failure: api.JobFailure) -> bool:
     """True if something outside the pod caused the failure. failurePolicy then does not apply."""
-    return rules.from_outside(_with_evidence(failure))
+    return rules.from_outside(read_back(failure))
 
 
 def blames_node(failure: api.JobFailure) -> bool:
@@ -247,12 +244,14 @@ def precedence_of(failure: api.JobFailure) -> Precedence:
     return Precedence[evidence_of(failure).precedence]
 
 
-def _with_evidence(failure: api.JobFailure) -> Failure:
-    """Return the failure as the type that the rules classify."""
+def read_back(failure: api.JobFailure) -> Failure:
+    """Return a recorded failure as the type that the rules take."""
     fields = msgspec.structs.asdict(evidence_of(failure))
     del fields["precedence"], fields["silent_node"], fields["hidden"]
-    exception = failure.exception if fields.pop("raised") else ""
-    return Failure(exit_code=failure.exit_code, exception=exception, **fields)
+    # argparse raises no exception: it prints a sentence and exits with 2.
+    has_own = fields.pop("raised") or rules.is_mistake(failure.exception, failure.exit_code)
+    exception = failure.exception if has_own else ""
+    return Failure(exit_code=failure.exit_code, exception=exception, where=failure.where, **fields)
 
 
 def is_a_cause(first: api.JobFailure) -> bool:
@@ -278,17 +277,6 @@ def who(failure: api.JobFailure) -> str:
 def tail_of(pod: Pod) -> str:
     """Return the end of the log of a pod that has ended."""
     return log_lines.tail(_read(pod).log)
-
-
-def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return "permanent" only if the job has never trained and no node can start it. Otherwise the node or the moment
-    may be the reason. A missing ConfigMap is missing on all nodes."""
-    if cause.reason not in rules.START_REASONS and stepped:
-        return "application"  # the ranks have made steps, so the program existed on the node
-    if rules.classify(_with_evidence(cause)) == "infrastructure":
-        return "infrastructure"
-    forever = everywhere or cause.reason == CONFIG_ERROR
-    return "permanent" if forever and not trained and not stepped else "infrastructure"
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
@@ -474,18 +462,6 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
         evidence=evidence_of(first),
     )
     return [PodEnd(merged)]
-
-
-def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
-    """True if a retry would fail in the same way: all nodes show the same mistake of the script."""
-    exception = cause.failure.exception
-    code = cause.failure.exit_code
-    # argparse raises no exception: it prints a sentence and exits with 2.
-    is_own = evidence_of(cause.failure).raised or code == 2
-    if not is_own or not rules.is_mistake(exception, code):
-        return False
-    alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
-    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
