@@ -242,6 +242,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     assert order.failure.failure_class == "permanent"
 
 
+@pytest.mark.parametrize("kind", ["OSError", "torch.OutOfMemoryError"])
 @pytest.mark.parametrize(
     ("local", "second", "then"),
     [
@@ -253,11 +254,11 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     ],
     ids=["the same", "another line", "another exception", "after a new step", "in a cluster"],
 )
-def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(local, second, then):
+def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(local, second, then, kind):
     """On one machine the same exception at the same line must end the job. In a cluster a node may be at fault."""
-    first = {"exception": "OSError: shard 1", "where": "train.py:4"}
+    first = {"exception": f"{kind}: shard 1", "where": "train.py:4"}
     found = running(2, local=local)
-    fails_with = [failure(**first), failure(**first | {"exception": "OSError: shard 2"} | second)]
+    fails_with = [failure(**first), failure(**first | {"exception": f"{kind}: shard 2"} | second)]
     for i, failed in enumerate(fails_with):
         if failed.step:
             found.reached(failed.step)

@@ -21,6 +21,8 @@ from ddpjob_core.failures import KILLED_BY_KERNEL, NO_PROGRAM, OUTPUT_UNREAD, Fa
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
+# Classes of failures of the script itself.
+OWN = ("application", "outOfMemory")
 
 # If a job that has never trained fails on different nodes this many times, the job itself counts as the cause.
 STARTS_MAX = 10

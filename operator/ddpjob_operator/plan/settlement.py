@@ -72,9 +72,8 @@ def settle(view: View, status: api.Status, first: api.JobFailure, *, others_go_o
 
 
 def _is_repeated(view: View, cause: api.JobFailure, failure_class: rules.Class) -> bool:
-    is_own = failure_class in ("application", "outOfMemory")
     is_wanted = any(rule.matches(cause.exit_code) for rule in budgets.policy(view.spec))
-    return is_own and not is_wanted and is_again(cause, view.settings.failed_before)
+    return failure_class in rules.OWN and not is_wanted and is_again(cause, view.settings.failed_before)
 
 
 def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:

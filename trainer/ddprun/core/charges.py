@@ -104,7 +104,7 @@ class Charges:
             made_a_new_step=self.furthest_step > self._furthest_before,
             reports_steps=self.furthest_step > 0,
             ran_seconds=self._ran_seconds,
-            only_complaints=failure.symptom and not failure.unstarted,
+            only_complaints=failure.only_complains,
         )
         # Seconds of the monotonic clock, because only differences are used.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
@@ -155,8 +155,9 @@ class Charges:
         stepped, trained = self._trained_here, self._trained_before
         found = rules.class_of(failure, everywhere=everywhere, stepped=stepped, trained=trained)
         found = "infrastructure" if failure.symptom else found
-        if found == "application" and self._is_local and before is not None and not attempt.made_a_new_step:
-            found = "permanent" if rules.is_again(failure, before) else found
+        if self._is_local and before is not None and not attempt.made_a_new_step:
+            is_again = found in rules.OWN and rules.is_again(failure, before)
+            found = "permanent" if is_again else found
         found = rules.of_complaints(found, history, attempt)
         ignored = any(rule.matches(code) for rule in self._policy)
         is_elsewhere = found == "infrastructure" and others_may_start and not ignored

@@ -84,7 +84,7 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
 
 def _explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     """Return the cause of a lost connection if the other rank ended with 0 (it made fewer steps), else the failure."""
-    if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
+    if not failure.only_complains or not ended or failure.rank is None:
         return failure
     from ddpjob_core import rules
 
