@@ -235,7 +235,7 @@ def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(re
     """An unknown reason, as from an older operator's status, must be charged, or the job may restart for ever."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
-    assert root_cause.from_outside(failure) == (found == "infrastructure")
+    assert rules.from_outside(root_cause.read_back(failure)) == (found == "infrastructure")
 
 
 def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
@@ -243,7 +243,7 @@ def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
     read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
-    assert (settled(first=read)[1], root_cause.from_outside(read)) == ("application", False)
+    assert (settled(first=read)[1], rules.from_outside(root_cause.read_back(read))) == ("application", False)
 
 
 def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:

@@ -214,11 +214,6 @@ def cannot_start(failure: api.JobFailure) -> bool:
     return failure.reason in ("", "Error", *rules.START_REASONS) and rules.cannot_start(read_back(failure))
 
 
-def from_outside(failure: api.JobFailure) -> bool:
-    """True if something outside the pod caused the failure. failurePolicy then does not apply."""
-    return rules.from_outside(read_back(failure))
-
-
 def blames_node(failure: api.JobFailure) -> bool:
     """True if the node may have caused the failure, so that a job may avoid the node."""
     if failure.failure_class != "infrastructure":

@@ -58,7 +58,7 @@ def settle(view: View, status: api.Status, first: api.JobFailure, *, others_go_o
     if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
         failure_class = "permanent"  # enough other nodes were tried
     failure_class = rules.of_complaints(failure_class, history, attempt)
-    policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
+    policy, outside = budgets.policy(view.spec), rules.from_outside(root_cause.read_back(cause))
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
     if failure_class == "application" and _torchrun_gave_up(view, cause):
         given = view.spec.facts.max_restarts
