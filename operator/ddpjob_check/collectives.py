@@ -42,11 +42,8 @@ def collective_on_one_rank(script: Script, job: CheckedJob) -> Iterator[Found]:
 
 def _is_worth_a_look(script: Script, call: ast.Call) -> bool:
     """True for calls that may wait for other ranks: a collective, a function of the file, or a model."""
-    return bool(_itself(script, call) or script.functions_called(call)) or _calls_a_value(call)
-
-
-def _calls_a_value(call: ast.Call) -> bool:
-    return name_of(call.func).lower().endswith(("model", "net", "ddp"))
+    is_model = name_of(call.func).lower().endswith(("model", "net", "ddp"))
+    return is_model or bool(_itself(script, call) or script.functions_called(call))
 
 
 def _message(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -> str:

@@ -281,10 +281,11 @@ class Script(Values):
                 return {Kind.UNKNOWN}
             items = [e for o in self.origins(origin.value) for e in self._items(o, origin.slice)]
             return set().union(*(self.kinds(e, depth) for e in items))
-        if isinstance(origin, ast.Attribute) and self._is_world(origin.value):
+        owners = self.origins(origin.value) if isinstance(origin, ast.Attribute) else ()
+        if isinstance(origin, ast.Attribute) and any(self.called(owner) == "ddpjob.init" for owner in owners):
             return {{"rank": Kind.GLOBAL, "local_rank": Kind.LOCAL}.get(origin.attr, Kind.UNKNOWN)}
         if isinstance(origin, ast.Attribute) and dotted(origin.value) not in self.containers_changed:
-            fields = [self._field(o, origin.attr) for o in self.origins(origin.value)]
+            fields = [self._field(owner, origin.attr) for owner in owners]
             if None not in fields:
                 return set().union(*(self.kinds(f, depth) for f in fields))
         return {Kind.LOCAL if name_of(origin) in ("local_rank", "localrank", "LOCAL_RANK") else Kind.UNKNOWN}
@@ -342,9 +343,6 @@ class Script(Values):
                 if not factors & own and self.kinds(local, depth) <= own:
                     return Kind.GLOBAL
         return Kind.UNKNOWN
-
-    def _is_world(self, node: ast.expr) -> bool:
-        return any(self.called(o) == "ddpjob.init" for o in self.origins(node))
 
     def _reads_a_rank(self, node: ast.AST) -> bool:
         if is_named_like_a_rank(name_of(node)) or "RANK" in self.variable_read(node):

@@ -242,6 +242,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     assert order.failure.failure_class == "permanent"
 
 
+@pytest.mark.parametrize("kind", ["OSError", "torch.OutOfMemoryError"])
 @pytest.mark.parametrize(
     ("local", "second", "then"),
     [
@@ -253,11 +254,11 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     ],
     ids=["the same", "another line", "another exception", "after a new step", "in a cluster"],
 )
-def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(local, second, then):
+def test_on_one_machine_any_exception_that_comes_twice_at_one_line_ends_the_job(local, second, then, kind):
     """On one machine the same exception at the same line must end the job. In a cluster a node may be at fault."""
-    first = {"exception": "OSError: shard 1", "where": "train.py:4"}
+    first = {"exception": f"{kind}: shard 1", "where": "train.py:4"}
     found = running(2, local=local)
-    fails_with = [failure(**first), failure(**first | {"exception": "OSError: shard 2"} | second)]
+    fails_with = [failure(**first), failure(**first | {"exception": f"{kind}: shard 2"} | second)]
     for i, failed in enumerate(fails_with):
         if failed.step:
             found.reached(failed.step)
@@ -339,11 +340,18 @@ def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, loaded: in
 NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 
-@pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
-def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
-    """A program that one node lacks must be tried on another node, because only its volume may be missing."""
-    found = running(2, has_operator=True)
-    fail(found, [failure(code=code, exception=exception)])
+NO_MODULE = "ModuleNotFoundError: No module named 'mymodel'"
+
+
+@pytest.mark.parametrize("step", [0, 100], ids=["first attempt", "after training"])
+@pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT), (1, NO_MODULE)])
+def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str, step: int) -> None:
+    """A program or module that one node lacks must be tried on another node, because only its volume may be missing.
+    Restarts on the same nodes would spend backoffLimit."""
+    found = running(2, has_operator=True, furthest_step=step)
+    found.failed(0, [failure(code=code, exception=exception)], T0)
+    found.tick(T0 + SAME_MISTAKE_SECONDS)
+    stop(found, [failure(code=code, exception=exception)], T0 + SAME_MISTAKE_SECONDS)
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (code, "infrastructure")
     assert order.why.endswith("; another node may have the program")
@@ -357,6 +365,19 @@ def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stop
     found.stopped(1, [], T0, lacks_program=True)
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (2, "permanent")
+
+
+@pytest.mark.parametrize("where", [{}, {"has_operator": True, "local": True}], ids=["no operator", "one machine"])
+def test_without_other_nodes_an_import_error_of_one_node_is_tried_twice(where: Any) -> None:
+    """An import may succeed the next time, for example of a module that another rank was building."""
+    found = running(2, **where)
+    for then in (StartOrder, EndOrder):
+        found.failed(0, [failure(exception=NO_MODULE)], T0)
+        found.tick(T0 + SAME_MISTAKE_SECONDS)
+        stop(found, [failure(exception=NO_MODULE)])
+        (order,) = taken(found)
+        assert type(order) is then
+    assert order.failure.failure_class == "permanent"
 
 
 def test_a_script_that_was_removed_since_the_ranks_began_explains_no_other_failure() -> None:

@@ -333,9 +333,13 @@ def test_one_node_that_cannot_start_fails_a_new_job_only_after_other_nodes_were_
     assert (starts, world.status.reason) == (11, "PermanentFailure"), world.status.message
 
 
-def test_a_module_that_is_missing_in_the_middle_of_training_is_charged_to_the_script() -> None:
-    """A failing `import wandb` at the first checkpoint must count against backoffLimit, or it repeats for ever."""
-    world = digits().running().reports_step(100).settle().exits(0, code=1, message="ImportError: no wandb").restarted()
+@pytest.mark.parametrize("reports", [True, False], ids=["steps", "no steps"])
+def test_a_module_that_is_missing_in_the_middle_of_training_is_charged_to_the_script(reports: bool) -> None:
+    """A failing `import wandb` at the first checkpoint must count against backoffLimit, or it repeats for ever. Without
+    step reports a job has trained after a minute."""
+    world = digits().running()
+    world = world.reports_step(100).settle() if reports else world.after(61).settle()
+    world.exits(0, code=1, message="ImportError: no wandb").restarted()
     assert charges(world) == (1, 0, 0)
 
 

@@ -235,7 +235,7 @@ def test_without_evidence_the_reason_decides_and_an_unknown_reason_is_charged(re
     """An unknown reason, as from an older operator's status, must be charged, or the job may restart for ever."""
     failure = recorded(1, reason, exit_code=3, evidence=evidence)
     assert settled(first=failure)[1] == found
-    assert root_cause.from_outside(failure) == (found == "infrastructure")
+    assert rules.from_outside(root_cause.read_back(failure)) == (found == "infrastructure")
 
 
 def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
@@ -243,7 +243,7 @@ def test_the_evidence_is_read_back_and_not_rebuilt_from_the_reason() -> None:
     evidence = api.Evidence(precedence="OWN", raised=True, container_reason="Error")
     failure = recorded(1, "Evicted", exit_code=3, exception="ValueError: x", evidence=evidence)
     read = msgspec.json.decode(msgspec.json.encode(failure), type=api.JobFailure)
-    assert (settled(first=read)[1], root_cause.from_outside(read)) == ("application", False)
+    assert (settled(first=read)[1], rules.from_outside(root_cause.read_back(read))) == ("application", False)
 
 
 def test_the_first_recorded_failure_is_shown_with_the_end_of_its_pod() -> None:
@@ -298,16 +298,16 @@ MISTAKE = (
 def test_a_mistake_on_every_node_before_the_first_step_is_permanent() -> None:
     """A mistake on every node before the first step must end the job, and not cost four attempts."""
     pods = [pod(rank, said=MISTAKE) for rank in range(2)]
-    assert settled(*pods, nodes=2, untried=True)[1] == "permanent"
-    assert settled(*pods, nodes=2, untried=False)[1] == "application", (
+    assert settled(*pods, nodes=2, stepped=False)[1] == "permanent"
+    assert settled(*pods, nodes=2, stepped=False, trained=True)[1] == "application", (
         "the job has trained, so the same lines have worked"
     )
-    assert settled(*pods, nodes=3, untried=True)[1] == "application", "the third node has not made it"
-    assert settled(pods[0], pod(1, said=SHARD), nodes=2, untried=True)[1] == "application", "two nodes, two exceptions"
+    assert settled(*pods, nodes=3, stepped=False)[1] == "application", "the third node has not made it"
+    assert settled(pods[0], pod(1, said=SHARD), nodes=2, stepped=False)[1] == "application", "two nodes, two exceptions"
     passing = MISTAKE.replace("AttributeError: 'Tensor' object has no", "ConnectionError: data server has no")
-    assert settled(*(pod(rank, said=passing) for rank in range(2)), nodes=2, untried=True)[1] == "application"
+    assert settled(*(pod(rank, said=passing) for rank in range(2)), nodes=2, stepped=False)[1] == "application"
     chosen = [pod(rank, 3, said=MISTAKE) for rank in range(2)]
-    assert settled(*chosen, nodes=2, untried=True)[1] == "application", "who ends with 3 means something by it"
+    assert settled(*chosen, nodes=2, stepped=False)[1] == "application", "who ends with 3 means something by it"
 
 
 OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --lrr 1\n"
@@ -316,23 +316,25 @@ OPTION = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized argument
 def test_options_that_every_node_refuses_are_not_retried() -> None:
     """Options that every node refuses, such as `--lrr 1`, must not be tried again."""
     pods = [pod(rank, 2, said=OPTION) for rank in range(2)]
-    failure, found = settled(*pods, nodes=2, untried=True)
+    failure, found = settled(*pods, nodes=2, stepped=False)
     assert (failure.exception, found) == ("train.py: error: unrecognized arguments: --lrr 1", "permanent")
     stopped = told(pod(1, 143, said=OPTION, seconds=11), 10.5)
-    assert settled(pods[0], stopped, first=first_sign(pods[0]), nodes=2, untried=True)[1] == "permanent"
-    assert settled(*pods, nodes=2, untried=False)[1] == "application", "the job has trained with these options"
-    assert settled(*pods, nodes=3, untried=True)[1] == "application", "the third node has not refused them"
+    assert settled(pods[0], stopped, first=first_sign(pods[0]), nodes=2, stepped=False)[1] == "permanent"
+    assert settled(*pods, nodes=2, stepped=False, trained=True)[1] == "application", (
+        "the job has trained with these options"
+    )
+    assert settled(*pods, nodes=3, stepped=False)[1] == "application", "the third node has not refused them"
     bare = [pod(rank, 2, said="loading\n") for rank in range(2)]
-    assert settled(*bare, nodes=2, untried=True)[1] == "application", "a bare exit code may mean anything"
+    assert settled(*bare, nodes=2, stepped=False)[1] == "application", "a bare exit code may mean anything"
     chosen = [pod(rank, 3, said=OPTION) for rank in range(2)]
-    assert settled(*chosen, nodes=2, untried=True)[1] == "application", "argparse ends with 2"
+    assert settled(*chosen, nodes=2, stepped=False)[1] == "application", "argparse ends with 2"
 
 
 @pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
 def test_options_that_the_launcher_refuses_are_not_retried_even_if_only_one_node_got_so_far(launcher):
     """Options that the launcher refuses must not be tried again, even if only one node has refused them so far."""
     said = f"{launcher}: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n"
-    failure, found = settled(pod(0, 2, said=said), nodes=2, untried=True)
+    failure, found = settled(pod(0, 2, said=said), nodes=2, stepped=False)
     assert (failure.exception, found) == (said.splitlines()[0], "permanent")
 
 
@@ -340,7 +342,7 @@ def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
     """A mistake must count for a node that was stopped right after it, although its exit code shows only SIGTERM."""
     stopped = told(pod(1, 143, said=MISTAKE + "SignalException: Process 7 got signal: 15\n", seconds=11), 10.5)
     failed = pod(0, said=MISTAKE)
-    assert settled(failed, stopped, first=first_sign(failed), nodes=2, untried=True)[1] == "permanent"
+    assert settled(failed, stopped, first=first_sign(failed), nodes=2, stepped=False)[1] == "permanent"
 
 
 def test_a_failure_names_the_line_of_the_script_and_not_of_a_library() -> None:

@@ -146,6 +146,29 @@ def test_the_failure_class_follows_from_kubernetes_and_the_process(failure: Fail
     assert rules.classify(failure) == found
 
 
+NO_PROGRAM, NO_MODULE = Failure(exit_code=127), Failure(exit_code=1, exception="ImportError: no wandb")
+TYPO = Failure(exit_code=1, exception="NameError: name 'modle' is not defined")
+REFUSED = Failure(exit_code=2, exception="torchrun: error: --nproc-per-node: 'x' is not a number")
+# Classes by failure: one node shows it, all nodes do, and ranks of this attempt, or of an earlier one, have trained.
+BY_TRAINING: list[tuple[Failure, list[rules.Class]]] = [
+    (NO_PROGRAM, ["infrastructure", "permanent", "application", "infrastructure"]),
+    (NO_MODULE, ["infrastructure", "permanent", "application", "infrastructure"]),
+    (Failure(container_reason="StartError"), ["infrastructure", "permanent", "infrastructure", "infrastructure"]),
+    (TYPO, ["application", "permanent", "application", "application"]),
+    (REFUSED, ["permanent", "permanent", "application", "application"]),
+    (Failure(exit_code=3), ["application"] * 4),
+    (Failure(exit_code=75, exception=NO_MODULE.exception), ["infrastructure"] * 4),
+    (Failure(exit_code=1, exception="AssertionError: Unknown backend type foo"), ["permanent"] * 4),
+]
+
+
+@pytest.mark.parametrize(("failure", "classes"), BY_TRAINING, ids=str)
+def test_a_failure_that_no_restart_can_fix_is_permanent_until_the_job_has_trained(failure, classes) -> None:
+    cases = ((False, False, False), (True, False, False), (True, True, False), (True, False, True))
+    found = [rules.class_of(failure, everywhere=e, stepped=s, trained=t) for e, s, t in cases]
+    assert found == classes
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [

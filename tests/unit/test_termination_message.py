@@ -10,7 +10,7 @@ import pytest
 
 from ddpjob_core.failures import Failure, first_line
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.failures.termination_message import ContainerReport
+from ddpjob_operator.failures.termination_message import Message
 
 DATA = Path(__file__).parent / "data/logs"
 SHARD = "ValueError: no such shard: 7"
@@ -199,7 +199,7 @@ def test_the_message_of_the_library_is_read_completely() -> None:
     )  # fmt: skip
     report = termination_message.read(text + "\n")
     failure = Failure(3, exit_code=1, exception=SHARD, step=41, time=1796000000.5)
-    want = ContainerReport(failure, log=f"the last lines\n{SHARD}")
+    want = Message(failure, log=f"the last lines\n{SHARD}")
     assert report == want
 
 
@@ -249,7 +249,7 @@ def test_the_exception_of_the_library_overrides_the_log_and_the_table_fills_its_
 )
 def test_a_text_that_is_no_library_message_is_read_as_a_log(text: str) -> None:
     report = termination_message.read(text)
-    assert report == ContainerReport(log=text.replace("\x00", ""))
+    assert report == Message(log=text.replace("\x00", ""))
 
 
 # ---------------------------------------------------------------- exceptions

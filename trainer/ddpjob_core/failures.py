@@ -137,6 +137,11 @@ class Failure(NamedTuple):
         return Precedence.UNKNOWN if silent else Precedence.OWN
 
     @property
+    def only_complains(self) -> bool:
+        """True if the rank only reports a lost peer. Agents decide this, because texts differ by backend and torch."""
+        return self.symptom and not self.unstarted
+
+    @property
     def lacks_program(self) -> bool:
         """True if the program is missing on its node."""
         return self.exit_code in CANNOT_RUN or self.exception.startswith(NO_PROGRAM)

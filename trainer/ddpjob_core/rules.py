@@ -1,7 +1,7 @@
 """Classify failures, and decide whether a restart is worthwhile; its cost is in `budget.py`.
 
 Shared by the operator and the programs in pods; failures.py finds the cause among several. Standard library only, no
-I/O, no clock. `classify` returns a failure's class; `judge` charges it to a budget and decides whether and when the
+I/O, no clock. `class_of` returns a failure's class; `judge` charges it to a budget and decides whether and when the
 group restarts.
 """
 
@@ -21,6 +21,8 @@ from ddpjob_core.failures import KILLED_BY_KERNEL, NO_PROGRAM, OUTPUT_UNREAD, Fa
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
+# Classes of failures of the script itself.
+OWN = ("application", "outOfMemory")
 
 # If a job that has never trained fails on different nodes this many times, the job itself counts as the cause.
 STARTS_MAX = 10
@@ -161,15 +163,41 @@ def classify(failure: Failure) -> Class:
         return "application"
     if from_outside(f):
         return "infrastructure"
-    if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
+    is_stopped = f.exit_code in (RESUMABLE_EXIT_CODE, 143)
+    if cannot_start(f) and not is_stopped:
         return "infrastructure" if DEVICE.search(f.exception) else "permanent"
     if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD or CANNOT_SAVE.match(f.exception):
         return "permanent"
     if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
-    if f.exit_code in (RESUMABLE_EXIT_CODE, 143) or DEVICE.search(f.exception):
+    if is_stopped or DEVICE.search(f.exception):
         return "infrastructure"
     return "application"
+
+
+def class_of(f: Failure, *, everywhere: bool, stepped: bool, trained: bool) -> Class:
+    """Return the class of the failure that ended the ranks of a group.
+
+    everywhere: True if all nodes show this failure, or no other node could be used. stepped: True if these ranks have
+    trained. trained: True if ranks of an earlier attempt have. Until then a failure on all nodes is permanent, because
+    a restart would fail in the same way. If only some nodes cannot start the program, they may be the reason.
+    """
+    found = classify(f)
+    if found == "permanent" and cannot_start(f):
+        if stepped and f.container_reason not in START_REASONS:
+            return "application"  # the ranks have trained, so the program exists on these nodes
+        return "permanent" if everywhere and not (stepped or trained) else "infrastructure"
+    is_untried = found == "application" and not (stepped or trained) and is_mistake(f.exception, f.exit_code)
+    # One node is enough if the launcher refuses its options, because all nodes have the same command.
+    return "permanent" if is_untried and (everywhere or _LAUNCHER_REFUSED.match(f.exception)) else found
+
+
+def is_again(f: Failure, before: Failure) -> bool:
+    """True for an exception of the same type at the same line as before. On one machine, where no node can be the
+    cause, a restart would then fail in the same way."""
+    kind, kind_before = (one.exception.partition(":")[0] for one in (f, before))
+    is_known = bool(kind and f.where) and f.exit_code not in (None, 0)
+    return is_known and (kind, f.where) == (kind_before, before.where)
 
 
 def from_outside(f: Failure) -> bool:
@@ -223,11 +251,6 @@ def is_mistake(exception: str, exit_code: int | None) -> bool:
     if exit_code != 1 or _MISTAKE.match(exception) is None:
         return False
     return _MAY_PASS.match(exception) is None or _OF_DEVICES.match(exception) is not None
-
-
-def is_refused_by_launcher(exception: str, exit_code: int | None) -> bool:
-    """True if the launcher refused its options. One such node is enough, because all nodes have the same command."""
-    return exit_code == 2 and _LAUNCHER_REFUSED.match(exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:

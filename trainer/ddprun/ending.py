@@ -179,7 +179,7 @@ def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]
     if not below or processes.is_python(rank):
         return found
     pythons = set(_first_pythons(rank, below, parent_of))
-    return found | (pythons and _between(rank, pythons, parent_of)) if pythons else below
+    return found.union(pythons, *(_above(pid, rank, parent_of) for pid in pythons)) if pythons else below
 
 
 def _first_pythons(rank: int, below: set[int], parent_of: Mapping[int, int]) -> Iterator[int]:
@@ -188,11 +188,6 @@ def _first_pythons(rank: int, below: set[int], parent_of: Mapping[int, int]) -> 
     for pid in pythons:
         if pythons.isdisjoint(_above(pid, rank, parent_of)):
             yield pid
-
-
-def _between(rank: int, pids: set[int], parent_of: Mapping[int, int]) -> set[int]:
-    """Return these processes and all between them and the rank."""
-    return pids.union(*(_above(pid, rank, parent_of) for pid in pids))
 
 
 def _above(pid: int, rank: int, parent_of: Mapping[int, int]) -> list[int]:

@@ -119,7 +119,8 @@ def _read(script: Script) -> FoundScript:
     passed = local_rank.must_be_passed(script)
     gpus = (f"Line {nccl} uses nccl, which needs a GPU for each process.",) if nccl else ()
     notes = (*_of_launch(script, spawned, passed), *gpus, *_of_arguments(script.tree), *_of_files(script))
-    return FoundScript(bool(spawned), nccl, cuda, passed, notes, "" if spawned else launchers.why_torchrun(script))
+    why_torchrun = "" if spawned else next(launchers.why_torchrun(script), "")
+    return FoundScript(bool(spawned), nccl, cuda, passed, notes, why_torchrun)
 
 
 def _refuse_unprintable(start: Source, script: str) -> None:

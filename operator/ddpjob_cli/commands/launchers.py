@@ -39,12 +39,8 @@ def missing_in(image: str) -> str:
     return "" if name == IMAGE else f"{image} may lack ddprun; with the package ddpjob in it, add --launcher ddprun"
 
 
-def why_torchrun(script: Script) -> str:
-    """Return what in the script works only under torchrun, as a clause with its line; "" if nothing does."""
-    return next(_needs(script), "")
-
-
-def _needs(script: Script) -> Iterator[str]:
+def why_torchrun(script: Script) -> Iterator[str]:
+    """Yield what in the script works only under torchrun, as a clause with its line."""
     stores = script.calls_to(_STORE)
     if stores and not any(_may_serve(script, call) for call in stores):
         yield f"line {stores[0].lineno} connects to a store that torchrun serves"

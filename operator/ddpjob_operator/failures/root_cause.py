@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,7 +18,7 @@ from ddpjob_core.failures import Failure, Precedence
 from ddpjob_core.members import Members
 from ddpjob_operator.failures import log_lines, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.failures.termination_message import ContainerReport, signal_name
+from ddpjob_operator.failures.termination_message import Message, signal_name
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Pod
 
@@ -98,31 +98,39 @@ class PodEnd:
     """How and when one pod ended, for comparison with other pods."""
 
     failure: api.JobFailure
-    deleted_at: dt.datetime | None = None
-    """When the pod's deletion was requested; None for a lost node or an eviction."""
-    everywhere: bool = False
-    """True if the agents agree that the failure would happen on every node."""
-    raised: frozenset[str] = frozenset()
-    """All exceptions in the pod's log, also those of a rank that was stopped later, and argparse's message."""
+    pod: Pod | None = None
+    """None for a failure that is only known from the status."""
+    message: Message = field(default_factory=Message)
     done: bool = False
     """True if all ranks had ended with 0 before the pod's stop. Exit code 0 proves this only if the store was lost."""
-    seen: int = 0
-    """The observation in which the pod's end was first seen; 0: the first of the pod."""
-    deletion_seen: int = 0
-    """The observation in which the pod's deletion was first seen requested; 0: the first of the pod."""
 
     @property
     def precedence(self) -> Precedence:
         """The priority of this failure as a cause: the failure with the lowest number explains the others."""
         return precedence_of(self.failure)
 
+    @property
+    def seen(self) -> int:
+        """The observation in which the pod's end was first seen; 0: the first of the pod."""
+        return 0 if self.pod is None else self.pod.ended_seen
+
+    def has_raised(self, exception: str) -> bool:
+        """True if the pod's log has this exception or message of argparse, also of a rank that was stopped later."""
+        log = self.message.log
+        said = (*(one.exception for one in termination_message.raised(log)), log_lines.refused(log))
+        return exception in (self.failure.exception, *(shown(text, EXCEPTION_MAX) for text in said))
+
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if this pod's deletion was requested after the other pod ended. Clocks count if the order is unknown."""
-        if self.deleted_at is None:
+        """True if this pod's deletion was requested after the other pod ended. Clocks count if the order is unknown.
+        False for a lost node and an eviction without a request."""
+        pod = self.pod
+        if pod is None or pod.deletion_requested_at is None:
             return False
-        if other.seen != self.deletion_seen:
-            return other.seen < self.deletion_seen
-        return self.deleted_at > other.failure.time + NODE_CLOCKS_DIFFER
+        if self.precedence == Precedence.NODE and not pod.disruption:
+            return False
+        if other.seen != pod.deletion_seen:
+            return other.seen < pod.deletion_seen
+        return pod.deletion_requested_at > other.failure.time + NODE_CLOCKS_DIFFER
 
 
 def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
@@ -145,7 +153,6 @@ def settle(
     *,
     stepped: bool,
     trained: bool = False,
-    untried: bool = False,
     nodes: int | None = None,
     lost: Sequence[api.JobFailure] = (),
     early: api.JobFailure | None = None,
@@ -155,7 +162,7 @@ def settle(
 
     first: the result of root_cause(). Its pod may be deleted, also by others than the operator.
     failed: the attempt's pods that did not complete. Only the operator may have deleted a running one.
-    stepped: this attempt made a step. trained: an earlier attempt has trained. untried: none is known to have trained.
+    stepped: this attempt has trained. trained: an earlier attempt has.
     nodes: number of pods; None: as in `failed`. lost: failures of pods on lost nodes.
     early: failure of a node that completed early. steps: last reported step of each rank.
     """
@@ -186,14 +193,15 @@ def settle(
         return _ended_early(early, cause.failure, steps or {}), "application"
     if nodes != 1 and cause.precedence >= Precedence.RESUMABLE:
         return cause.failure, "infrastructure"
-    if not cannot_start(cause.failure):
-        found = rules.classify(_with_evidence(cause.failure))
-        repeats = found == "application" and untried and _repeats(cause, all_ends, number)
-        return cause.failure, "permanent" if repeats else found
-    # If only some nodes cannot start the program, they may be the reason. `everywhere`: agents have compared all nodes.
-    unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
-    everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
-    return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
+    own = read_back(cause.failure)
+    if rules.cannot_start(own):
+        alike = [end for end in all_ends if rules.cannot_start(read_back(end.failure))]
+    else:
+        alike = [end for end in all_ends if end.has_raised(own.exception)]
+    # A missing ConfigMap is missing on all nodes. Agents have compared all nodes.
+    everywhere = cause.failure.reason == CONFIG_ERROR or any(e.message.agreed == "permanent" for e in all_ends)
+    everywhere |= len({end.failure.node_rank for end in alike}) >= number
+    return cause.failure, rules.class_of(own, everywhere=everywhere, stepped=stepped, trained=trained)
 
 
 def lacks_configuration(pod: Pod) -> bool:
@@ -203,15 +211,7 @@ def lacks_configuration(pod: Pod) -> bool:
 
 def cannot_start(failure: api.JobFailure) -> bool:
     """True if the failure came before any code of the program ran: because of job, node or a temporary error."""
-    if failure.reason not in ("", "Error", *rules.START_REASONS):
-        return False
-    own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
-    return rules.cannot_start(own)
-
-
-def from_outside(failure: api.JobFailure) -> bool:
-    """True if something outside the pod caused the failure. failurePolicy then does not apply."""
-    return rules.from_outside(_with_evidence(failure))
+    return failure.reason in ("", "Error", *rules.START_REASONS) and rules.cannot_start(read_back(failure))
 
 
 def blames_node(failure: api.JobFailure) -> bool:
@@ -247,12 +247,14 @@ def precedence_of(failure: api.JobFailure) -> Precedence:
     return Precedence[evidence_of(failure).precedence]
 
 
-def _with_evidence(failure: api.JobFailure) -> Failure:
-    """Return the failure as the type that the rules classify."""
+def read_back(failure: api.JobFailure) -> Failure:
+    """Return a recorded failure as the type that the rules take."""
     fields = msgspec.structs.asdict(evidence_of(failure))
     del fields["precedence"], fields["silent_node"], fields["hidden"]
-    exception = failure.exception if fields.pop("raised") else ""
-    return Failure(exit_code=failure.exit_code, exception=exception, **fields)
+    # argparse raises no exception: it prints a sentence and exits with 2.
+    has_own = fields.pop("raised") or rules.is_mistake(failure.exception, failure.exit_code)
+    exception = failure.exception if has_own else ""
+    return Failure(exit_code=failure.exit_code, exception=exception, where=failure.where, **fields)
 
 
 def is_a_cause(first: api.JobFailure) -> bool:
@@ -280,17 +282,6 @@ def tail_of(pod: Pod) -> str:
     return log_lines.tail(_read(pod).log)
 
 
-def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Return "permanent" only if the job has never trained and no node can start it. Otherwise the node or the moment
-    may be the reason. A missing ConfigMap is missing on all nodes."""
-    if cause.reason not in rules.START_REASONS and stepped:
-        return "application"  # the ranks have made steps, so the program existed on the node
-    if rules.classify(_with_evidence(cause)) == "infrastructure":
-        return "infrastructure"
-    forever = everywhere or cause.reason == CONFIG_ERROR
-    return "permanent" if forever and not trained and not stepped else "infrastructure"
-
-
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
     """Return a node's early completion as the cause of lost connections: other ranks wait for it in a collective."""
     if early is None or complaint.reason == ENDED_EARLY:
@@ -310,12 +301,12 @@ def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps:
 
 
 def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
-    report = _read(pod, context.port if pod.place == context.members.leader else None)
-    own = report.failure
+    message = _read(pod, context.port if pod.place == context.members.leader else None)
+    own = message.failure
     code = pod.trainer.exit_code if own.exit_code is None else own.exit_code
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
-    if precedence == Precedence.STOPPED and report.agreed:
+    if precedence == Precedence.STOPPED and message.agreed:
         precedence = Precedence.LATE  # also for a SIGKILL, which would otherwise count as a kill by the kubelet
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
@@ -329,32 +320,22 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         signal=signal_name(code),
         reason=reason,
         step=own.step or None,
-        exception=shown(_text(pod, report, code if context.keep_log_tail else None), EXCEPTION_MAX),
+        exception=shown(_text(pod, message, code if context.keep_log_tail else None), EXCEPTION_MAX),
         where=shown(own.where, WORD_MAX),
-        log_tail=log_lines.tail(report.log) if context.keep_log_tail else "",
+        log_tail=log_lines.tail(message.log) if context.keep_log_tail else "",
         evidence=_evidence(pod, own, precedence, reason),
         time=_time(pod, own, context.now),
     )
-    said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
-    ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # Wait for the pod's phase: an eviction may have ended the pod, and a wrong record would never be corrected.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
     # After its ranks ended with 0, torchrun waits up to five minutes for other nodes in C++ code that ignores SIGTERM.
     # At any other time torchrun reacts at once to a SIGTERM: it prints a line and exits with 1.
     # If torchrun loses its store while it waits, it exits with 143, or with 0 if its logging swallows the SIGTERM.
-    silent = pod.trainer.ran and (code == 0 or (code == _KILLED and "death signal" not in report.log))
-    return PodEnd(
-        failure,
-        deleted_at=None if ended_by_node else pod.deletion_requested_at,
-        everywhere=report.permanent,
-        raised=frozenset(shown(text, EXCEPTION_MAX) for text in said if text),
-        done=is_stopped and (report.done or (context.torchrun and silent)),
-        seen=pod.ended_seen,
-        deletion_seen=pod.deletion_seen,
-    )
+    silent = pod.trainer.ran and (code == 0 or (code == _KILLED and "death signal" not in message.log))
+    return PodEnd(failure, pod, message, done=is_stopped and (message.done or (context.torchrun and silent)))
 
 
-def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
+def _text(pod: Pod, message: Message, code: int | None) -> str:
     """Return the exception, or the kubelet's text about a container that it could not start or a pod that it ended.
 
     code: None if nothing of the log may be shown.
@@ -363,8 +344,8 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
     if pod.trainer.reason in rules.START_REASONS:
         known = last
     else:
-        known = report.failure.exception or (last if pod.trainer.init else "") or pod.message
-    return known or _runtime_reason(pod) or log_lines.of(report.log, code, report.failure.rank)
+        known = message.failure.exception or (last if pod.trainer.init else "") or pod.message
+    return known or _runtime_reason(pod) or log_lines.of(message.log, code, message.failure.rank)
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
@@ -394,10 +375,10 @@ def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     return context.rank_of(pod.place) if own.rank is None else own.rank
 
 
-def _read(pod: Pod, port: int | None = None) -> ContainerReport:
-    """Return the pod's report, corrected by how its container ended. port: the rendezvous port that this pod serves."""
-    report = termination_message.read(pod.trainer.message)
-    own = report.failure
+def _read(pod: Pod, port: int | None = None) -> Message:
+    """Return the pod's message, corrected by how its container ended. port: the rendezvous port that the pod serves."""
+    message = termination_message.read(pod.trainer.message)
+    own = message.failure
     if not own.rank and port and rules.port_in_use(own.exception) == port:
         # Another process used the port that the operator chose; the next attempt uses another port.
         own = own._replace(symptom=True)
@@ -406,7 +387,7 @@ def _read(pod: Pod, port: int | None = None) -> ContainerReport:
     # A lost peer does not explain the signal, except SIGABRT (NCCL aborts after a lost peer), SIGTERM and SIGINT.
     if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
         own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
-    return report._replace(failure=own)
+    return message._replace(failure=own)
 
 
 def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> Precedence:
@@ -474,18 +455,6 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
         evidence=evidence_of(first),
     )
     return [PodEnd(merged)]
-
-
-def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
-    """True if a retry would fail in the same way: all nodes show the same mistake of the script."""
-    exception = cause.failure.exception
-    code = cause.failure.exit_code
-    # argparse raises no exception: it prints a sentence and exits with 2.
-    is_own = evidence_of(cause.failure).raised or code == 2
-    if not is_own or not rules.is_mistake(exception, code):
-        return False
-    alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
-    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:

@@ -82,8 +82,8 @@ _ENTRY = re.compile(r"^\[\d+\]:\s*$")
 _FIELD = re.compile(r"^  (rank|exitcode|traceback|msg|time|host|error_file)\s{0,9}:(?: (.*))?$")
 
 
-class ContainerReport(NamedTuple):
-    """Contents of a termination message or of the end of a log."""
+class Message(NamedTuple):
+    """Contents of a termination message, or of the end of a log."""
 
     failure: Failure = Failure()
     """Failure of the rank that failed first in the container."""
@@ -91,16 +91,6 @@ class ContainerReport(NamedTuple):
     """The container's output."""
     done: bool = False
     """True if all ranks of the container had ended with 0, and only the launcher was stopped."""
-    permanent: bool = False
-    """True if the agents agree that a retry cannot help on any node."""
-    agreed: bool = False
-    """True if the agents agreed on this failure before any of them was requested to stop."""
-
-
-class Message(NamedTuple):
-    """A termination message of the trainer library or of an agent."""
-
-    failure: Failure
     ended: bool = False
     """True if the agent ended by agreement of the group's agents. A lost agent writes no message."""
     agent: AgentReport | None = None
@@ -108,14 +98,19 @@ class Message(NamedTuple):
     findings: tuple[NamedFinding, ...] = ()
     """Reasons to doubt a success."""
 
+    @property
+    def agreed(self) -> str:
+        """The class on which the agents agreed before any of them was requested to stop; "" if they did not."""
+        return self.failure.failure_class if self.ended else ""
+
 
 def read_message(text: str) -> Message | None:
     """Return the message of the library or an agent; None if the text has none. Any log after it is ignored."""
     return _message(text)[0]
 
 
-def read(text: str) -> ContainerReport:
-    """Return the contents of a termination message or of a log's end. The library's exception outranks the log's."""
+def read(text: str) -> Message:
+    """Return the message, completed from the log. The library's exception outranks the log's."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:
@@ -133,8 +128,7 @@ def read(text: str) -> ContainerReport:
         traceback="",
     )
     lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
-    permanent = message.ended and failure.failure_class == "permanent"
-    return ContainerReport(merged, lines, permanent=permanent, agreed=message.ended and bool(failure.failure_class))
+    return message._replace(failure=merged, log=lines)
 
 
 def findings(text: str, *, trusted: bool | None) -> Iterator[NamedFinding]:
@@ -314,18 +308,18 @@ def _of_chain(chain: list[Failure]) -> Failure:
     return killed._replace(where=killed.where or own[0].where)  # the traceback of a killed worker shows only torch
 
 
-def _read_log(log: str) -> ContainerReport:
+def _read_log(log: str) -> Message:
     rows, exceptions = table(log), raised(log)
     signalled = _last_match(_TORCHRUN_SIGNALLED, exceptions)
     if signalled is not None and not rows:
         # After a signal torchrun exits with 1, so take the signal's number from its exception.
-        return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
+        return Message(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
     spawned = _last_match(_SPAWNED, exceptions)
     code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None
     rows = _before_they_were_stopped(log, rows)
     culprit = min(rows, key=lambda row: _has_followed(row, exceptions), default=Failure(exit_code=code))
     cause = next((c for c in _causes(log, culprit, exceptions, cut=not rows) if c.exception), culprit)
-    return ContainerReport(
+    return Message(
         culprit._replace(
             rank=cause.rank if culprit.rank is None else culprit.rank,
             exception=cause.exception,

@@ -78,7 +78,7 @@ def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.da
         now,
         in_a_row=counts.in_a_row,
         charged_in_a_row=counts.charged_in_a_row,
-        peers_lost=sum(f.charged_to == "infrastructure" and _only_complains(f) for f in failures),
+        peers_lost=sum(f.charged_to == "infrastructure" and f.only_complains for f in failures),
         made_a_new_step=(status.furthest or 0) > (status.furthest_step or 0),
     )
     known = replace(known, **{name: getattr(known, name) + n for name, n in new._asdict().items()})
@@ -114,11 +114,6 @@ def _reason(failure: Failure) -> str:
         return root_cause.STALLED
     if failure.rank is None:
         return root_cause.CONNECTION_LOST
-    if _only_complains(failure):
+    if failure.only_complains:
         return root_cause.PEER_LOST
     return root_cause.ENDED_EARLY if failure.early else "Error"
-
-
-def _only_complains(failure: Failure) -> bool:
-    """True if the rank only reports a lost peer. The agent decides this, because texts differ by backend and torch."""
-    return failure.symptom and not failure.unstarted

@@ -138,7 +138,8 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
         failed = enter(charged, "Failed", reason, f"{settled.text}; {why}", view.now)
         return Decision(replace(failed, completion_time=view.now))
     later = new_attempt(charged, view.now + dt.timedelta(seconds=verdict.wait_seconds))
-    text = _going_on(view, settled, later.attempt) + from_step(charged, kept=files_stay(view))
+    kept = podspec.files_outlive_a_pod(view.spec.template, elsewhere=view.settings.keeps_files)
+    text = _going_on(view, settled, later.attempt) + from_step(charged, kept=kept)
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
 
 
@@ -223,10 +224,6 @@ def _going_on(view: View, settled: Settled, attempt: int) -> str:
     who = f"all {view.spec.pods} nodes" if view.spec.pods > 1 else "the node"
     when = f" in {wording.duration(wait)}" if wait else ""
     return f"{settled.text}; restarting {who}{when}: attempt {attempt}, {charge(view, settled.verdict)}"
-
-
-def files_stay(view: View) -> bool:
-    return podspec.files_outlive_a_pod(view.spec.template, elsewhere=view.settings.keeps_files)
 
 
 def from_step(status: api.Status, *, kept: bool) -> str:

@@ -58,7 +58,7 @@ def settle(view: View, status: api.Status, first: api.JobFailure, *, others_go_o
     if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
         failure_class = "permanent"  # enough other nodes were tried
     failure_class = rules.of_complaints(failure_class, history, attempt)
-    policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
+    policy, outside = budgets.policy(view.spec), rules.from_outside(root_cause.read_back(cause))
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
     if failure_class == "application" and _torchrun_gave_up(view, cause):
         given = view.spec.facts.max_restarts
@@ -72,18 +72,16 @@ def settle(view: View, status: api.Status, first: api.JobFailure, *, others_go_o
 
 
 def _is_repeated(view: View, cause: api.JobFailure, failure_class: rules.Class) -> bool:
-    is_own = failure_class in ("application", "outOfMemory")
     is_wanted = any(rule.matches(cause.exit_code) for rule in budgets.policy(view.spec))
-    return is_own and not is_wanted and is_again(cause, view.settings.failed_before)
+    return failure_class in rules.OWN and not is_wanted and is_again(cause, view.settings.failed_before)
 
 
 def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
     """True if a process raised an exception of the same type at the same line as before the last restart. The restart
     began this attempt or was in place."""
-    if before is None or before.attempt not in (failure.attempt - 1, failure.attempt) or not failure.where:
+    if before is None or before.attempt not in (failure.attempt - 1, failure.attempt):
         return False
-    kind, kind_before = (f.exception.partition(":")[0] for f in (failure, before))
-    return (failure.where, kind) == (before.where, kind_before) and root_cause.evidence_of(failure).raised
+    return rules.is_again(root_cause.read_back(failure), root_cause.read_back(before))
 
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
@@ -96,14 +94,13 @@ def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
 
 def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.JobFailure, rules.Class]:
     """Return the cause, judged by the failure recorded first and by all failed pods, gone or not."""
-    lost, ran = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node], _ran_seconds(view, status)
+    lost = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node]
     failure, failure_class = root_cause.settle(
         context(view, status),
         first,
         view.failed(status),
-        stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
+        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.TRAINED_SECONDS,
         trained=_has_trained_before(status),
-        untried=status.first_step_time is None and not _has_trained_before(status) and ran < budget.TRAINED_SECONDS,
         nodes=view.spec.pods,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),

@@ -21,7 +21,7 @@ from ddpjob_core.budget import (
 from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_core.failures import Failure
 from ddpjob_core.members import Members
-from ddprun.core.generation import Generation, compared, is_wrong
+from ddprun.core.generation import Generation, compared
 
 if TYPE_CHECKING:
     from ddpjob_core import rules
@@ -52,17 +52,23 @@ class Charges:
         """Arguments: see `LeaderState`."""
         self.failures: list[Failure] = []  # the last failures that cost a restart here, oldest first
         self.furthest_step = furthest_step  # highest step of all ranks, generations and earlier attempts
-        self.has_trained = False  # True if the job has made or loaded a step, or ran so long that it must have trained
         self._budget, self._policy = budget, policy
         self._has_operator, self._is_local = has_operator, is_local
         self._turn = turn
         self._furthest_before = furthest_step  # furthest_step when the last failure was charged here
         self._ran_seconds = 0.0  # duration of the last generation
+        self._trained_before = furthest_step > 0
+        self._trained_here = False  # True if ranks here made or loaded a step, or ran so long that they must have
 
     @property
     def restarts(self) -> int:
         """Number of restarts in place."""
         return self._budget.history.total
+
+    @property
+    def has_trained(self) -> bool:
+        """True if the job has trained, in this attempt or an earlier one."""
+        return self._trained_here or self._trained_before
 
     @property
     def counts(self) -> dict[str, int]:
@@ -76,19 +82,19 @@ class Charges:
     def reached(self, step: int, saved: int) -> None:
         """Record a step that a rank has made. saved: step of the newest checkpoint that was saved or loaded."""
         self.furthest_step = max(self.furthest_step, step)
-        self.has_trained |= saved > 0
+        self._trained_here |= step > 0 or saved > 0
 
     def ran(self, seconds: float) -> None:
         """Record the duration of a generation that is being stopped."""
         self._ran_seconds = seconds
-        self.has_trained |= self.furthest_step > 0 or seconds >= TRAINED_SECONDS
+        self._trained_here |= seconds >= TRAINED_SECONDS
 
     def judge(
-        self, failure: Failure, current: Generation, number: int, members: Members, now: float, *, does_without: bool
+        self, failure: Failure, current: Generation, members: Members, now: float, *, does_without: bool
     ) -> tuple[Failure, rules.Verdict | str]:
         """Return the failure with its class, and the verdict or why there is no restart.
 
-        number: of the generation. does_without: True if a node was lost and the others go on without a charge.
+        does_without: True if a node was lost and the others go on without a charge.
         """
         import datetime as dt
 
@@ -98,12 +104,12 @@ class Charges:
             made_a_new_step=self.furthest_step > self._furthest_before,
             reports_steps=self.furthest_step > 0,
             ran_seconds=self._ran_seconds,
-            only_complaints=failure.symptom and not failure.unstarted,
+            only_complaints=failure.only_complains,
         )
         # Seconds of the monotonic clock, because only differences are used.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
-        found, is_elsewhere = self._class_of(failure, current, number, members, attempt)
+        found, is_elsewhere = self._class_of(failure, current, members, attempt)
         failure = failure._replace(failure_class=found)
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
@@ -131,40 +137,29 @@ class Charges:
         return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
 
     def _class_of(
-        self, failure: Failure, current: Generation, number: int, members: Members, attempt: Attempt
+        self, failure: Failure, current: Generation, members: Members, attempt: Attempt
     ) -> tuple[rules.Class, bool]:
         """Return the class after the user's failurePolicy, and True if another node may have the missing program."""
         from ddpjob_core import rules
 
         code, history = failure.exit_code, self._budget.history
-        found = "infrastructure" if failure.symptom else rules.classify(failure)
-        if failure.lacks_program and found in ("permanent", "application"):
-            # As in the operator, a missing program counts as permanent if the job never trained and no node has it.
-            one_may_have_it = len(current.unable) < len(members) and self._has_operator
-            found = "infrastructure" if one_may_have_it else "permanent"
-            if self.furthest_step or number > 0:
-                found = "application"
-        is_again = self._is_local and not attempt.made_a_new_step and self._is_again(failure)
-        if found == "application" and (is_again or self._repeats(failure, current, members)):
-            found = "permanent"
+        before = self.failures[-1] if self.failures else None
+        # Some ranks may be stopped before they make the same mistake, so the second time is enough.
+        everywhere = again = before is not None and compared(before) == compared(failure)
+        everywhere |= current.have_all_raised(failure, members)
+        others_may_start = self._has_operator and not self._is_local and rules.cannot_start(failure)
+        if rules.cannot_start(failure):
+            # An import may succeed the next time, but an agent is certain that a program is missing.
+            is_certain = (again or failure.lacks_program) and not others_may_start
+            everywhere = is_certain or len(current.unable) >= len(members)
+        stepped, trained = self._trained_here, self._trained_before
+        found = rules.class_of(failure, everywhere=everywhere, stepped=stepped, trained=trained)
+        found = "infrastructure" if failure.symptom else found
+        if self._is_local and before is not None and not attempt.made_a_new_step:
+            is_again = found in rules.OWN and rules.is_again(failure, before)
+            found = "permanent" if is_again else found
         found = rules.of_complaints(found, history, attempt)
         ignored = any(rule.matches(code) for rule in self._policy)
-        is_elsewhere = found == "infrastructure" and failure.lacks_program and not ignored
+        is_elsewhere = found == "infrastructure" and others_may_start and not ignored
         outside = rules.from_outside(failure) or failure.unstarted
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
-
-    def _repeats(self, failure: Failure, current: Generation, members: Members) -> bool:
-        """True for a mistake of the script, or a missing script or module, before the first step: on all nodes, or
-        twice in a row, because some ranks may be stopped before they make the mistake. The operator has the same rule.
-        """
-        again = bool(self.failures) and compared(self.failures[-1]) == compared(failure)
-        return is_wrong(failure) and (current.have_all_raised(failure, members) or again) and not self.has_trained
-
-    def _is_again(self, failure: Failure) -> bool:
-        """True for an exception of the same type and line as the last one. Only checked if all nodes are on one
-        machine, where no node is the cause. The plan has the same rule for attempts (`plan/settlement.py`).
-        """
-        if not self.failures or not failure.where or failure.exit_code in (None, 0):
-            return False
-        kind, before = (f.exception.partition(":")[0] for f in (failure, self.failures[-1]))
-        return kind != "" and (kind, failure.where) == (before, self.failures[-1].where)

@@ -21,7 +21,7 @@ class Generation:
     finished: set[int] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)  # as they arrived: clocks of nodes differ and jump
-    unable: set[int] = field(default_factory=set)  # nodes that lack the program
+    unable: set[int] = field(default_factory=set)  # nodes that cannot start the program
     raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
     awaited: str | None = None  # exception of a rank; other nodes get a moment to raise it too
     lost_pods: dict[int, int] = field(default_factory=dict)  # by node: replacement number of the pod lost first
@@ -47,8 +47,10 @@ class Generation:
 
     def end_of(self, node: int, failures: list[Failure], ended: Ended | None, *, lacks_program: bool) -> None:
         """Record that all ranks of a node have ended."""
+        from ddpjob_core import rules
+
         self.add_ended(ended)
-        self.unable |= {node} if lacks_program or any(f.lacks_program for f in failures) else set()
+        self.unable |= {node} if lacks_program or any(map(rules.cannot_start, failures)) else set()
         self.note_raised(node, failures)
         self.failures = _merged(self.failures, failures)
 
@@ -70,13 +72,6 @@ def compared(failure: Failure) -> str:
     return abridged(failure.exception, BRIEF_MAX)
 
 
-def is_wrong(failure: Failure) -> bool:
-    """True if a restart would fail in the same way, or if the program is missing."""
-    from ddpjob_core import rules
-
-    return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
-
-
 def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
     """Return a node's failures: those that it reports when its ranks have ended replace the known ones. Keep node 0's
     own findings (stalled, pre-flight), because a stopped rank does not report them.
@@ -89,7 +84,7 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
 
 def _explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     """Return the cause of a lost connection if the other rank ended with 0 (it made fewer steps), else the failure."""
-    if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
+    if not failure.only_complains or not ended or failure.rank is None:
         return failure
     from ddpjob_core import rules
 

@@ -29,7 +29,7 @@ from ddpjob_core.members import Members
 from ddprun.core.charges import Charges
 from ddprun.core.connected import Connected
 from ddprun.core.deadlock import Position
-from ddprun.core.generation import Ended, Generation, compared, is_wrong
+from ddprun.core.generation import Ended, Generation, compared
 from ddprun.core.stall_rules import only_waited
 
 if TYPE_CHECKING:
@@ -501,8 +501,11 @@ class LeaderState:
 
         A mistake that all nodes make is not worth a restart. If their ranks are stopped too early, we cannot see that.
         """
-        may_repeat = is_wrong(failure) and not failure.lacks_program
-        return len(self.members) > 1 and not self.charges.has_trained and may_repeat
+        from ddpjob_core import rules
+
+        if len(self.members) == 1 or self.charges.has_trained or failure.lacks_program:
+            return False
+        return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
 
     def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
         """Stop the ranks that got time to make the same mistake."""
@@ -564,9 +567,7 @@ class LeaderState:
         if self._dev:
             return self._stand(describe(failure), now)
         does_without = self._does_without(failure)
-        failure, verdict = self.charges.judge(
-            failure, self._current, self.generation, self.members, now, does_without=does_without
-        )
+        failure, verdict = self.charges.judge(failure, self._current, self.members, now, does_without=does_without)
         if isinstance(verdict, str):
             # A rank that ended too early has exit code 0, which would count as success.
             code = failure.exit_code or (1 if failure.early else RESUMABLE)

@@ -73,7 +73,8 @@ def ask(uid: str) -> Asked:
     handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
     processes.send(agents, STACKS_SIGNAL)
     processes.send(handlers, signal.SIGQUIT)
-    return Asked(agents, handlers, {pid: _rank(environs[pid]) for pid in found if pid not in handlers})
+    texts = {pid: environs[pid].get("RANK") for pid in found if pid not in handlers}
+    return Asked(agents, handlers, {pid: max(0, bounds.number(rank, bounds.COUNT_MAX)) for pid, rank in texts.items()})
 
 
 def of_run(run: runs.Run) -> list[str]:
@@ -99,10 +100,6 @@ def of_run(run: runs.Run) -> list[str]:
             late = count(len(asked.agents) - len(found), "ddprun")
             raise InputError("\n".join([*found, f"{name}: {late} did not answer; is it stopped (Ctrl-Z)?"]))
         time.sleep(POLL_SECONDS)
-
-
-def _rank(environ: dict[str, str]) -> int:
-    return max(0, bounds.number(environ.get("RANK"), bounds.COUNT_MAX))
 
 
 def _logs(run: runs.Run) -> list[Path]:
