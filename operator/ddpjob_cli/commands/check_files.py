@@ -20,7 +20,7 @@ from ddpjob_cli.commands import kinds, launchers
 from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
 from ddpjob_cli.local.kept.files import read_script, text_of_script
-from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.preparation import similar
 from ddpjob_cli.local.script import find, folder_of, imported, of_launches, with_shell_script
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean

@@ -18,7 +18,7 @@ from ddpjob_cli.commands import submit
 from ddpjob_cli.commands.cluster import Connect, end_of
 from ddpjob_cli.commands.output import closed, say, write_printed
 from ddpjob_cli.local import session
-from ddpjob_cli.local.processes import debugging
+from ddpjob_cli.local.preparation import debugging
 from ddpjob_cli.local.processes.saves import SavedFiles
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import bounds, validation

@@ -19,7 +19,7 @@ from ddpjob_cli.commands import from_script, kinds, launchers
 from ddpjob_cli.commands.cpu_limit import CpuLimit
 from ddpjob_cli.commands.options import Source, applied, refuse_other_bytes
 from ddpjob_cli.local.kept.files import read_script
-from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.preparation import similar
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, command, validation, wording

@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
 from ddpjob_cli.local.kept import files, history, report, run_folder, runs
-from ddpjob_cli.local.processes import debugging, faults, gpus, injector, pod_process, receive, stacks, threads
+from ddpjob_cli.local.preparation import debugging, faults, gpus, pod_process, threads
+from ddpjob_cli.local.processes import injector, receive, stacks
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError

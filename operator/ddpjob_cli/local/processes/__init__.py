@@ -1,1 +1,1 @@
-"""A job's pods as processes of this machine: started, watched, signalled; injected faults, received reports."""
+"""A job's pods as processes of this machine: started, watched, signalled; faults, reports, stacks."""

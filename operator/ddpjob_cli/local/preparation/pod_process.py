@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.preparation import similar
 from ddpjob_operator.job import command
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.validation import Path as FieldPath
