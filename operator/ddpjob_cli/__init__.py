@@ -9,7 +9,7 @@ Out:  text, exit codes (2: the user's mistake), processes on this machine, objec
       shown/        the live table, lines for a pipe, the use of CPUs and GPUs
       processes/    pods as processes: started, signalled, watched; saved files, received reports, stacks
       preparation/  pods as commands: variables, GPUs, threads, terminal, faults
-      kept/         the files of a run: folder, records, history, report, metrics
+      run_files/    the files of a run: folder, records, history, report, metrics
     client/     the same verbs for a cluster: submit with the code, watch, logs, stacks, suspend, delete
     manifest/   DDPJobs as files: YAML of limited size, errors with line and column, values of the command line
     describe/   a status as text for people

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from ddpjob_cli.client import actions, jobs, several
+from ddpjob_cli.client import actions, jobs, many_jobs
 from ddpjob_cli.client.dev import DevPods, MovingDeadline, read_code
 from ddpjob_cli.client.logs import ClusterLogs
 from ddpjob_cli.client.watch import StateLines
@@ -136,7 +136,7 @@ class _Follower:
             for note in found.notes:
                 say(note)
             self._stop = found.stop
-            _, wrong = several.of_each((self._renew, self._pods.save if asked else self._pods.look), lambda do: do())
+            _, wrong = many_jobs.of_each((self._renew, self._pods.save if asked else self._pods.look), lambda do: do())
             before, said = said, [str(error) for error in wrong]
             for text in said:
                 if text not in before:
