@@ -33,14 +33,17 @@ RUN python -m venv --without-pip /opt/ddpjob
 WORKDIR /src
 COPY pins/operator.txt ./
 # Install dependencies first, because they change less often than our code.
-RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --require-hashes -r operator.txt
+# `pip check` finds a dependency that pins/ lacks. It runs before our wheel is installed, because the wheel also requires
+# packages of the command line that this image leaves out (tools/pins.py).
+RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --require-hashes -r operator.txt \
+ && pip --python /opt/ddpjob/bin/python check
 COPY --from=wheel /wheel /wheel
-# `pip check` finds a dependency that pins/ lacks. Of our packages only those that the operator imports are kept.
+# Keep only those of our packages that the operator imports, and import all of their files.
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --no-index /wheel/*.whl \
- && pip --python /opt/ddpjob/bin/python check \
  && cd /opt/ddpjob && rm -r bin/ddpjob bin/ddprun bin/kubectl-ddp \
  && for name in ddpjob ddpjob_check ddpjob_cli ddpjob_convert ddprun; do rm -r lib/python3*/site-packages/$name; done \
- && bin/python -c "import ddpjob_operator.kube.program"
+ && bin/python -c "import pkgutil, ddpjob_core, ddpjob_operator as operator; print(*(__import__(found.name).__name__ \
+        for top in (ddpjob_core, operator) for found in pkgutil.walk_packages(top.__path__, top.__name__ + '.')))"
 
 
 FROM ${PYTHON_IMAGE} AS operator

@@ -24,7 +24,7 @@ import msgspec
 import orjson
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.kube.api.client import Client, LoginError, RequestLimits
 from ddpjob_operator.kube.api.runtime import SYSTEM
 from ddpjob_operator.kube.operator import Operator
@@ -113,7 +113,7 @@ def node_of(number: int) -> Raw:
 def put_list(plural: str, objects: list[Raw], sink: Any) -> None:
     """Put a page of a list into a cache, parsed from its JSON as from the API server."""
     text = orjson.dumps({"metadata": {"resourceVersion": "3000000"}, "items": objects})
-    for one in reading.page(text, plural).items:
+    for one in bounded_json.page(text, plural).items:
         sink.put(one)
 
 
@@ -153,9 +153,9 @@ async def measure(jobs: int, nodes: int, stored: int) -> Raw:
             page = []
     listed = time.process_time() - began - made
     for number in range(jobs):
-        caches.jobs.put(reading.job(orjson.loads(settled(operator, job_of(number, nodes), "Running"))))
+        caches.jobs.put(bounded_json.job(orjson.loads(settled(operator, job_of(number, nodes), "Running"))))
     for number in range(stored):
-        caches.jobs.put(reading.stored_job(settled(operator, stored_of(number), "Suspended")))
+        caches.jobs.put(bounded_json.stored_job(settled(operator, stored_of(number), "Suspended")))
     for reflector in operator.reflectors:
         reflector.synced.set()
     for number in range(min(CLUSTER_NODES, jobs * nodes)):

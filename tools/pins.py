@@ -22,6 +22,8 @@ PYTHON = "3.11"  # version of Python in the base image
 GLIBC = ("2014", "_2_17", "_2_26", "_2_27", "_2_28")  # manylinux tags that Debian bookworm has
 # Dependencies of torch, except CUDA libraries.
 OF_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
+# The operator's image lacks them, because it holds no command line. The operator must not import them (pyproject.toml).
+OF_THE_COMMAND_LINE = ("psutil", "rich")
 BUILD = ("hatchling==1.33.0",)
 
 
@@ -29,10 +31,11 @@ def wanted() -> dict[str, list[str]]:
     """Return the requirements of each image, by the name of its file in pins/."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base, extras = project["dependencies"], project["optional-dependencies"]
+    operator = [one for one in base if not one.startswith(OF_THE_COMMAND_LINE)]
     trainer = [one for one in extras["trainer"] if not one.startswith("torch")]
     return {
         "build": list(BUILD),
-        "operator": [*base, *extras["operator"]],
+        "operator": [*operator, *extras["operator"]],
         "trainer": [*base, *trainer, *extras["examples"], *OF_TORCH],
     }
 

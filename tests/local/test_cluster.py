@@ -8,8 +8,8 @@ import pytest
 from shell import eventually
 from worlds import job
 
+from ddpjob_cli.local.preparation.pod_process import Slot
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod
-from ddpjob_cli.local.processes.pod_process import Slot
 from ddpjob_operator.job import api
 from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build

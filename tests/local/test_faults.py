@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from shell import Cli, status_of
 
-from ddpjob_cli.local.processes import faults
+from ddpjob_cli.local.preparation import faults
 
 # Script that counts to 50 and saves every ten steps, like a training. A restart resumes at the last save.
 COUNTS = """

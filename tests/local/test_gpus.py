@@ -9,8 +9,8 @@ import pytest
 from worlds import job
 
 from ddpjob_cli.local import run
-from ddpjob_cli.local.processes import gpus
-from ddpjob_cli.local.processes.gpus import TooFewGpusError, share, visible
+from ddpjob_cli.local.preparation import gpus
+from ddpjob_cli.local.preparation.gpus import TooFewGpusError, share, visible
 
 UUIDS = [f"GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a7{number}" for number in range(3)]
 MIGS = [f"MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3{number}" for number in range(3)]

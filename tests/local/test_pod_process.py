@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worlds import job
 
-from ddpjob_cli.local.processes import pod_process
+from ddpjob_cli.local.preparation import pod_process
 from ddpjob_operator.pods import build
 
 

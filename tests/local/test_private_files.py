@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from shell import Cli
 
-from ddpjob_cli.local.kept import runs
-from ddpjob_cli.local.kept.run_folder import FAULTS, LATEST, MARK, RUNS_KEPT, RunFolder
 from ddpjob_cli.local.processes.logs import Log
+from ddpjob_cli.local.run_files import runs
+from ddpjob_cli.local.run_files.run_folder import FAULTS, LATEST, MARK, RUNS_KEPT, RunFolder
 
 PRINTS = """
 import os, pathlib

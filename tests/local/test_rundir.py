@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell import Cli
 
-from ddpjob_cli.local.kept.run_folder import LATEST, MARK, RUNS_KEPT, RunFolder, is_running
+from ddpjob_cli.local.run_files.run_folder import LATEST, MARK, RUNS_KEPT, RunFolder, is_running
 
 RUNS = RUNS_KEPT + 5
 

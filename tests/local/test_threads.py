@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from worlds import job
 
-from ddpjob_cli.local.processes import threads
+from ddpjob_cli.local.preparation import threads
 from ddpjob_operator.pods import build
 
 

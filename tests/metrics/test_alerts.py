@@ -18,8 +18,8 @@ from prometheus import needs_prometheus
 from slow_server import SlowServer, Town, play
 from worlds import START, World, digits
 
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import ApiError, Page, RequestLimits
-from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.ports.exposition import read
 from ddpjob_operator.kube.watch.reflector import Reflector
@@ -334,7 +334,7 @@ class Closing:
     """An API server, or a proxy in front of it, that ends every watch after some seconds."""
 
     def __init__(self, after: float) -> None:
-        self._after, self.reach = after, Reach()
+        self._after, self.availability = after, Availability()
 
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         yield Page([], "1000")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worlds import START, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.observed.reports import BadReportError, read_report
@@ -34,7 +34,7 @@ STATUS = st.sampled_from([field.encode_name for field in msgspec.structs.fields(
 @example({"attempt": 1, "attemptTime": "2031-03-05T07:11:13", "state": "Starting"})
 @example({"startedNodes": ",".join(f"{n}00000-{n}99998" for n in range(1, 2000)), "attempt": 1, "state": "Running"})
 def test_a_job_with_any_status_is_planned_or_left_alone(status: dict[str, Any]) -> None:
-    raw = reading.job(
+    raw = bounded_json.job(
         json.loads(json.dumps(manifest(activeDeadlineSeconds=10, startDeadlineSeconds=10))) | {"status": status}
     )
     job, problems = validation.parse(raw)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from worlds import START, UID, manifest
 
 from ddpjob_operator.job import api, bounds, ranges, validation
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import Client, Page
-from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import SYSTEM
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -84,10 +84,10 @@ def test_a_partly_decoded_pod_equals_the_fully_decoded_pod(raw: Any) -> None:
     except (UnicodeEncodeError, OverflowError, ValueError):
         return
     try:
-        whole = reading.event(line)["object"]
-    except reading.BadJsonError:
+        whole = bounded_json.event(line)["object"]
+    except bounded_json.BadJsonError:
         return
-    assert read_or_refused(reading.event(line, "pods")["object"]) == read_or_refused(whole)
+    assert read_or_refused(bounded_json.event(line, "pods")["object"]) == read_or_refused(whole)
 
 
 @given(st.fixed_dictionaries({}, optional={"metadata": ANY, "spec": ANY, "status": ANY}) | ANY)
@@ -164,12 +164,12 @@ def test_a_job_nested_too_deep_is_refused_alone_and_the_rest_of_its_list_is_read
     """A job nested too deep must be refused alone. kopf and Python's json fail at 1,000 levels, the server at 9,900."""
     other = b'{"metadata": {"name": "other", "namespace": "team", "uid": "v", "resourceVersion": "6"}}'
     content = b'{"metadata": {"resourceVersion": "9"}, "items": [' + nested(depth, around, end) + b", " + other + b"]}"
-    deep, fine = map(reading.job, reading.page(content).items)
+    deep, fine = map(bounded_json.job, bounded_json.page(content).items)
     assert fine["metadata"]["name"] == "other"
     assert (deep["metadata"]["uid"], deep["status"]) == ("u", {"attempt": 3})
     json.loads(json.dumps(deep))
-    event = reading.event(b'{"type": "ADDED", "object": ' + nested(depth, around, end) + b"}")
-    _, problems = validation.parse(manifest() | {"spec": reading.job(event["object"])["spec"]})
+    event = bounded_json.event(b'{"type": "ADDED", "object": ' + nested(depth, around, end) + b"}")
+    _, problems = validation.parse(manifest() | {"spec": bounded_json.job(event["object"])["spec"]})
     assert [str(p) for p in problems] == [
         "spec: is nested deeper than 64 levels. A pod template is nested about 15 levels deep."
     ]
@@ -178,7 +178,7 @@ def test_a_job_nested_too_deep_is_refused_alone_and_the_rest_of_its_list_is_read
 @pytest.mark.parametrize("filling", ["{}", '""', '{"a": 1}', "[]"])
 def test_a_job_of_a_megabyte_is_refused_alone_and_never_becomes_a_million_objects(filling: str) -> None:
     raw = ('{"metadata": {"name": "big"}, "spec": {"x": [' + ",".join([filling] * 300_000) + "]}}").encode()
-    job = reading.job(reading.obj(raw))
+    job = bounded_json.job(bounded_json.obj(raw))
     assert len(json.dumps(job)) < 500
     (problem,) = validation.parse(manifest() | {"spec": job["spec"]})[1]
     assert "spec: " in str(problem)
@@ -208,7 +208,7 @@ def test_a_job_near_the_size_limit_is_judged_as_by_a_full_check(number: int) -> 
     """A job near the size limit must be judged as by a full check, although most are accepted by their length alone."""
     value = BORDERS[number]
     why = bounds.refused(value)
-    read = reading.job({"spec": value, "status": value})
+    read = bounded_json.job({"spec": value, "status": value})
     assert read["spec"] == (bounds.too_large(why) if why else value)
     assert read["status"] == ({"state": bounds.too_large(why)} if why else value)
 
@@ -220,7 +220,7 @@ def test_a_date_is_checked_wherever_it_is_in_a_status(date: str) -> None:
     at = bounds.time(date)
     expected = at.isoformat() if at is not None and not date.startswith("20") else date
     status = {"conditions": [{"type": "Running", "at": date}], "stateTime": date}
-    assert reading.job({"status": status})["status"] == {
+    assert bounded_json.job({"status": status})["status"] == {
         "conditions": [{"type": "Running", "at": expected}],
         "stateTime": expected,
     }
@@ -231,14 +231,14 @@ def test_cutting_deep_nesting_costs_no_more_than_a_copy(sign: str) -> None:
     long = ",".join(f'"{sign * 200_000}"' for _ in range(4))
     content = ('{"items": [' + '{"a":' * 2000 + "1" + "}" * 2000 + f", [{long}]]}}").encode()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = reading.shallow(content)
+    found = bounded_json.shallow(content)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert json.loads(found)["items"][1] == json.loads(f"[{long}]")
     assert grown < 4 * len(content) + 4 * 2**20
 
 
 def test_a_status_that_is_too_large_does_not_count_as_empty() -> None:
-    raw = reading.job({"metadata": {}, "status": {"message": "x" * 300_000, "state": "Succeeded"}})
+    raw = bounded_json.job({"metadata": {}, "status": {"message": "x" * 300_000, "state": "Succeeded"}})
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(raw["status"], api.Status, strict=False)
 
@@ -261,7 +261,7 @@ class Odd:
     """An API server that returns an unreadable second pod, both in its list and in its watch."""
 
     def __init__(self) -> None:
-        self.idle, self.reach = asyncio.Event(), Reach()
+        self.idle, self.availability = asyncio.Event(), Availability()
         self.live: list[int] = []
 
     async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
@@ -376,7 +376,7 @@ def _nothing() -> Any:
 
 
 def test_dates_beyond_the_calendar_are_moved_into_its_range() -> None:
-    status = reading.job({"status": {"attemptTime": "9999-12-31T23:59:59Z", "stateTime": "0001-01-01T00:00:00Z"}})[
+    status = bounded_json.job({"status": {"attemptTime": "9999-12-31T23:59:59Z", "stateTime": "0001-01-01T00:00:00Z"}})[
         "status"
     ]
     read = msgspec.convert(status, api.Status, strict=False)

@@ -8,8 +8,8 @@ from typing import Any
 from model_api import ModelApi, Raw
 
 from ddpjob_operator.kube.api.api_error import of_status
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import Page, RequestLimits
-from ddpjob_operator.kube.api.reach import Reach
 
 
 class DirectClient:
@@ -17,7 +17,7 @@ class DirectClient:
 
     def __init__(self, api: ModelApi, actor: str = "operator") -> None:
         self.limits = RequestLimits()
-        self.reach = Reach()
+        self.availability = Availability()
         self.api, self.actor = api, actor
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:

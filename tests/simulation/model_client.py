@@ -194,9 +194,9 @@ class ModelClient(DirectClient):
             await self._for_ever()
         if self.away:
             await asyncio.sleep(5)
-            self.reach.failed()
+            self.availability.failed()
             raise ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: cannot be reached")
-        self.reach.answered()
+        self.availability.answered()
 
 
 def _wake(waiting: asyncio.Future[bool], value: bool) -> None:

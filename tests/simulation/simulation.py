@@ -97,7 +97,7 @@ class OperatorProcess:
         loop, scenario = simulation.loop, simulation.scenario
         self.client = ModelClient(simulation.api, loop, simulation.faults, name, self.crash)
         self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
-        self.lease_client.reach = self.client.reach
+        self.lease_client.availability = self.client.availability
         self.client.stale_by = scenario.stale_by
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)

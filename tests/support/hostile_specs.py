@@ -14,7 +14,7 @@ import orjson
 from worlds import START, World, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.kube.ports import exposition
 from ddpjob_operator.kube.watch.store import Jobs
 from ddpjob_operator.kube.work import decisions
@@ -156,8 +156,8 @@ def job(draw: random.Random) -> tuple[str, Raw]:
 def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
     """Return the steps that the operator does without interruption for this job, in order, as functions."""
     content = orjson.dumps(raw)
-    read = reading.obj(content)  # longer JSON is read in a thread
-    jobs = Jobs(lambda _key: None, reading.job)
+    read = bounded_json.obj(content)  # longer JSON is read in a thread
+    jobs = Jobs(lambda _key: None, bounded_json.job)
     states, key = JobStates(jobs), ("default", "digits")
     yield "store", lambda: (jobs.put(read), exposition.job(read))
     stored = jobs.get(key) or {}

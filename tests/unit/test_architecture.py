@@ -13,6 +13,7 @@ from ddpjob_operator.plan.plan import RULES
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/dev/architecture.md").read_text()
 ROOMS = ("", "operator/", "operator/ddpjob_operator/", "operator/ddpjob_cli/", "trainer/", "trainer/ddpjob/")
+MUST_HAVE = ("In:", "Out:", "Called by:", "Must not")
 
 
 def _first_column(heading: str) -> list[str]:
@@ -42,6 +43,18 @@ def test_each_kopf_workaround_is_listed_with_the_affected_version_and_the_condit
     for name, text in texts.items():
         assert re.search(r"kopf \d+\.\d+", text), name
         assert re.search(r"Remove\s+this\s+when", text), name
+
+
+def test_the_docstrings_of_packages_and_of_large_folders_say_what_a_newcomer_needs() -> None:
+    """A newcomer must learn from a folder's docstring what goes in and out, who calls it, and what it must not know."""
+    paragraph = TEXT.split("\n## The packages\n")[1].split("\n```")[0]
+    named = re.findall(r"`([\w/]+)/`", paragraph)
+    packages = [path.parent for folder in ("operator", "trainer") for path in (ROOT / folder).glob("ddp*/__init__.py")]
+    assert (len(packages), len(named)) == (7, 11)
+    folders = packages + [next(ROOT / room / one for room in ROOMS if (ROOT / room / one).is_dir()) for one in named]
+    for folder in folders:
+        text = (folder / "__init__.py").read_text().split('"""')[1]
+        assert all(re.search(rf"^{word}|\. {word}", text, re.MULTILINE) for word in MUST_HAVE), folder
 
 
 def test_the_page_is_short_enough_to_read() -> None:

@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from ddpjob_cli.commands.main import cli
-from ddpjob_cli.local.kept.run_folder import RunFolder
+from ddpjob_cli.local.run_files.run_folder import RunFolder
 from ddpjob_operator.job import schema
 from ddpjob_operator.kube import program
 

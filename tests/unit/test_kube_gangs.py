@@ -15,8 +15,8 @@ from worlds import UID, job, manifest
 from ddpjob_operator.gangs import kueue, native
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import ApiError, Client, Page
-from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.operator import UNSYNCED_SECONDS, Operator
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -42,7 +42,7 @@ class Server:
 
     def __init__(self, *versions: str) -> None:
         self.served = versions
-        self.reach = Reach()
+        self.availability = Availability()
         self.errors: dict[str, ApiError] = {}
         self.items: list[dict[str, Any]] = []
         self.asked: list[str] = []
@@ -165,7 +165,7 @@ def test_an_unavailable_api_server_is_asked_again_and_does_not_count_as_lacking_
             server.errors.clear()
         await asyncio.sleep(0)
 
-    server.reach.wait = wait  # type: ignore[method-assign,assignment]
+    server.availability.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server)
     runs(gang, lambda: gang.is_ready(""))
     assert (gang.api.api_version, waits[:3]) == ("scheduling.k8s.io/v1alpha2", [NO_ANSWER_SECONDS] * 3)
@@ -193,7 +193,7 @@ def test_a_namespace_where_listing_is_forbidden_does_not_disable_the_queue_elsew
             server.errors.clear()  # the namespace is created again, with its Role
         await asyncio.sleep(0)
 
-    server.reach.wait = wait  # type: ignore[method-assign,assignment]
+    server.availability.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server, "gone", "team", adapter=kueue.ADAPTER)
     runs(gang, lambda: len(waits) > 3 and gang.api_in("gone").api_version and gang.is_ready("gone"))
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
@@ -225,7 +225,7 @@ def test_a_queue_api_that_answers_with_errors_counts_as_unavailable_until_it_wor
         await asyncio.sleep(0)
 
     said = "the API server cannot list workloads.kueue.x-k8s.io"
-    server.reach.wait = wait  # type: ignore[method-assign,assignment]
+    server.availability.wait = wait  # type: ignore[method-assign,assignment]
     gang = gang_of(server, adapter=kueue.ADAPTER)
     runs(gang, lambda: gang.api.api_version and gang.is_ready(""))
     assert gang.api == GangApi("kueue.x-k8s.io/v1beta1")

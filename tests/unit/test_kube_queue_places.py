@@ -14,8 +14,8 @@ from slow_server import play
 from virtual_time import VirtualLoop
 from worlds import World, job
 
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import ApiError, Client
-from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -45,7 +45,7 @@ class Kueue:
         self.answers: dict[str, Any] = {API: {"kind": "APIGroup", "versions": served}} if versions else {}
         self.asked: list[str] = []
         self.seconds = 0.0
-        self.reach = Reach()
+        self.availability = Availability()
         self.jobs: list[tuple[Key, str]] = [(("team", "digits"), "main")]
         self.told: list[Key] = []
         log = logging.getLogger("test_kube_queue_places")

@@ -11,8 +11,8 @@ from cancelling import running
 from slow_server import play
 
 from ddpjob_operator.kube.api.api_error import bad_answer
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import ApiError, Page
-from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.kube.watch.listing import take
@@ -32,7 +32,7 @@ class Server:
     def __init__(self, lists: list[Any], watches: list[Any]) -> None:
         self.lists, self.watches = lists, watches
         self.asked: list[str] = []
-        self.idle, self.reach = asyncio.Event(), Reach()
+        self.idle, self.availability = asyncio.Event(), Availability()
 
     async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
         self.asked.append("list")
@@ -91,7 +91,7 @@ def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> 
             return woken[len(waits) - 1] if woken else False
 
         server, copy = Server(lists, watches), Copy()
-        server.reach.wait = sleep  # type: ignore[method-assign]
+        server.availability.wait = sleep  # type: ignore[method-assign]
         reflector = Reflector(server, "pods", "team", "a", copy)  # type: ignore[arg-type]
         async with running(reflector.run()):
             await asyncio.wait_for(server.idle.wait(), 10)
@@ -210,7 +210,7 @@ class Lossy:
     """API server whose watches last five minutes and deliver only bookmarks, so each change is lost."""
 
     def __init__(self) -> None:
-        self.reach = Reach()
+        self.availability = Availability()
         self.there: dict[str, int] = {}
         self.at = self.asked = 0
         self.meanwhile: dict[str, int] = {}

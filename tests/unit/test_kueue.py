@@ -14,7 +14,7 @@ from worlds import START, World, job, manifest
 
 from ddpjob_operator.gangs import choice, kueue
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.observed.cluster import Pod, Refusal
 from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup, Placement
@@ -401,8 +401,10 @@ def test_a_pod_avoids_a_bad_node_only_if_kueue_has_not_assigned_that_node(
 
 
 def seen(body: dict[str, Any]) -> Pod:
-    """Return the Workload as the operator keeps it: only the fields that reading.py names."""
-    (raw,) = reading.page(json.dumps({"metadata": {"resourceVersion": "1"}, "items": [body]}).encode(), "pods").items
+    """Return the Workload as the operator keeps it: only the fields that bounded_json.py names."""
+    (raw,) = bounded_json.page(
+        json.dumps({"metadata": {"resourceVersion": "1"}, "items": [body]}).encode(), "pods"
+    ).items
     return observe.pod(raw)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import tomllib
 
+import pins as tools_pins
+
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = {
     re.sub("[_.]", "-", name).lower(): version
@@ -35,15 +37,19 @@ def test_an_image_installs_the_tested_versions_by_their_hashes(name: str) -> Non
 
 def test_the_hashes_cover_all_requirements_of_the_project() -> None:
     """Requirements files with hashes must be complete: pip installs nothing else, so the image would lack a package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    trainer = [one for one in extras["trainer"] if not one.startswith("torch")]
-    for name, wanted in (
-        ("operator", [*project["dependencies"], *extras["operator"]]),
-        ("trainer", [*project["dependencies"], *trainer, *extras["examples"]]),
-    ):
-        asked = {re.split(r"[\[<>=;]", one)[0] for one in wanted}
-        assert asked <= pins(name).keys(), "make pins"
+    for name, requirements in tools_pins.wanted().items():
+        required = {re.split(r"[\[<>=;]", one)[0] for one in requirements}
+        assert required <= pins(name).keys(), "make pins"
+
+
+def test_the_operators_image_lacks_what_only_the_command_line_uses() -> None:
+    """The operator's image must not grow by packages that it never imports: rich alone brings 10 MB of pygments."""
+    left_out = set(tools_pins.OF_THE_COMMAND_LINE)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = (one for one in contracts if one["name"] == "The operator's image holds the operator alone")
+    assert left_out <= set(contract["forbidden_modules"]), "the operator may not import what its image lacks"
+    assert left_out <= pins("trainer").keys()
+    assert not (left_out | {"pygments", "markdown-it-py", "mdurl"}) & pins("operator").keys(), "make pins"
 
 
 def test_every_installation_in_the_images_uses_hashes_except_those_of_torch() -> None:

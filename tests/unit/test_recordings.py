@@ -15,7 +15,7 @@ from worlds import World
 
 from ddpjob_operator.job import validation
 from ddpjob_operator.job.status import TERMINAL
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.plan.actions import CreatePod, DeletePod, EndPod
 
@@ -30,7 +30,7 @@ LATER = dt.timedelta(seconds=10)
 def taken_over(commit: str, moment: str) -> World:
     """Return the recorded job and its pods as an upgraded operator finds them."""
     recorded = FOUND[commit][moment]
-    raw: dict[str, Any] = reading.job(reading.stored_job(json.dumps(recorded["job"]).encode()))
+    raw: dict[str, Any] = bounded_json.job(bounded_json.stored_job(json.dumps(recorded["job"]).encode()))
     job, problems = validation.parse(raw, hints=False)
     assert problems == []
     world = World(replace(job, metadata=validation.stored_metadata(raw), status=validation.stored_status(raw)))

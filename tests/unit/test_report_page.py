@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import START, UID
 
-from ddpjob_cli.local.kept.history import Facts, History
-from ddpjob_cli.local.kept.report import page
-from ddpjob_cli.local.kept.runs import Run
-from ddpjob_cli.local.kept.series import POINTS_MAX, Series
+from ddpjob_cli.local.run_files.history import Facts, History
+from ddpjob_cli.local.run_files.report import page
+from ddpjob_cli.local.run_files.runs import Run
+from ddpjob_cli.local.run_files.series import POINTS_MAX, Series
 from ddpjob_operator.job import api
 
 FACTS = Facts(job="digits", run=UID, started=START, nodes=2, nproc_per_node=1, ranks_follow_nodes=True, backend="gloo")

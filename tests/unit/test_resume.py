@@ -10,7 +10,7 @@ from worlds import START, World, digits
 
 from ddpjob_cli.describe import ending
 from ddpjob_cli.describe.job import describe
-from ddpjob_cli.local.shown import told
+from ddpjob_cli.local.shown import failure_lines
 from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api
@@ -285,8 +285,8 @@ def test_memory_reports_of_ranks_before_a_restart_are_dropped() -> None:
 def test_a_stopped_run_shows_what_was_saved(saved: int | None, said: str) -> None:
     """After Ctrl-C the output must show which step was saved."""
     progress = api.Progress(step=281, saved_step=saved, updated=START + dt.timedelta(seconds=12))
-    assert told.stopped("digits", api.Status(progress=progress), 12) == said
-    assert told.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
+    assert failure_lines.stopped("digits", api.Status(progress=progress), 12) == said
+    assert failure_lines.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
 
 
 TORCHRUN_KILLED = (
@@ -308,7 +308,7 @@ WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminate
 def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why: str) -> None:
     progress = api.Progress(step=281, saved_step=250, updated=START)
     ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
-    said = told.stopped("digits", api.Status(progress=progress), 12, ended)
+    said = failure_lines.stopped("digits", api.Status(progress=progress), 12, ended)
     assert said.startswith("■ digits stopped after 12s at step 281, last saved at step 250; nothing was saved: rank 0 ")
     assert said.endswith(why.rstrip(" ."))
 
@@ -326,13 +326,13 @@ def test_a_stop_that_saved_nothing_shows_why(messages: list[dict[str, Any]], why
 def test_an_error_that_the_stop_itself_causes_is_not_given_as_the_reason(exit_code: int, log: str, more: str) -> None:
     progress = api.Progress(step=281, updated=START)
     ended = [Container("ended", message=log, exit_code=exit_code)]
-    told_so = told.stopped("digits", api.Status(progress=progress), 12, ended)
+    told_so = failure_lines.stopped("digits", api.Status(progress=progress), 12, ended)
     assert told_so == f"■ digits stopped after 12s at step 281{more}"
 
 
 def test_a_stop_whose_save_failed_shows_it_even_if_no_rank_raised() -> None:
     status = api.Status(progress=api.Progress(step=281, saved_step=100, updated=START), save_failed=FULL)
-    assert told.stopped("d", status, 12).endswith(f"last saved at step 100; {FULL}")
+    assert failure_lines.stopped("d", status, 12).endswith(f"last saved at step 100; {FULL}")
 
 
 @pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])

@@ -13,7 +13,7 @@ from reconciling import caches, reconciler
 from worlds import START, digits, manifest
 
 from ddpjob_operator.job import api, storage
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.kube.api.api_error import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Jobs, Key
@@ -42,14 +42,14 @@ class Cluster(DirectClient):
         self.requests: list[str] = []
         self.fails: ApiError | None = None
         self.changed: list[Key] = []
-        self.jobs = Jobs(self.changed.append, reading.job, limits=limits)
+        self.jobs = Jobs(self.changed.append, bounded_json.job, limits=limits)
         copies = caches(self.jobs)
         self.reconciler = reconciler(self, copies, Runtime(utc=lambda: self.now))
         self.pods, self.states = copies.pods, self.reconciler.states
 
     def user_puts(self, raw: Raw) -> Key:
         """Let a user create or change a job, and let the watch report the change."""
-        self.jobs.put(reading.stored_job(orjson.dumps(self.api.put(api.PLURAL, raw))))
+        self.jobs.put(bounded_json.stored_job(orjson.dumps(self.api.put(api.PLURAL, raw))))
         return raw["metadata"]["namespace"], raw["metadata"]["name"]
 
     def user_changes(self, key: Key, **spec: Any) -> None:
@@ -62,7 +62,7 @@ class Cluster(DirectClient):
         """Let the operator list all jobs again."""
         for raw in self.stored.values():
             if not self.jobs.has(raw):
-                self.jobs.put(reading.stored_job(orjson.dumps(raw)))
+                self.jobs.put(bounded_json.stored_job(orjson.dumps(raw)))
 
     def user_deletes(self, key: Key) -> None:
         raw = self.stored.pop(key)
@@ -177,7 +177,7 @@ def test_small_jobs_are_kept_completely_while_there_is_room() -> None:
 
 def room_for(count: float) -> storage.StoredLimits:
     """Return limits with room for `count` jobs in a namespace, and for twice as many in all namespaces."""
-    need = storage.size(reading.job(stored())) + 1
+    need = storage.size(bounded_json.job(stored())) + 1
     return storage.StoredLimits(0, int(2 * count * need), int(count * need), 0, 0)
 
 
@@ -250,14 +250,14 @@ def test_a_resumed_job_waits_for_room_like_a_new_one_and_a_running_job_does_not(
 
 def test_a_list_brings_the_complete_object_of_a_large_started_job() -> None:
     raw = stored() | {"status": {"state": "Running", "attempt": 1}}
-    assert not storage.is_cut(reading.stored_job(orjson.dumps(raw)))
+    assert not storage.is_cut(bounded_json.stored_job(orjson.dumps(raw)))
 
 
 def test_the_kept_part_is_short_whoever_wrote_the_object() -> None:
     raw = stored(suspend=True)
     raw["metadata"] |= {"labels": {f"l{n}": "x" * 60 for n in range(5_000)}, "finalizers": ["x" * 5_000]}
     raw["status"] = {"state": "Suspended", "reason": "x" * 100_000, "restarts": {"chargedAt": ["x"] * 10_000}}
-    for one in (reading.stored_job(orjson.dumps(raw)), storage.cut(raw, 1)):
+    for one in (bounded_json.stored_job(orjson.dumps(raw)), storage.cut(raw, 1)):
         assert len(orjson.dumps(one)) < 1_000
 
 

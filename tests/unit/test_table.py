@@ -15,7 +15,7 @@ from rich.console import Console
 from worlds import START, job
 
 from ddpjob_cli.describe import figures
-from ddpjob_cli.local.kept.history import History
+from ddpjob_cli.local.run_files.history import History
 from ddpjob_cli.local.shown import table
 from ddpjob_cli.local.shown.table import NodeRow, RunMoment, Usage
 from ddpjob_operator.job import api

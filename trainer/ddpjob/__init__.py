@@ -1,10 +1,10 @@
-"""DDPJob's trainer library: what runs inside the training process. It needs torch and nothing else.
+"""DDPJob's trainer library: what runs inside the training process.
 
-Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
-report how far training is with `progress`, stop all ranks after the same step with `should_stop`, and check with
-`check_replicas` that all ranks are equal. `run`, `submit` and `Job` start jobs from Python; they need the command line
-(docs/python.md), which a trainer image may lack. All names are loaded on first use: `import ddpjob` imports no torch,
-because the command line is installed without it.
+In:   the script's calls and objects, the variables that the operator, `ddprun` or torchrun set.
+Out:  a process group, snapshots, reports to the operator, heartbeats for the agent.
+Called by: scripts. `run`, `submit` and `Job` need the command line (docs/python.md), which a trainer image may lack.
+Must not need anything but torch. All names are loaded on first use: `import ddpjob` imports no torch, because the
+command line is installed without it.
 """
 
 import importlib

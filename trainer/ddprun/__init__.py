@@ -38,10 +38,10 @@ def main() -> None:
     from ddprun.options import parse
 
     options = parse(sys.argv[1:], os.environ)
-    from ddprun import own_children, processes
+    from ddprun import foreign_children, processes
 
     processes.open_streams()
-    own_children.stand_apart()  # before most imports: if this forks, the parent only waits and needs none of them
+    foreign_children.stand_apart()  # before most imports: if this forks, the parent only waits and needs none of them
     from ddprun.run import run
 
     code = run(options, os.environ)

@@ -145,7 +145,7 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
             import ddpjob.group.gloo_teardown
-            import ddpjob.group.meet
+            import ddpjob.group.wait_for_store
             import ddpjob.reporting.rank_end  # noqa: F401 - what `prepare_groups` needs
             import ddprun.learned  # noqa: F401 - how a rank tells of its imports
     return failed
@@ -465,13 +465,13 @@ def reseed(torch: Any) -> None:
 
 
 def prepare_groups() -> None:
-    """Prepare process groups of scripts without the library: torch waits for rank 0 (meet.py), gloo groups are kept
-    (gloo_teardown.py), and the watchdog starts with the first group.
+    """Prepare process groups of scripts without the library: torch waits for rank 0 (wait_for_store.py), gloo groups
+    are kept (gloo_teardown.py), and the watchdog starts with the first group.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    gloo, meet = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "meet"))
-    if meet is not None:
-        meet.have_torch_wait_for_rank_0()
+    gloo, store = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "wait_for_store"))
+    if store is not None:
+        store.have_torch_wait_for_rank_0()
     if c10d is not None and gloo is not None:
         gloo.keep_all_of(c10d)
     watch_group(c10d)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from ddpjob_cli.client import jobs, log_findings, several, watch
+from ddpjob_cli.client import jobs, log_findings, many_jobs, watch
 from ddpjob_cli.client.connection import Cluster
 from ddpjob_cli.client.errors import NotFoundError
 from ddpjob_cli.client.watch import Say, Watch
@@ -82,10 +82,10 @@ def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float
         say(f"{name} is deleted" if wait else f"{name} is being deleted")
 
     going: dict[str, jobs.Stored] = {}
-    begun, wrong = several.of_each(names, begin)
+    begun, wrong = many_jobs.of_each(names, begin)
     end = time.monotonic() + seconds
-    _, late = several.of_each(begun, finish)
-    several.refuse([*wrong, *late])
+    _, late = many_jobs.of_each(begun, finish)
+    many_jobs.refuse([*wrong, *late])
 
 
 def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: float) -> None:
@@ -105,11 +105,11 @@ def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | N
     can no longer reach it. Raise InputError for any other word, and ClusterError, also after `seconds`."""
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
-    going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
-    several.refuse(wrong)
+    going, wrong = many_jobs.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
+    many_jobs.refuse(wrong)
     while going:
-        looked, wrong = several.of_each(going, lambda one: (one, one.look()))
-        several.refuse(wrong)
+        looked, wrong = many_jobs.of_each(going, lambda one: (one, one.look()))
+        many_jobs.refuse(wrong)
         if any(answer is False for _, answer in looked):
             return False
         going = [one for one, answer in looked if answer is None]

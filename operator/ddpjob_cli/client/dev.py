@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddpjob_cli.client import in_pod, jobs, several
+from ddpjob_cli.client import in_pod, jobs, many_jobs
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.pack import Contents, read
@@ -116,8 +116,8 @@ class DevPods:
         first = pods[0] if jobs.place_of(pods[0]) == 0 else None
         with ThreadPoolExecutor(TOGETHER_MAX) as threads:
             asked = [threads.submit(self._send, pod) for pod in old if pod is not first]
-            _, wrong = several.of_each(asked, lambda future: future.result())
-        several.refuse(wrong)
+            _, wrong = many_jobs.of_each(asked, lambda future: future.result())
+        many_jobs.refuse(wrong)
         if first is not None:  # node 0's agent starts the ranks of all nodes, so it gets the files last
             self._send(first, str(int(RERUN_SIGNAL)))
             self._is_due = False

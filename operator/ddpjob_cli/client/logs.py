@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from ddpjob_cli.client import jobs, several, watch
+from ddpjob_cli.client import jobs, many_jobs, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_cli.client.watch import Say
@@ -106,7 +106,7 @@ class ClusterLogs:
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
         """Yield (node, piece) of the logs. Raise ClusterError only at the end, so that all readable logs are shown."""
         of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
-        wrong: list[several.Wrong] = []
+        wrong: list[many_jobs.Wrong] = []
         failure = self._kept()
         for node in nodes:
             own = [pod for pod in of_attempt if jobs.place_of(pod) == node]
@@ -118,7 +118,7 @@ class ClusterLogs:
                     wrong.append(error)
             if not own and failure and (failure.attempt, failure.node_rank) == (attempt, node):
                 yield node, self._end_of(failure)
-        several.refuse(wrong)
+        many_jobs.refuse(wrong)
 
     def _log_of(self, pod: Raw) -> Iterator[bytes]:
         """Yield the log of a pod as it is now, with a line end added to an unfinished last line."""

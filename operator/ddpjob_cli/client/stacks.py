@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ddpjob_cli.client import jobs, several, watch
+from ddpjob_cli.client import jobs, many_jobs, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, NoAnswerError
 from ddpjob_cli.manifest.yamlfile import InputError
@@ -56,9 +56,9 @@ def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> li
     command = [kubectl, "exec", *cluster.kubectl, *of_trainer]
     with ThreadPoolExecutor(TOGETHER_MAX) as threads:
         asked = [threads.submit(_of_pod, cluster, stored, pod, command) for pod in pods]
-        found, wrong = several.of_each(asked, lambda future: future.result())
+        found, wrong = many_jobs.of_each(asked, lambda future: future.result())
     if not found:
-        several.refuse(wrong)
+        many_jobs.refuse(wrong)
     return [*found, *map(str, wrong)]  # a pod that does not answer must not hide other pods' stacks
 
 

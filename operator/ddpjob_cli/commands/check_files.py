@@ -19,8 +19,8 @@ from ddpjob_check.rule import SYNTAX
 from ddpjob_cli.commands import kinds, launchers
 from ddpjob_cli.commands.cpu_limit import FILE_SECONDS, CpuLimit
 from ddpjob_cli.commands.options import NODES_WANTED, range_of
-from ddpjob_cli.local.kept.files import read_script, text_of_script
-from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.preparation import suggestions
+from ddpjob_cli.local.run_files.files import read_script, text_of_script
 from ddpjob_cli.local.script import find, folder_of, imported, of_launches, with_shell_script
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
@@ -272,8 +272,8 @@ def _not_read(document: Document, job: api.DDPJob) -> str:
     why = f"no script was found in the command{by}"
     if started.files:
         why = f"{started.script or f'the module {started.module}'} is not on this machine"
-        why += similar.file(started.script or "", str(folder_of(document.source, job)))
+        why += suggestions.file(started.script or "", str(folder_of(document.source, job)))
     elif not started.launcher:
-        why += similar.program(str((job.spec.facts.trainer.get("command") or [""])[0]))
+        why += suggestions.program(str((job.spec.facts.trainer.get("command") or [""])[0]))
     where = document.place(job.spec.facts.command_path)
     return f"{where}: {why}, so only the job was checked; name it: ddpjob check {document.source} SCRIPT"

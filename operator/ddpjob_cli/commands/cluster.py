@@ -145,7 +145,7 @@ SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Jobs with th
 @cluster_options
 def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: str, all_namespaces: bool) -> int:
     """List the DDPJobs of a namespace, or show some, in the columns of kubectl."""
-    from ddpjob_cli.client import jobs, output_forms, several
+    from ddpjob_cli.client import jobs, many_jobs, output_forms
 
     if names and all_namespaces:
         raise click.UsageError("JOB and --all-namespaces exclude each other.")
@@ -153,9 +153,9 @@ def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: 
         raise click.UsageError(BOTH)
     cluster = connect()
     if names:
-        found, wrong = several.of_each(names, lambda name: jobs.find(cluster, name).raw)
+        found, wrong = many_jobs.of_each(names, lambda name: jobs.find(cluster, name).raw)
         code = answer(output_forms.of_jobs(found, output, one=len(names) == 1, namespaces=False)) if found else 0
-        several.refuse(wrong)
+        many_jobs.refuse(wrong)
         return code
     found = jobs.items(cluster, all_namespaces=all_namespaces, selector=selector)
     if not found and output in ("text", "wide"):
@@ -186,12 +186,12 @@ def _chosen(cluster: Cluster, names: tuple[str, ...], selector: str | None) -> t
 @cluster_options
 def describe(connect: Connect, names: tuple[str, ...]) -> int:
     """Show state, progress, restarts, the last failure with the end of its log, pods and Events of each JOB."""
-    from ddpjob_cli.client import jobs, output_forms, several
+    from ddpjob_cli.client import jobs, many_jobs, output_forms
 
     cluster = connect()
-    texts, wrong = several.of_each(names, lambda name: output_forms.in_full(cluster, jobs.find(cluster, name), say))
+    texts, wrong = many_jobs.of_each(names, lambda name: output_forms.in_full(cluster, jobs.find(cluster, name), say))
     code = answer("\n\n".join(texts))
-    several.refuse(wrong)
+    many_jobs.refuse(wrong)
     return code
 
 
@@ -242,10 +242,10 @@ def wait_for(connect: Connect, names: tuple[str, ...], selector: str | None, wan
 @cluster_options
 def suspend(connect: Connect, names: tuple[str, ...]) -> int:
     """Stop all pods of each JOB; they have their grace period to save. `ddpjob resume` continues."""
-    from ddpjob_cli.client import actions, several
+    from ddpjob_cli.client import actions, many_jobs
 
     cluster = connect()
-    several.refuse(several.of_each(names, lambda name: actions.suspend(cluster, name, say))[1])
+    many_jobs.refuse(many_jobs.of_each(names, lambda name: actions.suspend(cluster, name, say))[1])
     return 0
 
 
@@ -254,10 +254,10 @@ def suspend(connect: Connect, names: tuple[str, ...]) -> int:
 @cluster_options
 def resume(connect: Connect, names: tuple[str, ...]) -> int:
     """Start the pods of each suspended JOB again, as a new attempt."""
-    from ddpjob_cli.client import actions, several
+    from ddpjob_cli.client import actions, many_jobs
 
     cluster = connect()
-    several.refuse(several.of_each(names, lambda name: actions.resume(cluster, name, say))[1])
+    many_jobs.refuse(many_jobs.of_each(names, lambda name: actions.resume(cluster, name, say))[1])
     return 0
 
 

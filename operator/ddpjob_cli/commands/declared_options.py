@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpjob_check.nodes import name_of, parameters_of, text_in
 from ddpjob_check.parsing import TooLongError, parse
-from ddpjob_cli.local.kept.files import read_script, text_of_script
+from ddpjob_cli.local.run_files.files import read_script, text_of_script
 
 _FILES_MAX = 20  # files read; the argument parser is in the script or in a module that it imports
 _ABOVE_MAX = 100  # parent folders that a relative import may name

@@ -72,7 +72,7 @@ def dev(
     from ddpjob_cli.commands import kinds, launchers, sources
     from ddpjob_cli.commands.options import Source
     from ddpjob_cli.commands.start import start
-    from ddpjob_cli.local.processes import debugging, gpus
+    from ddpjob_cli.local.preparation import debugging, gpus
     from ddpjob_cli.local.run import RunOptions
     from ddpjob_cli.local.session import variables as of_session
     from ddpjob_cli.manifest.yamlfile import InputError

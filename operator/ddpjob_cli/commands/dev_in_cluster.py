@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from ddpjob_cli.client import actions, jobs, several
+from ddpjob_cli.client import actions, jobs, many_jobs
 from ddpjob_cli.client.dev import DevPods, MovingDeadline, read_code
 from ddpjob_cli.client.logs import ClusterLogs
 from ddpjob_cli.client.watch import StateLines
@@ -18,7 +18,7 @@ from ddpjob_cli.commands import submit
 from ddpjob_cli.commands.cluster import Connect, end_of
 from ddpjob_cli.commands.output import closed, say, write_printed
 from ddpjob_cli.local import session
-from ddpjob_cli.local.processes import debugging
+from ddpjob_cli.local.preparation import debugging
 from ddpjob_cli.local.processes.saves import SavedFiles
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import bounds, validation
@@ -136,7 +136,7 @@ class _Follower:
             for note in found.notes:
                 say(note)
             self._stop = found.stop
-            _, wrong = several.of_each((self._renew, self._pods.save if asked else self._pods.look), lambda do: do())
+            _, wrong = many_jobs.of_each((self._renew, self._pods.save if asked else self._pods.look), lambda do: do())
             before, said = said, [str(error) for error in wrong]
             for text in said:
                 if text not in before:

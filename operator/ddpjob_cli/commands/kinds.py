@@ -8,7 +8,7 @@ import re
 from typing import Literal
 
 from ddpjob_check.parsing import TooLongError, parse
-from ddpjob_cli.local.kept.files import read_script, text_of_script
+from ddpjob_cli.local.run_files.files import read_script, text_of_script
 
 Kind = Literal["script", "notebook", "job", "program"]
 

@@ -22,7 +22,7 @@ _STORE = "torch.distributed.TCPStore"
 
 def missing_here(environ: Mapping[str, str]) -> str:
     """Return why ddprun cannot start the ranks with torchrun's Python; "" if it can."""
-    from ddpjob_cli.local.processes.pod_process import search_path
+    from ddpjob_cli.local.preparation.pod_process import search_path
 
     path = search_path(environ.get("PATH", os.defpath))
     ours, torchs = (shutil.which(name, path=path) for name in NAMES)

@@ -15,7 +15,7 @@ from ddpjob_operator.job.wording import count
 
 if TYPE_CHECKING:
     from ddpjob_cli.client.logs import ClusterLogs
-    from ddpjob_cli.local.kept.run_logs import LocalLogs
+    from ddpjob_cli.local.run_files.run_logs import LocalLogs
 
     LogSource: TypeAlias = LocalLogs | ClusterLogs  # nodes are numbered from 0, as in the job
 

@@ -100,7 +100,7 @@ def run(
     from ddpjob_cli.commands import check_files, launchers, sources
     from ddpjob_cli.commands.options import Source
     from ddpjob_cli.commands.start import start
-    from ddpjob_cli.local.processes import faults, gpus
+    from ddpjob_cli.local.preparation import faults, gpus
     from ddpjob_cli.local.run import RunOptions
 
     if filename is not None or module is not None:  # with -m or --filename the first word is an ARG

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from ddpjob_cli.commands.logs import LogSource
-    from ddpjob_cli.local.kept.runs import Run
+    from ddpjob_cli.local.run_files.runs import Run
 
 FOLDER = click.option(
     "--dir", "folder", metavar="DIR", type=sections.AsPath(file_okay=False),
@@ -32,7 +32,7 @@ class RunName(JobName):
         """Complete a job's name from this machine's runs; from the cluster if an option names it, or if none fits."""
         from click.shell_completion import CompletionItem
 
-        from ddpjob_cli.local.kept import run_folder
+        from ddpjob_cli.local.run_files import run_folder
 
         in_cluster = any(ctx.params.get(name) for name in ("in_cluster", "context", "namespace", "kubeconfig"))
         names = set() if in_cluster else {name for name, _ in run_folder.folders(ctx.params.get("folder"))}
@@ -53,7 +53,7 @@ def list_runs(output: str, folder: Path | None) -> int:
     import json
 
     from ddpjob_cli.describe import job
-    from ddpjob_cli.local.kept import runs
+    from ddpjob_cli.local.run_files import runs
 
     now = dt.datetime.now(dt.timezone.utc)
     found = [as_json(run, now) for run in runs.find_all(folder)]
@@ -124,8 +124,8 @@ def report(job: str | None, folder: Path | None) -> int:
     """
     import datetime as dt
 
-    from ddpjob_cli.local.kept import report as reports
-    from ddpjob_cli.local.kept import runs
+    from ddpjob_cli.local.run_files import report as reports
+    from ddpjob_cli.local.run_files import runs
 
     run = runs.find(job, folder)
     return answer(reports.page(run, run.history(), dt.datetime.now(dt.timezone.utc)))
@@ -164,7 +164,7 @@ COMMANDS = (list_runs, logs, stacks, report)
 
 
 def _stacks_of(source: LogSource, node: int | None) -> list[str]:
-    from ddpjob_cli.local.kept import run_logs
+    from ddpjob_cli.local.run_files import run_logs
 
     if isinstance(source, run_logs.LocalLogs):
         from ddpjob_cli.local.processes import stacks as local
@@ -176,7 +176,7 @@ def _stacks_of(source: LogSource, node: int | None) -> list[str]:
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:
-    from ddpjob_cli.local.kept import run_logs, runs
+    from ddpjob_cli.local.run_files import run_logs, runs
 
     if job is not None and folder is None and job not in (kept := {run.facts.job for run in runs.find_all(folder)}):
         from ddpjob_cli.client.connection import has_kubeconfig
@@ -227,7 +227,7 @@ def row(told: dict[str, Any], *, wide: bool) -> dict[str, str]:
 
 def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
     """Return a run in the form of `-o json`, which has only a part of the status."""
-    from ddpjob_cli.local.kept.runs import age, took
+    from ddpjob_cli.local.run_files.runs import age, took
 
     status, progress = run.status, run.status.progress
     took_seconds = took(run, now)

@@ -18,8 +18,8 @@ from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.commands import from_script, kinds, launchers
 from ddpjob_cli.commands.cpu_limit import CpuLimit
 from ddpjob_cli.commands.options import Source, applied, refuse_other_bytes
-from ddpjob_cli.local.kept.files import read_script
-from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.preparation import suggestions
+from ddpjob_cli.local.run_files.files import read_script
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, command, validation, wording
@@ -242,7 +242,7 @@ def _text(path: str) -> str:
     except UnicodeDecodeError:
         raise InputError(f"{path}:1: not valid Python: it is not UTF-8") from None
     except (OSError, ValueError) as error:
-        meant = similar.file(path) if isinstance(error, FileNotFoundError) else ""
+        meant = suggestions.file(path) if isinstance(error, FileNotFoundError) else ""
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}{meant}") from None
 
 

@@ -19,7 +19,7 @@ def start(
     """Check the job's script, run the job, and return the exit code. notebook: the notebook that became the script."""
     from ddpjob_cli.commands import check_files
     from ddpjob_cli.local.run import run
-    from ddprun import own_children
+    from ddprun import foreign_children
 
     if checked:
         lines, is_refused = check_files.before_run(
@@ -29,5 +29,5 @@ def start(
             say(line)
         if is_refused:
             return 2
-    own_children.stand_apart()
+    foreign_children.stand_apart()
     return run(document, job, options)

@@ -122,7 +122,7 @@ def create(connect: Connect, document: Document, archive: Archive | None) -> tup
 def remarks(file: str, document: Document, archive: Archive | None) -> tuple[str, ...]:
     """Return sentences about files that are not sent, and files that are lost with the pods."""
     from ddpjob_cli.commands import from_script, kinds
-    from ddpjob_cli.local.kept.files import read_script
+    from ddpjob_cli.local.run_files.files import read_script
 
     said = archive.remarks if archive else ()
     pod = document.data["spec"]["template"]["spec"]

@@ -21,10 +21,11 @@ from msgspec.structs import replace
 
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
-from ddpjob_cli.local.kept import files, history, report, run_folder, runs
-from ddpjob_cli.local.processes import debugging, faults, gpus, injector, pod_process, receive, stacks, threads
+from ddpjob_cli.local.preparation import debugging, faults, gpus, pod_process, threads
+from ddpjob_cli.local.processes import injector, receive, stacks
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
-from ddpjob_cli.local.shown import screen, table, told
+from ddpjob_cli.local.run_files import files, history, report, run_folder, runs
+from ddpjob_cli.local.shown import failure_lines, screen, table
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, podspec, reasons, wording
 from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
@@ -37,7 +38,7 @@ from ddprun import processes, watch_ranks
 from ddprun.core import idle
 
 if TYPE_CHECKING:
-    from ddpjob_cli.local.kept.metrics_file import MetricsFile
+    from ddpjob_cli.local.run_files.metrics_file import MetricsFile
     from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
@@ -233,14 +234,14 @@ class Runner:
         self._noted: set[str] = set()
         self._metrics: MetricsFile | None = None
         if options.metrics is not None:
-            from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes long to import
+            from ddpjob_cli.local.run_files.metrics_file import MetricsFile  # prometheus-client takes long to import
 
             self._metrics = MetricsFile(options.metrics, self.job)
         self._settings = settings
         self._inbox = receive.Inbox(job.spec, folder.path / "token", options.names)
         reporting = build.Reporting(self._inbox.receiver.url, str(folder.path / "token"), REPORT_SECONDS)
         self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
-        self.teller = told.Teller(self.job, self.screen.note, self._print, self._command("logs"))
+        self.teller = failure_lines.Teller(self.job, self.screen.note, self._print, self._command("logs"))
         self.cluster.selector.register(self._inbox.descriptor, selectors.EVENT_READ, None)
         self._faults = injector.Injector(options.faults, self.cluster, self.screen.note)
 
@@ -477,7 +478,9 @@ class Runner:
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # a test of a fault has failed if the fault did not happen
         if status.state == "Suspended":
-            self.screen.note(told.stopped(name, status, took, () if self.options.session else self._stopped.values()))
+            self.screen.note(
+                failure_lines.stopped(name, status, took, () if self.options.session else self._stopped.values())
+            )
             return INTERRUPTED
         self.screen.note(ending.failed(name, status, took))
         return FAILED

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ddpjob_check.parsing import TooLongError, parse
-from ddpjob_cli.local.kept.files import read_script
+from ddpjob_cli.local.run_files.files import read_script
 from ddpjob_operator.job import api, command, exit_codes, programs
 from ddpjob_operator.job.podspec import trainer_container
 

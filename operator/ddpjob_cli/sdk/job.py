@@ -26,8 +26,8 @@ from ddpjob_cli.commands.logs import whole_lines
 from ddpjob_cli.commands.output import say
 from ddpjob_cli.commands.sources import naming
 from ddpjob_cli.describe import ending, progress
-from ddpjob_cli.local.kept import run_logs, runs
 from ddpjob_cli.local.processes import stacks as local_stacks
+from ddpjob_cli.local.run_files import run_logs, runs
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import function
 from ddpjob_operator.failures import sentences

@@ -16,8 +16,8 @@ import kopf
 import prometheus_client
 import uvloop
 
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import Client, RequestLimits
-from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import allow_open_files
 from ddpjob_operator.kube.handlers import handlers
 from ddpjob_operator.kube.lease import Election
@@ -71,16 +71,18 @@ def _end_now() -> None:
 
 
 def _operator(settings: OperatorSettings, end_within: Callable[[float], object]) -> Operator:
-    meter, reach = Meter(threading.Lock()), Reach()
+    meter, availability = Meter(threading.Lock()), Availability()
     prometheus_client.ProcessCollector(registry=meter.registry)
     if not settings.lease_namespace:
-        return Operator(settings, Client(answered=meter.answered, reach=reach), meter=meter, end_within=end_within)
+        return Operator(
+            settings, Client(answered=meter.answered, availability=availability), meter=meter, end_within=end_within
+        )
     seconds = settings.lease.try_seconds
     limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
-    for_lease = Client(limits=limits, answered=meter.answered, reach=reach)
+    for_lease = Client(limits=limits, answered=meter.answered, availability=availability)
     # Use the unique pod name. A restarted container then does not wait for its own Lease to expire.
     identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     leader = Election(for_lease, settings.lease_namespace, settings.lease_name, identity, settings.lease)
-    client = Client(may_write=leader.holds, answered=meter.answered, reach=reach)
+    client = Client(may_write=leader.holds, answered=meter.answered, availability=availability)
     others = None if settings.namespaces else OtherReleases(client)
     return Operator(settings, client, leader, others, meter=meter, end_within=end_within)

@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from ddpjob_operator.job import api, storage
-from ddpjob_operator.kube.api import access, reading, served_crd
+from ddpjob_operator.kube.api import access, bounded_json, served_crd
 from ddpjob_operator.kube.api.client import Client, collection
 from ddpjob_operator.kube.api.in_flight import InFlight
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
@@ -130,7 +130,7 @@ class Operator:
         self.leads = leader is None
         self.tasks = Tasks(runtime.log, end_within)
         self.caches = Caches(
-            Jobs(self._enqueue, reading.job, self._count_job, settings.room),
+            Jobs(self._enqueue, bounded_json.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
             NodeCache(self._nodes_changed, runtime.now),

@@ -33,7 +33,7 @@ from ddpjob.errors import (
     Stopped,
     UnsupportedError,
 )
-from ddpjob.group import meet, stop
+from ddpjob.group import stop, wait_for_store
 from ddpjob.group.gloo_teardown import never_destroy, settle, settle_unless_at_exit
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import report_start
@@ -401,7 +401,7 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     if scheme == "tcp":
         store = _store_at_port(where, place, timeout)
     elif scheme == "env":
-        meet.have_torch_wait_for_rank_0()
+        wait_for_store.have_torch_wait_for_rank_0()
         store = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))[0]
     else:
         raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
@@ -421,7 +421,7 @@ def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
     has_agent, agents_port = (os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"))
     serves = place.rank == 0 and not (has_agent == "True" and str(url.port) == agents_port)
     if not serves:
-        meet.wait_until_served(url.hostname, url.port, timeout.total_seconds())
+        wait_for_store.wait_until_served(url.hostname, url.port, timeout.total_seconds())
     return TCPStore(url.hostname, url.port, place.world_size, serves, timeout, multi_tenant=True)
 
 

@@ -18,10 +18,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ddpjob import own_files
-from ddpjob_cli.local.kept import run_folder
-from ddpjob_cli.local.processes import debugging, faults, pod_process, ranks
+from ddpjob_cli.local.preparation import debugging, faults, pod_process
 from ddpjob_cli.local.processes import node as nodes
+from ddpjob_cli.local.processes import ranks
 from ddpjob_cli.local.processes.logs import Log
+from ddpjob_cli.local.run_files import run_folder
 from ddpjob_core.findings import NamedFinding
 from ddpjob_operator.job import api, command, launcher, reasons, wording
 from ddpjob_operator.observed import facts, stall

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_cli.local.processes import faults, ranks
+from ddpjob_cli.local.preparation import faults
+from ddpjob_cli.local.processes import ranks
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod
 from ddpjob_operator.job import api, wording
 from ddprun import processes

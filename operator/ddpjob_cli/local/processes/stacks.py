@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_cli.local.kept import run_folder, runs
 from ddpjob_cli.local.processes import ranks
+from ddpjob_cli.local.run_files import run_folder, runs
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddpjob_operator.job import bounds

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ddpjob_cli.describe import figures
 from ddpjob_cli.describe.progress import metric_parts, step_parts
-from ddpjob_cli.local.kept.history import STEP_SECONDS, History
-from ddpjob_cli.local.kept.series import Series
+from ddpjob_cli.local.run_files.history import STEP_SECONDS, History
+from ddpjob_cli.local.run_files.series import Series
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, wording
 from ddpjob_operator.job.status import present_progress, ranks_since

@@ -21,11 +21,11 @@ import kopf
 import orjson
 
 from ddpjob_operator.job import api, requests
-from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api import bounded_json
 from ddpjob_operator.kube.api.api_error import NO_ANSWER as NO_ANSWER
 from ddpjob_operator.kube.api.api_error import ApiError as ApiError
 from ddpjob_operator.kube.api.api_error import TooLargeError, bad_answer, no_answer, of_answer, of_status
-from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.availability import Availability
 
 T = TypeVar("T")
 Raw = dict[str, Any]
@@ -133,12 +133,12 @@ class Client:
         limits: RequestLimits = RequestLimits(),
         may_write: Callable[[], bool] = lambda: True,
         answered: Callable[..., None] = lambda *_, **__: None,
-        reach: Reach | None = None,
+        availability: Availability | None = None,
     ) -> None:
         """may_write: called right before each try of a write; False: the write is not sent. answered: called for each
-        answer (Meter.answered). reach: tracks outages, shared by several clients.
+        answer (Meter.answered). availability: tracks outages, shared by several clients.
         """
-        self.reach = reach or Reach()
+        self.availability = availability or Availability()
         self.limits = limits
         self._may_write = may_write
         self._told = answered
@@ -167,7 +167,9 @@ class Client:
         """Return an object, or the items of a list. Raise ApiError."""
         asked = requests.read("GET", path)
         is_list = asked.verb == "list" and _is_of_resources(path, asked)
-        return await self._request(_Request("GET", path, params=params), reading.listed if is_list else reading.obj)
+        return await self._request(
+            _Request("GET", path, params=params), bounded_json.listed if is_list else bounded_json.obj
+        )
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """Return the created object. Raise ApiError.
@@ -175,8 +177,8 @@ class Client:
         Of pods, Services and events only the metadata comes from the server. The rest is `body`, without the changes of
         admission webhooks; those arrive with the watch.
         """
-        made = await self._request(_Request("POST", path, body, params), reading.made)
-        return {**body, "metadata": made["metadata"]} if made.get("kind") == reading.METADATA_ALONE else made
+        made = await self._request(_Request("POST", path, body, params), bounded_json.made)
+        return {**body, "metadata": made["metadata"]} if made.get("kind") == bounded_json.METADATA_ALONE else made
 
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """Replace the object and return it. The body's resourceVersion guards against lost updates. Raise ApiError."""
@@ -211,8 +213,8 @@ class Client:
                 limit = max(1, limit // 8)
                 continue
             try:
-                listed = await read_json(partial(reading.page, plural=_plural(path)), content)
-            except reading.BadJsonError as error:
+                listed = await read_json(partial(bounded_json.page, plural=_plural(path)), content)
+            except bounded_json.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
             # Compute the next limit from the size per object: with doubling, every fourth page would be too large.
             of_each = len(content) // max(1, len(listed.items)) + 1
@@ -250,12 +252,12 @@ class Client:
                 if response.status >= 400:
                     self._renew_after(response.status, info)
                     raise of_answer(response.status, await response.read(), response.headers)
-                async for line in reading.lines(response.content):
-                    event = await read_json(partial(reading.event, plural=plural), line)
+                async for line in bounded_json.lines(response.content):
+                    event = await read_json(partial(bounded_json.event, plural=plural), line)
                     if event["type"] == "ERROR":
                         raise of_status(event["object"])
                     yield event
-        except reading.BadJsonError as error:
+        except bounded_json.BadJsonError as error:
             raise bad_answer("GET", path, error) from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             if code == NO_ANSWER:
@@ -264,10 +266,10 @@ class Client:
 
     def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
         """Count a request by the code of its answer; NO_ANSWER if there was none."""
-        (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
+        (self.availability.failed if code == NO_ANSWER else self.availability.answered)()
         self._told(method, path, code, time.monotonic() - began, watch=watch)
 
-    async def _request(self, request: _Request, read: Callable[[bytes], Raw] = reading.obj) -> Raw:
+    async def _request(self, request: _Request, read: Callable[[bytes], Raw] = bounded_json.obj) -> Raw:
         method, path = request.method, request.path
         content, asked = await self._request_bytes(request), requests.read(method, path)
         try:
@@ -275,8 +277,8 @@ class Client:
             is_object = _is_of_resources(path, asked) and asked.verb not in ("list", "delete")
             # Require metadata, because JSON from a proxy would otherwise look like an object without a state.
             if is_object and asked.group != _REVIEWS and not isinstance(answer.get("metadata"), dict):
-                raise reading.BadJsonError("the answer has no metadata")
-        except reading.BadJsonError as error:
+                raise bounded_json.BadJsonError("the answer has no metadata")
+        except bounded_json.BadJsonError as error:
             raise bad_answer(method, path, error) from None
         return answer
 

@@ -134,9 +134,9 @@ class GangWatch:
                     self._is_known = True
                     self._found()
                 again = AGAIN_SECONDS if answered else NO_ANSWER_SECONDS
-                await self._client.reach.wait(ERROR_SECONDS if self._errors >= ERRORS_MAX else again)
+                await self._client.availability.wait(ERROR_SECONDS if self._errors >= ERRORS_MAX else again)
                 while self.api.api_version and not self._refused and not any(r.fails for r in self.reflectors):
-                    await self._client.reach.wait(AGAIN_SECONDS)
+                    await self._client.availability.wait(AGAIN_SECONDS)
         finally:
             drop()
 

@@ -118,7 +118,9 @@ class Reflector:
             # Back off even without an error: a server or proxy may close every watch at once.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
-            if await self._client.reach.wait(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
+            if await self._client.availability.wait(
+                max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)
+            ):
                 # The server is back after an outage, and refuses watches for some seconds while it starts.
                 # Reset the back-off, which the outage has made long: otherwise we would see no changes for up to 30 s.
                 self._begin_anew()
@@ -197,7 +199,7 @@ class Reflector:
         text, at = str(error), self._runtime.clock()
         self._failing_since = at if self._failing_since is None else self._failing_since
         passes = error.status not in (401, 403, 404) and at - self._failing_since < QUIET_SECONDS
-        if passes or (error.status == NO_ANSWER and self._client.reach.lost):  # Reach logs an outage
+        if passes or (error.status == NO_ANSWER and self._client.availability.lost):  # Availability logs an outage
             return
         if text != self._logged[0] or at - self._logged[1] >= LOG_AGAIN_SECONDS:
             self._logged = (text, at)

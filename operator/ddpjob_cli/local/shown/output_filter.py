@@ -1,6 +1,6 @@
 """Reduce a node's output to the script's own lines; the node's log has all lines. Stacks of a stall are held back,
-and tracebacks until their failure is known. `told.py` then shows the traceback of the rank that failed first, once.
-If the script handled the exception, its traceback is shown after all."""
+and tracebacks until their failure is known. `failure_lines.py` then shows the traceback of the rank that failed first,
+once. If the script handled the exception, its traceback is shown after all."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def without_libraries(trace: list[str]) -> list[str]:
     return shown or trace
 
 
-class Fold:
+class OutputFilter:
     def __init__(self) -> None:
         self.hidden = 0
         """Number of hidden lines that were not reported yet."""

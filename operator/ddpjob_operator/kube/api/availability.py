@@ -18,7 +18,7 @@ SPREAD_SECONDS = 1.0
 """Jitter after an outage, so that the watches do not all send requests at the same moment."""
 
 
-class Reach:
+class Availability:
     """State of one API server, shared by all clients of a process."""
 
     def __init__(self, runtime: Runtime = SYSTEM) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpjob import own_files
-from ddpjob_cli.local.kept import files
+from ddpjob_cli.local.run_files import files
 from ddpjob_cli.manifest.yamlfile import InputError
 
 RUNS_KEPT = 10

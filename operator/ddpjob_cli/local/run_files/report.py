@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpjob_cli.describe import figures
-from ddpjob_cli.local.kept import runs
-from ddpjob_cli.local.kept.history import SAMPLES, STEP_SECONDS, History, StatusChange
-from ddpjob_cli.local.kept.series import Point
+from ddpjob_cli.local.run_files import runs
+from ddpjob_cli.local.run_files.history import SAMPLES, STEP_SECONDS, History, StatusChange
+from ddpjob_cli.local.run_files.series import Point
 from ddpjob_operator.job import api
 from ddpjob_operator.job.wording import count, duration
 

@@ -7,7 +7,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from ddpjob_cli.local.kept import files
+from ddpjob_cli.local.run_files import files
 from ddpjob_operator.job import api
 from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ddpjob_cli.local.processes.cluster import LocalPod
-from ddpjob_cli.local.shown.fold import Fold, without_libraries
+from ddpjob_cli.local.shown.output_filter import OutputFilter, without_libraries
 from ddpjob_core import rules
 from ddpjob_core.failures import root_cause
 from ddpjob_operator.failures import termination_message
@@ -37,13 +37,13 @@ class Teller:
         found = job.spec.facts.launcher
         self._launcher = "torch" if found is None else found.launcher.rpartition(".")[2]
         self._note, self._log, self._logs = note, log, logs
-        self._folds: dict[str, tuple[LocalPod, Fold]] = {}
+        self._filters: dict[str, tuple[LocalPod, OutputFilter]] = {}
         self._pending: tuple[float, str] | None = None
 
     def printed(self, pod: LocalPod, lines: list[str]) -> None:
-        """Show the lines that a node printed, except those that `Fold` hides or holds back."""
-        _, fold = self._folds.setdefault(pod.name, (pod, Fold()))
-        if shown := fold.take(lines, time.monotonic()):
+        """Show the lines that a node printed, except those that `OutputFilter` hides or holds back."""
+        _, output = self._filters.setdefault(pod.name, (pod, OutputFilter()))
+        if shown := output.take(lines, time.monotonic()):
             self._log(pod, shown)
 
     def event(self, event: Event, status: api.Status) -> bool:
@@ -62,7 +62,7 @@ class Teller:
     def due_in(self) -> float | None:
         """Return the seconds until `tick` has something to show; None if it has nothing to show."""
         now = time.monotonic()
-        waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
+        waits = [wait for _, output in self._filters.values() if (wait := output.due_in(now)) is not None]
         return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
 
     def tick(self) -> None:
@@ -71,15 +71,15 @@ class Teller:
         if self._pending is not None and now >= self._pending[0]:
             self._note(self._pending[1])
             self._pending = None
-        for pod, fold in self._folds.values():
-            if late := fold.overdue(now):
+        for pod, output in self._filters.values():
+            if late := output.overdue(now):
                 self._log(pod, late)
 
     def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
         """Show the traceback of the rank that failed first, and the number of hidden lines. doubtful: the success is
         suspicious, so show the first traceback that was held back."""
         self._pending = None
-        held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
+        held = {name: output.forget() for name, (_, output) in self._filters.items()}
         everyone = [trace for traces in held.values() for trace in traces if trace.exception]
         culprit = everyone[0] if doubtful and everyone else None
         if failure is not None and failure.exception:
@@ -87,36 +87,36 @@ class Teller:
             known = [*held.get(failure.pod, ()), *everyone]
             culprit = next((t for t in known if t.exception.startswith(failure.exception[:80])), None)
         for name, traces in held.items():
-            pod, fold = self._folds[name]
+            pod, output = self._filters[name]
             for trace in traces:
                 if trace is culprit:
                     self._log(pod, without_libraries(trace.lines))
                 else:
-                    fold.hidden += len(trace.lines)
-        for pod, fold in self._folds.values():
-            for rank, lines in fold.stacks.items():
+                    output.hidden += len(trace.lines)
+        for pod, output in self._filters.values():
+            for rank, lines in output.stacks.items():
                 if failure is None or failure.rank in (None, rank):  # without a known culprit, show all ranks
                     self._log(pod, lines)
                 else:
-                    fold.hidden += len(lines)
-            fold.stacks = {}
+                    output.hidden += len(lines)
+            output.stacks = {}
         if failure is None and not any(held.values()):
             return  # after a success nobody needs the hidden lines, so their number is not shown
-        self._tell_folded("" if failure is None else failure.pod)
+        self._tell_hidden("" if failure is None else failure.pod)
 
-    def _tell_folded(self, culprit: str) -> None:
-        counts = {name: fold.hidden for name, (_, fold) in self._folds.items() if fold.hidden}
-        for _, fold in self._folds.values():
-            fold.hidden = 0
+    def _tell_hidden(self, culprit: str) -> None:
+        counts = {name: output.hidden for name, (_, output) in self._filters.items() if output.hidden}
+        for _, output in self._filters.values():
+            output.hidden = 0
         if not counts:
-            if culprit in self._folds:
-                self._note(f"  log: {self._command(self._folds[culprit][0])}")
+            if culprit in self._filters:
+                self._note(f"  log: {self._command(self._filters[culprit][0])}")
             return
         name = culprit if culprit in counts else max(counts, key=lambda name: counts[name])
         others = sum(counts.values()) - counts[name]
         more = f" (and {others} of other nodes)" if others else ""
         own = wording.count(counts[name], "line")
-        self._note(f"  … {own} of {self._launcher} hidden{more}; {self._command(self._folds[name][0])}")
+        self._note(f"  … {own} of {self._launcher} hidden{more}; {self._command(self._filters[name][0])}")
 
     def _command(self, pod: LocalPod) -> str:
         return f"{self._logs} --attempt {pod.attempt} --node {pod.place}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ddpjob_cli.local.kept import runs
+from ddpjob_cli.local.run_files import runs
 from ddpjob_cli.manifest.yamlfile import InputError
 
 POLL_SECONDS = 0.2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob.group import meet
+from ddpjob.group import wait_for_store
 from ddprun import ports
 
 HOST = "127.0.0.1"
@@ -47,8 +47,8 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     module = types.SimpleNamespace(_create_c10d_store=create)
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", module)
-    meet.have_torch_wait_for_rank_0()
-    meet.have_torch_wait_for_rank_0()
+    wait_for_store.have_torch_wait_for_rank_0()
+    wait_for_store.have_torch_wait_for_rank_0()
     return asked
 
 
@@ -74,7 +74,9 @@ def test_under_torchrun_the_store_exists_before_the_ranks(late, created, monkeyp
 @pytest.mark.parametrize(("host", "port"), [(HOST, None), ("no-such-host.invalid", 1), (HOST, 1 << 16), ("a" * 70, 1)])
 def test_if_nobody_serves_torch_gives_the_reason_within_its_own_limit(host: str, port: int | None) -> None:
     with ports.hold() as held:
-        waiting = threading.Thread(target=meet.wait_until_served, args=(host, port or ports.number(held), 0.5))
+        waiting = threading.Thread(
+            target=wait_for_store.wait_until_served, args=(host, port or ports.number(held), 0.5)
+        )
         waiting.start()
         waiting.join(60)
         assert not waiting.is_alive(), "the time limit of the rendezvous is not kept"
@@ -83,5 +85,5 @@ def test_if_nobody_serves_torch_gives_the_reason_within_its_own_limit(host: str,
 def test_a_torch_whose_function_has_another_name_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", module)
-    meet.have_torch_wait_for_rank_0()
+    wait_for_store.have_torch_wait_for_rank_0()
     assert vars(module) == {}

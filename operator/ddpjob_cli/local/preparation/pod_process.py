@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpjob_cli.local.processes import similar
+from ddpjob_cli.local.preparation import suggestions
 from ddpjob_operator.job import command
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.validation import Path as FieldPath
@@ -152,12 +152,12 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
         return
     program, script = planned.argv[0], command.script_of(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
-        hint = _INSTALL.get(program) or similar.program(program)
+        hint = _INSTALL.get(program) or suggestions.program(program)
         if " " in program:
             hint = f": it is {len(program.split())} words. Write [{', '.join(program.split())}]"
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')
     elif script is not None and not made and not os.path.exists(os.path.join(planned.cwd, script)):
-        hint = similar.file(script, planned.cwd)
+        hint = suggestions.file(script, planned.cwd)
         if os.path.isabs(script):
             hint = ". If the image has it, name this machine's: --set 'spec.template.spec.containers[0].command=[…]'"
         searched = dict.fromkeys(str(folder) for folder in (slot.file_folder, planned.cwd) if folder is not None)

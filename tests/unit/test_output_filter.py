@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_cli.local.shown.fold import HELD_SECONDS, UNSURE_SECONDS, Fold, without_libraries
+from ddpjob_cli.local.shown.output_filter import HELD_SECONDS, UNSURE_SECONDS, OutputFilter, without_libraries
 
 DATA = Path(__file__).parent / "data/logs"
 T0 = 7.25
@@ -43,35 +43,38 @@ def of_rank(rank: int, lines: list[str]) -> list[str]:
 
 def test_lines_of_the_script_are_shown_unchanged() -> None:
     lines = ["epoch 1 loss 0.3", "", "  indented", "[rank0]: said with a prefix", "UserWarning: x"]
-    assert Fold().take(lines, T0) == lines
+    assert OutputFilter().take(lines, T0) == lines
 
 
 def test_the_report_of_torchrun_is_counted_and_later_output_of_the_shell_is_shown() -> None:
     """torchrun's report must only be counted, because in full it hides the line that explains the failure."""
-    fold = Fold()
-    assert fold.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
-    assert (fold.hidden, fold.held) == (len(LAUNCHER), [])
+    output = OutputFilter()
+    assert output.take(["before", *LAUNCHER, "after"], T0) == ["before", "after"]
+    assert (output.hidden, output.held) == (len(LAUNCHER), [])
 
 
 def test_a_stopped_torchrun_prints_nothing() -> None:
     """A stopped torchrun prints 40 to 80 lines of SignalException. None of them may be shown after Ctrl-C."""
-    shown = Fold().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
+    shown = OutputFilter().take((DATA / "sigterm-to-torchrun.log").read_text().splitlines(), T0)
     assert not [line for line in shown if "torch" in line or "Signal" in line]
 
 
 def test_cpp_frames_of_torch_are_only_counted_and_useful_warnings_are_shown() -> None:
     """torch's C++ frames must only be counted: a successful run must not end with 25 lines of them."""
     warning = "[rank0]:[W1122 16:20:01.1 reducer.cpp:1430] Warning: find_unused_parameters=True was specified"
-    fold = Fold()
-    assert fold.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
-    assert fold.hidden == len(FRAMES)
+    output = OutputFilter()
+    assert output.take(["accuracy 0.98", *FRAMES, warning], T0) == ["accuracy 0.98", warning]
+    assert output.hidden == len(FRAMES)
 
 
 def test_an_uncaught_exception_is_held_until_the_culprit_is_known() -> None:
-    fold = Fold()
+    output = OutputFilter()
     lines = [line for pair in zip(of_rank(0, MISTAKE), of_rank(1, MISTAKE), strict=True) for line in pair]
-    assert fold.take([*lines, "rank 2 still trains"], T0) == ["rank 2 still trains"]
-    assert [(trace.prefix, trace.lines) for trace in fold.forget()] == [("[rank0]: ", MISTAKE), ("[rank1]: ", MISTAKE)]
+    assert output.take([*lines, "rank 2 still trains"], T0) == ["rank 2 still trains"]
+    assert [(trace.prefix, trace.lines) for trace in output.forget()] == [
+        ("[rank0]: ", MISTAKE),
+        ("[rank1]: ", MISTAKE),
+    ]
 
 
 def test_frames_of_libraries_are_counted_and_those_of_the_script_are_shown() -> None:
@@ -89,33 +92,33 @@ def test_frames_of_libraries_are_counted_and_those_of_the_script_are_shown() -> 
 
 
 def test_a_traceback_that_the_script_has_handled_is_shown_before_its_next_line() -> None:
-    assert Fold().take([*MISTAKE, "trying the next shard"], T0) == [*MISTAKE, "trying the next shard"]
+    assert OutputFilter().take([*MISTAKE, "trying the next shard"], T0) == [*MISTAKE, "trying the next shard"]
 
 
 @pytest.mark.parametrize(("lines", "seconds"), [(MISTAKE, UNSURE_SECONDS), (of_rank(3, MISTAKE), HELD_SECONDS)])
 def test_a_traceback_is_shown_in_time_even_if_no_process_ends(lines: list[str], seconds: float) -> None:
     """A traceback must be shown in time, also if a thread raises or the rank hangs after it."""
-    fold = Fold()
-    assert fold.take(lines, T0) == []
-    assert fold.due_in(T0 + 1) == seconds - 1
-    assert fold.overdue(T0 + seconds - 1) == []
-    assert fold.overdue(T0 + seconds) == lines
+    output = OutputFilter()
+    assert output.take(lines, T0) == []
+    assert output.due_in(T0 + 1) == seconds - 1
+    assert output.overdue(T0 + seconds - 1) == []
+    assert output.overdue(T0 + seconds) == lines
 
 
 def test_the_traceback_of_the_launcher_is_not_mixed_with_that_of_the_script() -> None:
     """The launcher's traceback must not mix with the script's, although torch prints no rank yet."""
-    fold = Fold()
-    assert fold.take([*MISTAKE, *LAUNCHER], T0) == []
-    assert [trace.lines for trace in fold.forget()] == [MISTAKE]
-    assert fold.hidden == len(LAUNCHER)
+    output = OutputFilter()
+    assert output.take([*MISTAKE, *LAUNCHER], T0) == []
+    assert [trace.lines for trace in output.forget()] == [MISTAKE]
+    assert output.hidden == len(LAUNCHER)
 
 
 def test_chained_exceptions_are_one_traceback_with_all_lines_of_the_last() -> None:
     chained = [*MISTAKE, "", "During handling of the above exception, another exception occurred:", "", *MISTAKE[:-1]]
     whole = [*chained, "RuntimeError: Error(s) in loading state_dict for Net:", "\tMissing key(s): a"]
-    fold = Fold()
-    assert fold.take(of_rank(0, whole), T0) == []
-    (trace,) = fold.forget()
+    output = OutputFilter()
+    assert output.take(of_rank(0, whole), T0) == []
+    (trace,) = output.forget()
     assert trace.lines == [line.rstrip() for line in whole]
 
 
@@ -132,9 +135,9 @@ def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> Non
         "Assertion `srcIndex < srcSelectDimSize` failed."
     )
     cpp = "[rank0]:[W1126 01:14:22.742356363 reducer.cpp:1430] Warning: a user can act on it"
-    fold = Fold()
-    assert fold.take([asserted, *of_rank(0, [*MISTAKE[:-1], *message, ""]), cpp], T0) == [asserted, cpp]
-    (trace,) = fold.forget()
+    output = OutputFilter()
+    assert output.take([asserted, *of_rank(0, [*MISTAKE[:-1], *message, ""]), cpp], T0) == [asserted, cpp]
+    (trace,) = output.forget()
     assert trace.lines == [*MISTAKE[:-1], *message, ""]
     assert trace.exception == message[0]
 
@@ -142,7 +145,7 @@ def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> Non
 def test_the_messages_of_ddprun_about_restarts_are_left_to_the_run() -> None:
     said = ["ddprun: restart 1: rank 1 was killed by SIGKILL; charged to application, waiting 0 s"]
     other = ["ddprun: --preload: no_such_module: ModuleNotFoundError; left out"]
-    assert Fold().take([*said, *other], T0) == other
+    assert OutputFilter().take([*said, *other], T0) == other
 
 
 def test_the_stacks_of_a_stall_are_kept_by_rank_and_the_scripts_lines_are_shown() -> None:
@@ -153,6 +156,10 @@ def test_the_stacks_of_a_stall_are_kept_by_rank_and_the_scripts_lines_are_shown(
         '    File "train.py", line 6, in load_batch',
     ]
     peer = ["ddpjob: rank 0 (process 76) is stalled at step 4; innermost call first:", "  thread MainThread:"]
-    fold = Fold()
-    assert fold.take(["epoch 1", *culprit, *peer, "epoch 2", "  indented"], T0) == ["epoch 1", "epoch 2", "  indented"]
-    assert fold.stacks == {1: culprit, 0: peer}
+    output = OutputFilter()
+    assert output.take(["epoch 1", *culprit, *peer, "epoch 2", "  indented"], T0) == [
+        "epoch 1",
+        "epoch 2",
+        "  indented",
+    ]
+    assert output.stacks == {1: culprit, 0: peer}

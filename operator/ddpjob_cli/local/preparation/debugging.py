@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddpjob_cli.local.processes import pod_process
+from ddpjob_cli.local.preparation import pod_process
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api, command, wording
 

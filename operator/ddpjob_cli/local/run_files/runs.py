@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from ddpjob import own_files
-from ddpjob_cli.local.kept import run_folder
-from ddpjob_cli.local.kept.history import Facts, History
+from ddpjob_cli.local.run_files import run_folder
+from ddpjob_cli.local.run_files.history import Facts, History
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import TERMINAL

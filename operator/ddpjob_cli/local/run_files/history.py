@@ -8,8 +8,8 @@ import datetime as dt
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob_cli.local.kept.run_folder import FACTS, HISTORY, STATUS, RunFolder
-from ddpjob_cli.local.kept.series import Series
+from ddpjob_cli.local.run_files.run_folder import FACTS, HISTORY, STATUS, RunFolder
+from ddpjob_cli.local.run_files.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import apart_from_progress, present_progress

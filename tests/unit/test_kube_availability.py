@@ -7,8 +7,8 @@ from aiohttp import web
 from free_port import free_port
 from kopf import ConnectionInfo
 
+from ddpjob_operator.kube.api.availability import SPREAD_SECONDS, Availability
 from ddpjob_operator.kube.api.client import ApiError, Client
-from ddpjob_operator.kube.api.reach import SPREAD_SECONDS, Reach
 from ddpjob_operator.kube.api.runtime import Runtime
 
 LONG = 3600.0
@@ -18,11 +18,11 @@ def test_the_first_answer_of_the_server_wakes_everyone_who_waits_for_it() -> Non
     """The first answer of the server must wake all watches, so that a leader does not use old objects for 30 s."""
 
     async def run() -> None:
-        reach = Reach()
-        reach.failed()
-        waiting = [asyncio.create_task(reach.wait(LONG)) for _ in range(3)]
+        availability = Availability()
+        availability.failed()
+        waiting = [asyncio.create_task(availability.wait(LONG)) for _ in range(3)]
         await asyncio.sleep(0)
-        reach.answered()
+        availability.answered()
         await asyncio.wait_for(asyncio.gather(*waiting), 5 * SPREAD_SECONDS)
 
     asyncio.run(run())
@@ -32,17 +32,17 @@ def test_a_watch_that_is_refused_while_other_requests_succeed_waits_its_full_tim
     """A watch that is refused must wait its full time, although other requests, such as for the Lease, succeed."""
 
     async def run() -> None:
-        reach = Reach()
-        reach.failed()
-        reach.answered()
-        waiting = asyncio.create_task(reach.wait(LONG))
+        availability = Availability()
+        availability.failed()
+        availability.answered()
+        waiting = asyncio.create_task(availability.wait(LONG))
         for _ in range(5):
-            reach.answered()
+            availability.answered()
             await asyncio.sleep(0)
         assert not waiting.done()
         waiting.cancel()
-        reach.failed()
-        await asyncio.wait_for(reach.wait(0.01), 5)  # the wait ends although the server stays away
+        availability.failed()
+        await asyncio.wait_for(availability.wait(0.01), 5)  # the wait ends although the server stays away
 
     asyncio.run(run())
 
@@ -52,15 +52,15 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.Log
     now = [100.0]
 
     async def run() -> None:
-        reach = Reach(Runtime(clock=lambda: now[0]))
-        reach.failed()
-        reach.answered()
+        availability = Availability(Runtime(clock=lambda: now[0]))
+        availability.failed()
+        availability.answered()
         assert caplog.messages == [], "a single request that is lost"
         for _ in range(30):
-            reach.failed()
+            availability.failed()
             now[0] += 1
-        reach.answered()
-        reach.answered()
+        availability.answered()
+        availability.answered()
 
     caplog.set_level("INFO")
     asyncio.run(run())
@@ -74,7 +74,7 @@ def test_the_client_reports_the_beginning_and_the_end_of_an_outage() -> None:
     """Two clients, such as those of the Lease and of the watches, must share the state of an outage."""
 
     async def run() -> None:
-        reach, port = Reach(), free_port()
+        availability, port = Availability(), free_port()
 
         def log_in() -> ConnectionInfo:
             return ConnectionInfo(server=f"http://127.0.0.1:{port}")
@@ -82,10 +82,13 @@ def test_the_client_reports_the_beginning_and_the_end_of_an_outage() -> None:
         async def answer(_: web.Request) -> web.Response:
             return web.json_response({"kind": "LeaseList", "metadata": {"resourceVersion": "1"}, "items": []})
 
-        async with Client(log_in, reach=reach) as watching, Client(log_in, reach=reach) as of_lease:
+        async with (
+            Client(log_in, availability=availability) as watching,
+            Client(log_in, availability=availability) as of_lease,
+        ):
             with pytest.raises(ApiError, match="NoAnswer"):
                 await watching.get("/api/v1/pods")
-            waiting = asyncio.create_task(watching.reach.wait(LONG))
+            waiting = asyncio.create_task(watching.availability.wait(LONG))
             await asyncio.sleep(0)
             app = web.Application()
             app.router.add_get("/{path:.*}", answer)
