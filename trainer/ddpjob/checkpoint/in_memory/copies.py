@@ -60,13 +60,15 @@ class Copies:
     _least = 1  # minimum number of steps between two copies
     _later = 0  # number of plan checks by which another rank may be ahead of rank 0
     _because = ALONE
-    _on_device = False
+    on_device = False
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
         """store: the group's store, which has rank 0's plan; None if this rank trains alone."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
         """True if parameters change between the end of a step and the next optimizer step."""
+        self.instead = self.on_device
+        """True if copies replace survivors: a state that a survivor writes after a failure could be wrong."""
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
         self.schedule = CopySchedule(self._least, self._later)
@@ -83,11 +85,6 @@ class Copies:
         self._began, self._ended = time.perf_counter(), 0.0
 
     @property
-    def instead(self) -> bool:
-        """True if copies replace survivors: a state that a survivor writes after a failure could be wrong."""
-        return self.changes or self._on_device
-
-    @property
     def by_cadence(self) -> bool:
         """True if the plan decides when to copy. False if only states that the script saves are copied."""
         return self.instead or self._world_size == 1
@@ -100,7 +97,8 @@ class Copies:
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         is_placed = self._shared.node[COPIES] == PLACED
-        self.changes, self._is_placed, self._is_named = True, is_placed or None, is_placed
+        self.changes = self.instead = True
+        self._is_placed, self._is_named, self._began = is_placed or None, is_placed, time.perf_counter()
         self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
         self.forget()
         if self._rank == 0 and not is_placed:
@@ -236,7 +234,7 @@ class Copies:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         at.write(slot)
 
-    def _write(self, kept: Kept, step: int, every: int, loads: int = 0, *, assumed: bool) -> tuple[int, Held] | None:
+    def _write(self, kept: Kept, step: int, every: int, *, assumed: bool) -> tuple[int, Held] | None:
         """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;
         None if the state has outgrown the reserved memory.
 
@@ -245,7 +243,7 @@ class Copies:
         shared = self._shared
         state = packed.pack(self._value(kept))
         version = Version(shared.attempt, shared.generation, step)
-        held = Held(version, loads, state.size, packed.total(state.tensors), assumed, every)
+        held = Held(version, 0, state.size, packed.total(state.tensors), assumed, every)
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
@@ -253,17 +251,6 @@ class Copies:
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
             shared.write_copy(area, state, held)
             return area, held
-
-    def write_now(self, kept: Kept, step: int, loads: int, *, assumed: bool) -> bool:
-        """At the end of a rank that trains alone, write its state over the older copy. Return False if it could not be
-        written. Raises StateError, OSError."""
-        if self._world_size > 1:
-            return False
-        with self._lock:
-            self._written = None
-            may_write = not (self._stopped or self._room is None or self._room.is_alive())
-            written = self._write(kept, step, 0, loads, assumed=assumed) if may_write else None
-            return written is not None and self._shared.count_copy(*written)
 
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
@@ -285,7 +272,6 @@ class Copies:
 
     def before_step(self, kept: Kept) -> None:
         """Make the last copy valid unless parameters have changed. By now all ranks have completed the copied step."""
-        self.count_saved()
         with self._lock:
             written, self._written = self._written, None
             if written is None:
@@ -313,7 +299,7 @@ class Copies:
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """Return values that show a change of parameters. On a GPU only version counters: a read would block."""
-        return kept.watch.counters() if self._on_device else kept.watch.versions()
+        return kept.watch.counters() if self.on_device else kept.watch.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """True if version counters and samples show no change of parameters after the copy."""

@@ -105,7 +105,7 @@ class DeviceCopies(Copies):
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
     _because = ON_DEVICE
-    _on_device = True
+    on_device = True
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
         super().__init__(shared, rank, world_size, store)
@@ -194,14 +194,8 @@ class DeviceCopies(Copies):
         pairs = [(part, source) for part, source in zip(parts, sources, strict=True) if len(part)]
         ticket = self._streams.begin_copy([(target[: len(head)], head), *pairs])
         version = Version(shared.attempt, shared.generation, at.step)
-        held = Held(
-            version,
-            0,
-            state.size,
-            0,
-            at.assumed,
-            every if every >= memory.EVERY_MAX else copies.AHEAD_ON_DEVICE * every,
-        )
+        ahead = every if every >= memory.EVERY_MAX else copies.AHEAD_ON_DEVICE * every
+        held = Held(version, 0, state.size, 0, at.assumed, ahead)
         flight.ticket, flight.area, flight.held, flight.parts = ticket, area, held, parts[:large]
 
     def _value(self, kept: Kept) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.checkpoint.in_memory import device_copies, recall, streams
-from ddpjob.checkpoint.in_memory.memory import Keeper
+from ddpjob.checkpoint.in_memory.memory import OTHERWISE, Keeper
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.errors import StateError
 from ddpjob.group.join import World, store_of
@@ -57,8 +57,6 @@ class InMemory:
         """present: version of this generation, with step 0."""
         self._present = present
         self._has_folder = has_folder
-        # Text for the log: where a restart continues if memory has no state.
-        self._otherwise = "a restart goes on from the last save" if has_folder else "a restart begins at step 0"
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
         self._world = world
@@ -90,23 +88,21 @@ class InMemory:
         world, device = self._world, streams.for_device(self._world.device)
         if device is None and world.device.type != "cpu":
             return
-        why = _REFUSED
+        why, otherwise = _REFUSED, OTHERWISE[self._has_folder]
         if where:  # empty: the agent could not create the memory
             is_killed = process.number("DDPJOB_OUT_OF_MEMORY", 0)
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
             if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # also log it in the killed pod
-                process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
+                process.log(f"the state is not kept in memory: {why}; {otherwise}")
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            store, has_folder = store_of(world), self._has_folder
-            self._keeper = Keeper(
-                self._shared, world.rank, world.world_size, self._otherwise, store, device, has_folder=has_folder
-            )
+            own = self._shared, world.rank, world.world_size, store_of(world), device
+            self._keeper = Keeper(*own, has_folder=self._has_folder)
         except (OSError, ValueError) as error:
-            process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
+            process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {otherwise}")
             return
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary

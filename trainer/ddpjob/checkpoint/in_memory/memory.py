@@ -14,7 +14,6 @@ much mutable state here, because scripts call `should_stop` and `save` at differ
 """
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -43,6 +42,8 @@ from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROVEN, 
 
 PROOF_STEPS = 3
 SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the whole state
+OTHERWISE = ["a restart begins at step 0", "a restart goes on from the last save"]
+"""What the log says of a restart if memory has no state: without a folder, and with one."""
 LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
 
 
@@ -57,27 +58,19 @@ class Keeper:
     """Keeps the objects of one `Snapshot` in memory, for one process."""
 
     def __init__(
-        self,
-        shared: Shared,
-        rank: int,
-        world_size: int,
-        otherwise: str,
-        store: Any = None,
-        streams: Streams | None = None,
-        *,
-        has_folder: bool = True,
+        self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams | None, *, has_folder: bool
     ) -> None:
-        """otherwise: text for the log: what a restart does if nothing is kept in memory. store: the group's store.
-        streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept only in
-        memory.
+        """store: the group's store. streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if
+        states are kept only in memory.
         """
-        self._new_copies = functools.partial(Copies, shared, rank, world_size, store)
-        own = self._new_copies() if world_size == 1 else None
-        if streams is not None:
+        if streams is None:
+            own = Copies(shared, rank, world_size, store)
+        else:
             own = DeviceCopies(shared, rank, world_size, store, streams)
             process.at_exit(own.keep_out_of_torch, 35)
-        self.now = Present(shared, own, on_device=streams is not None, has_folder=has_folder)
-        self._shared, self._places, self._rank, self._otherwise = shared, self.now.places, rank, otherwise
+        self.now = Present(shared, own, has_folder=has_folder)
+        self._shared, self._places, self._rank = shared, self.now.places, rank
+        self._otherwise = OTHERWISE[has_folder]
         self._outgrown: Mapping[str, Any] | None = None  # objects with replaced parameters; kept after this step
         self._slots = Slots(shared, rank, world_size)
         if (learned := self._slots.learned()) is not None:
@@ -112,10 +105,9 @@ class Keeper:
         """Stop keeping the state; from now on a restart loads from the folder."""
         if not self.now.is_off:
             self.now.to("refused")
-            if self.now.copies is not None:
-                self.now.copies.count_saved()
-                self.now.copies.stop()
-            self._shared.forget_slots(None if self.now.copies is None else self.now.copies.saved)
+            self.now.copies.count_saved()
+            self.now.copies.stop()
+            self._shared.forget_slots(self.now.copies.saved)
             process.current.not_kept = why
             process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
@@ -176,8 +168,7 @@ class Keeper:
     def _forget_assumed(self) -> None:
         self._prove_again()
         self._shared.forget_slots()
-        if self.now.copies is not None:
-            self.now.copies.forget()
+        self.now.copies.forget()
 
     def _prove_again(self) -> None:
         """Repeat the check of the first steps before a state is kept, because the objects are different now."""
@@ -186,8 +177,7 @@ class Keeper:
             self._shared.cells[CLOCK] |= 1
             self._shared.node[PROVEN], self._proofs_left = 0, PROOF_STEPS
             self.now.to("dropped")
-        if self.now.copies is not None:
-            self.now.copies.give_up_last()
+        self.now.copies.give_up_last()
 
     def goes_on(self, step: int) -> None:
         """Called when `load` returns this step: forget earlier step numbers."""
@@ -224,9 +214,9 @@ class Keeper:
         must_copy = saved and self._must_copy(kept, step)
         # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
         is_renamed = named and not self._places.has_begun
-        if not (self._stepped or self.now.copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
+        if not (self._stepped or self.now.copies.instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # no new state, or the last plain values belong to another step
-        if self.now.copies is not None and self._has_other(step):
+        if self._unmarked and self._has_other(step):
             return
         if self.now.assumed and not kept.may_be_assumed():
             self.forget_assumed()
@@ -239,16 +229,15 @@ class Keeper:
 
         The first copy stays: a second copy would mix values and random states of one step with parameters of another.
         """
-        saved = None if self.now.copies is None else self.now.copies.saved
+        saved = self.now.copies.saved
         return saved is not None and saved.step == step and not self._is_copied
 
     def _must_copy(self, kept: Kept, step: int) -> bool:
         """True if the saved state is lost with the next step unless it is copied now."""
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
-        if not self.now.copies_instead and memory.step_of(self._shared.cells[CLOCK]) != step:
+        if not self.now.copies.instead and memory.step_of(self._shared.cells[CLOCK]) != step:
             self._stepped = True  # otherwise the state is not copied if should_stop() got another step number for it
-        self.now.copies = self.now.copies or self._new_copies()
         self._is_copied |= not self._has_other(step)
         return True
 
@@ -263,17 +252,18 @@ class Keeper:
         rng, content = random_states.compact(), kept.buffers_as_they_are()
         values = kept.watched(content | {RANDOM: random_states.mark(rng)}, settings)
         self._learn(kept, step, values, named=named, counts=counts)
-        if not self.now.copies_instead and (self._stepped or named):
+        own = self.now.copies
+        if not own.instead and (self._stepped or named):
             self._note(kept, step, rng, settings, content)
         elif self._stepped:
             kept.watch.record()
             self.now.living = kept.watch.living()
-            if self.now.on_device:
+            if own.on_device:
                 self._is_proven(kept, step)
-        own = self.now.copies
-        if own is not None and self._places.moved:
-            own.renew(self.at(kept, step, named))  # the last copy lacks changes made between should_stop() and save()
-        if own is not None and (own.instead or self.now.mode is not Mode.PROVING or must_copy):
+        if self._places.moved:
+            # the last copy lacks changes made between should_stop() and save()
+            own.renew(self.at(kept, step, named, must_copy))
+        if own.instead or must_copy or (own.by_cadence and self.now.mode is not Mode.PROVING):
             is_again = own.instead and not self._stepped
             self._stepped = False
             (own.again if is_again else own.boundary)(self.at(kept, step, named, must_copy))
@@ -385,7 +375,7 @@ class Keeper:
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
                 f"step before, as in an evaluation, call should_stop(step) or keep(step, …) after them"
             )
-        if places.loose and self.now.copies is not None:
+        if places.loose:
             self.now.copies.give_up_last()
         if new:
             self._tell_of_places(new, "between should_stop() or keep() and the next optimizer.step()")
@@ -394,9 +384,9 @@ class Keeper:
             names = ", ".join(sorted(places.loose))
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
-    def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
+    def at(self, kept: Kept, step: int, named: bool, must_copy: bool) -> Boundary:
         def write(slot: int) -> None:
-            small = ({} if self.now.on_device else kept.buffers()) | kept.settings() | self._place(kept)
+            small = ({} if self.now.copies.on_device else kept.buffers()) | kept.settings() | self._place(kept)
             self._slots.write(slot, step, kept, random_states.compact(), small)
 
         return Boundary(kept, step, named, write, self.now.assumed, must_copy)
@@ -408,7 +398,7 @@ class Keeper:
             PLACE: {
                 "named": places.is_named + places.counts,  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
                 "moved": sorted(places.moved),
-                "sample": b"" if self.now.on_device else kept.watch.sampled,
+                "sample": b"" if self.now.copies.on_device else kept.watch.sampled,
                 LEARNED: places.learned,
                 "after": sorted(self._slots.changed),
                 "later": places.suspects([RANDOM, *kept.buffered]),
@@ -423,8 +413,7 @@ class Keeper:
         """Copy the state from now on, because parameters change after the end of a step. step: None if another rank, or
         an earlier generation, has found this."""
         changed = f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
-        self.now.copies, self._sum = self.now.copies or self._new_copies(), None
-        self._shared.node[PROVEN] = 0
+        self._sum, self._shared.node[PROVEN] = None, 0
         self.now.copies.begin_with_changes(copies.CHANGES if step is None else changed)
         self.now.to("changes")
         self._shared.forget_slot(EARLY)  # copies do not use it
@@ -448,15 +437,17 @@ class Keeper:
             self._stepped = False
             now.names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
             shared.cells[CLOCK] = 2 * step
-        if now.mode is not Mode.READY or not self._has_room_for(kept):
+        if now.mode is not Mode.READY or kept.watch.has_grown():
             self._arm(kept, step)
-        elif self._makers.has_more_passes or memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
+        if now.mode is Mode.READY and (
+            self._makers.has_more_passes or memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound()
+        ):
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
         optimizer has stepped since."""
-        value = self._slots.read_boundary() if self.is_on and not (self._stepped or self.now.copies_instead) else None
+        value = self._slots.read_boundary() if self.is_on and not (self._stepped or self.now.copies.instead) else None
         if value is None:
             return None
         del value["small"][PLACE]
@@ -471,29 +462,24 @@ class Keeper:
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
         return self.now.mode is not Mode.PROVING
 
-    def _has_room_for(self, kept: Kept) -> bool:
-        """True if the state still fits. Optimizers allocate state when a parameter gets its first gradient."""
-        if not kept.watch.has_grown() or packed.pack(kept.large()).size <= self._shared.reserved():
-            return True
-        with self.now.lock:
-            self.now.to("grown")
-        return False
-
     def _arm(self, kept: Kept, step: int) -> None:
-        """Once it is known that only optimizers change parameters, reserve memory; become READY if it is reserved."""
+        """Once it is known that only optimizers change parameters, reserve memory; become READY if it is reserved.
+        Optimizers allocate more state when a parameter gets its first gradient."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
-        if self._shared.reserved() >= size:
-            self.now.to("reserved")
-        elif self._room is None or not self._room.is_alive():
+        has_room = self._shared.reserved() >= size
+        with self.now.lock:
+            self.now.to("reserved" if has_room else "grown")
+        if not has_room and (self._room is None or not self._room.is_alive()):
             args = self._reserve, size
             self._room = threading.Thread(target=self._safely, args=args, name="ddpjob-memory-room", daemon=True)
             self._room.start()
 
     def _reserve(self, size: int) -> None:
         """Reserve memory for the state. Runs in a thread, because the kernel needs half a second for a large state."""
-        self._shared.take(memory.area_bytes(size), 1, later=0 if self.now.copies is None else memory.AREAS)
+        own = self.now.copies
+        self._shared.take(memory.area_bytes(size), 1, later=memory.AREAS if own.by_cadence or own.saved else 0)
         with self.now.lock:  # no effect if other objects are kept by now
             self.now.to("reserved")
 
@@ -544,25 +530,22 @@ class Keeper:
     def _end_boundary(self, kept: Kept, other: Any) -> None:
         """Called when the first optimizer of a new step steps: check that parameters are unchanged, then make the last
         copy valid, or write random states and buffers to the slot EARLY. other: this optimizer if it is not kept."""
-        if self.now.copies is not None:
-            self.now.copies.count_saved()
+        self.now.copies.count_saved()
         kept.check_counts()
         if other is not None and self._makers.is_unknown(kept, other):
             raise ReplacedError("an optimizer that save() was not given makes steps")
         self._leave(kept)
         if self._sum is not None:
             self._compare(kept, *self._sum[:2])
-        if self.now.copies is not None:
-            self.now.copies.before_step(kept)
-            if self.now.copies.changes:
-                self.now.to("changes")
-        if not (self.now.copies_instead or self._places.has_begun):
+        self.now.copies.before_step(kept)
+        if self.now.copies.changes:
+            self.now.to("changes")
+        if not (self.now.copies.instead or self._places.has_begun):
             self._slots.write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
         """Called before a second optimizer step, if the script has not reported the end of the first one."""
-        if self.now.copies is not None:
-            self._safely(self.now.copies.before_other_step)
+        self._safely(self.now.copies.before_other_step)
         if self.now.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
             self._slots.give_up_early("an optimizer makes several steps after one backward pass", RANDOM, FORWARDED)
 
@@ -600,7 +583,7 @@ class Keeper:
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
         self._places.has_begun |= not self._stepped
-        if not self.now.copies_instead:
+        if not self.now.copies.instead:
             self._safely(self._in_backward, kept)
 
     def _in_backward(self, kept: Kept) -> None:
