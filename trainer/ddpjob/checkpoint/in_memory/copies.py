@@ -105,9 +105,9 @@ class Copies:
             process.log(f"{why}: the state is copied at each step that the script passes to save() or keep()")
 
     def stop(self) -> None:
-        """Stop making copies."""
-        self._stopped = True
-        self.give_up_last()
+        """Make no further copy, and none valid. Any thread may call this."""
+        with self._lock:
+            self._stopped, self._written = True, None
 
     def give_up_last(self) -> None:
         """Discard the copy that is not valid yet, because the script has changed the copied values."""
@@ -346,10 +346,10 @@ class Copies:
 
     def _tell(self, plan: CopyPlan) -> None:
         """Log the plan if it differs much from the logged one."""
-        before, self._said = self._said, plan
-        if before and before[2:] == plan[2:] and not copies.is_much_rarer(plan.every, before.every):
-            self._said = before
+        said = self._said
+        if said is not None and said[2:] == plan[2:] and not copies.is_much_rarer(plan.every, said.every):
             return
+        self._said = plan
         steps = "at each step" if plan.every == 1 else f"every {plan.every} steps"
         where = " that save() or keep() name" if plan.named else ""
         process.log(f"the state is copied {steps}{where}, because {CHANGES if plan.changes else self._because}")

@@ -110,7 +110,7 @@ class DeviceCopies(Copies):
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
         super().__init__(shared, rank, world_size, store)
         self._streams = streams
-        self._areas: list[torch.Tensor] = []
+        self._areas: dict[int, torch.Tensor] = {}
         self._mapped: list[torch.Tensor] = []
         self._said_pinned = False
         self._flight: _Flight | None = None
@@ -119,11 +119,6 @@ class DeviceCopies(Copies):
         self._has_looked = False  # True from a check until the next backward pass
         self._in_torch = threading.Lock()  # held while a thread runs torch's C++ code, and from the exit on
         self._pid = os.getpid()
-
-    def stop(self) -> None:
-        """Make no further copy valid. Any thread may call this."""
-        with self._lock:
-            self._stopped = True
 
     def keep_out_of_torch(self) -> None:
         """Stop all threads from entering torch's C++ code: a thread that returns from C++ after the interpreter has
@@ -251,11 +246,10 @@ class DeviceCopies(Copies):
         """Map and pin the shared memory of both copies. Old mappings stay, because the device may still write there."""
         try:
             for area in range(memory.AREAS):
-                if len(self._areas) > area and len(self._areas[area]) == self._shared.reserved(area):
+                if area in self._areas and len(self._areas[area]) == self._shared.reserved(area):
                     continue
-                mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
+                self._areas[area] = mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
                 self._mapped.append(mapped)
-                self._areas[area:] = [mapped, *self._areas[area + 1 :]]
                 with self._in_torch:
                     why = self._streams.pin(mapped)
                 if why and not self._said_pinned:

@@ -7,6 +7,7 @@ from typing import Any
 from ddpjob import process
 from ddpjob.checkpoint.in_memory import device_copies, recall, streams
 from ddpjob.checkpoint.in_memory.memory import OTHERWISE, Keeper
+from ddpjob.checkpoint.in_memory.places import KEPT, SAVED
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.errors import StateError
 from ddpjob.group.join import World, store_of
@@ -137,11 +138,8 @@ class InMemory:
             raise StateError(_half(self._named, found, objects))
         if holder is not None and not self._named:
             holder.set_loads(found.held.version, found.held.loads + 1)
-        self._took(found, objects)
-        return fetched
-
-    def _took(self, found: FoundState | None, objects: Mapping[str, Any]) -> None:
         self._named, self._taken = self._named | _names(objects), found
+        return fetched
 
     def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
         """Called when the objects were loaded from memory: keep them in memory. Return `Snapshot.state`.
@@ -150,19 +148,18 @@ class InMemory:
         sampler, whose own position is ahead of the trained samples if DataLoader workers read ahead.
         """
         if self._keeper is not None:
-            self._keeper.goes_on(found.held.version.step)
-            self._keeper.resumed(found.held)
+            self._keeper.goes_on(found.held.version.step, found.held)
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             if found.held.assumed:
                 self._keeper.assume(objects)
             else:
                 self._keeper.register(objects)
-            self._keeper.boundary(found.held.version.step, named=True)
+            self._keeper.boundary(found.held.version.step, SAVED)
         return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
 
     def loaded(self, step: int, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """Called when the objects were loaded from the folder, which has this state. Return `Snapshot.state`."""
-        self._took(None, objects)
+        self._named, self._taken = self._named | _names(objects), None
         self._loads += 1
         keeper = self._keeper
         if keeper is None:
@@ -179,7 +176,7 @@ class InMemory:
         """Called when the script has passed the state of this step: to `keep` if kept_alone, else to `save`."""
         if self._keeper is not None:
             self._keeper.register(objects)
-            self._keeper.boundary(step, named=True, saved=not kept_alone, kept_alone=kept_alone)
+            self._keeper.boundary(step, KEPT if kept_alone else SAVED)
 
 
 def _refuse(name: str) -> None:

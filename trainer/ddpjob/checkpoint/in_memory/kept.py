@@ -260,10 +260,8 @@ class Kept:
         for each, its in self.buffers_as_they_are().items():
             own = self.buffers()[self.buffered[each]]
             for key in (key for key, what in its.items() if type(what) is tuple and own[key].is_cpu):
-                now, (before, total) = (
-                    packed.total(packed.tensors_of([own[key]])),
-                    self._summed.get((each, key), (None, 0)),
-                )
+                before, total = self._summed.get((each, key), (None, 0))
+                now = packed.total(packed.tensors_of([own[key]]))
                 if before == its[key] and total != now:
                     raise StateError(f"{each}: {key} is changed through .data, which is seen in small buffers only")
                 self._summed[each, key] = its[key], now

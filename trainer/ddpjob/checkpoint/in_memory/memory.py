@@ -28,6 +28,7 @@ from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
 from ddpjob.checkpoint.in_memory.mode import Mode
+from ddpjob.checkpoint.in_memory.places import MARKED, SAVED
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
@@ -179,25 +180,17 @@ class Keeper:
             self.now.to("dropped")
         self.now.copies.give_up_last()
 
-    def goes_on(self, step: int) -> None:
-        """Called when `load` returns this step: forget earlier step numbers."""
+    def goes_on(self, step: int, held: Held | None = None) -> None:
+        """Called when `load` returns this step: forget earlier step numbers. held: the state, if it is from memory."""
         self._numbers = Numbers(step)
+        if held is not None:
+            self._shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
-    def resumed(self, held: Held) -> None:
-        """Record that all ranks have loaded this state from memory."""
-        if self._shared.proven_elsewhere:
-            self._shared.node[PROVEN] = self._shared.proven_elsewhere
-        self._shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
-
-    def boundary(self, step: int, *, named: bool = False, saved: bool = False, kept_alone: bool = False) -> None:
-        """Called at the end of a step: parameters and optimizer state are those of this step.
-
-        named: True if the script calls `save` or `keep`, or `load` has returned this state from memory. saved: True if
-        the script calls `save`. kept_alone: True if it calls `keep`. All are False for `should_stop`.
-        """
-        if self._unmarked:
-            for steps in self._unmarked[: 1 + named]:
-                steps.boundary(saved=saved)
+    def boundary(self, step: int, by: int = MARKED) -> None:
+        """Called at the end of a step: parameters and optimizer state are those of this step. by: see `Places`."""
+        named = by != MARKED
+        for steps in self._unmarked[: 1 + named]:
+            steps.boundary(saved=by == SAVED)
         if self.now.is_off:
             return
         if self._outgrown is not None:
@@ -211,7 +204,7 @@ class Keeper:
         if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
             return
-        must_copy = saved and self._must_copy(kept, step)
+        must_copy = by == SAVED and self._must_copy(kept, step)
         # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
         is_renamed = named and not self._places.has_begun
         if not (self._stepped or self.now.copies.instead or must_copy or is_renamed) or (kept.by_value and not named):
@@ -221,8 +214,7 @@ class Keeper:
         if self.now.assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        counts = named and not kept_alone
-        self._safely(self._take_in, kept, int(step), named=named, must_copy=must_copy, counts=counts)
+        self._safely(self._take_in, kept, int(step), by, must_copy)
 
     def _has_other(self, step: int) -> bool:
         """True if memory has a copy with this step number, and an optimizer has stepped after it.
@@ -241,9 +233,9 @@ class Keeper:
         self._is_copied |= not self._has_other(step)
         return True
 
-    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, counts: bool) -> None:
+    def _take_in(self, kept: Kept, step: int, by: int, must_copy: bool) -> None:
         self.now.thread = threading.get_ident()
-        settings = kept.settings()
+        settings, named = kept.settings(), by != MARKED
         if self._makers.boundary():
             self._tell_not_kept(
                 "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
@@ -251,7 +243,7 @@ class Keeper:
             )
         rng, content = random_states.compact(), kept.buffers_as_they_are()
         values = kept.watched(content | {RANDOM: random_states.mark(rng)}, settings)
-        self._learn(kept, step, values, named=named, counts=counts)
+        self._learn(kept, step, values, by)
         own = self.now.copies
         if not own.instead and (self._stepped or named):
             self._note(kept, step, rng, settings, content)
@@ -318,7 +310,9 @@ class Keeper:
             return
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
         # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
-        if places.counts or not places.trusts(RANDOM):  # a change after save() shows where the script draws numbers
+        if places.by == SAVED or not places.trusts(
+            RANDOM
+        ):  # a change after save() shows where the script draws numbers
             begun[RANDOM] = random_states.mark(random_states.compact())
         places.notices_begin, places.begun = True, begun
         if sampler is not None:  # a restart does not repeat changes made before a batch is taken
@@ -327,22 +321,21 @@ class Keeper:
         is_loose = any(value != places.marked.get(name) and not places.trusts(name) for name, value in begun.items())
         self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
 
-    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
-        """Learn where in its loop the script changes small values, and which buffers its forward pass changes.
-        counts: True for a state that `save` gets, or that `load` has returned."""
+    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], by: int) -> None:
+        """Learn where in its loop the script changes small values, and which buffers its forward pass changes."""
         places = self._places
-        if places.is_open and not named:
+        if places.is_open and by == MARKED:
             return
         if places.is_open:
-            if new := places.named(values, {kept.watch.changed()} - {""}, counts=counts):
+            if new := places.named(values, {kept.watch.changed()} - {""}, by):
                 self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
         else:
             if kept.sampled or process.current.sampler is not None:
                 samplers = kept.samplers()
                 places.after_save(samplers)
                 self._check_samplers(samplers, values)
-            places.boundary(values, named=named, counts=counts)
-        self._shared.cells[LOOSE] = step if not counts and places.suspects([RANDOM, *kept.buffered]) else 0
+            places.boundary(values, by)
+        self._shared.cells[LOOSE] = step if by != SAVED and places.suspects([RANDOM, *kept.buffered]) else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError."""
@@ -396,16 +389,16 @@ class Keeper:
         places, of_0 = self._places, kept.broadcast
         return {
             PLACE: {
-                "named": places.is_named + places.counts,  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
-                "moved": sorted(places.moved),
-                "sample": b"" if self.now.copies.on_device else kept.watch.sampled,
+                memory.NAMED: places.by,
+                memory.MOVED: sorted(places.moved),
+                memory.SAMPLE: b"" if self.now.copies.on_device else kept.watch.sampled,
                 LEARNED: places.learned,
-                "after": sorted(self._slots.changed),
-                "later": places.suspects([RANDOM, *kept.buffered]),
+                memory.AFTER: sorted(self._slots.changed),
+                memory.LATER: places.suspects([RANDOM, *kept.buffered]),
                 "of_0": of_0,
                 "own": sorted(kept.wrapped.difference(of_0)),
                 "models": kept.models,
-                "known": kept.known,
+                memory.KNOWN: kept.known,
             }
         }
 

@@ -61,7 +61,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     found = memory.newest([row.held for row in rows], present, [row.proof for row in rows], marks)
     if isinstance(found, FoundState):
         if shared is not None and rank not in found.ranks:
-            shared.proven_elsewhere = max(rows[holder].proven for holder in found.ranks)
+            shared.node[memory.PROVEN] = max(rows[holder].proven for holder in found.ranks)
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
@@ -209,16 +209,13 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Return work(); None after an error, which is added to `trouble`: all ranks must know it before one raises."""
-    if trouble:
-        with contextlib.suppress(StateError, OSError, KeyError, TypeError):
-            work()
-        return None
+    """Return work(); None after an error, which is added to `trouble`: all ranks must know it before one raises. After
+    an earlier error work() is called, too, because the other ranks wait for it."""
     try:
-        return work()
+        found = work()
     except (StateError, OSError, KeyError, TypeError) as error:
         trouble.append(str(error) or type(error).__name__)
-        return None
+    return None if trouble else found
 
 
 def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,16 +270,12 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
     wrapped = {*place["of_0"], *place["own"]}
     buffers = _flat({name: small[name] for name in place["models"] if name in small and name not in wrapped})
     others = {name: value for name, value in small.items() if name not in place["models"]}
+    digests = {name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)}
     return {
-        memory.SAMPLE: zlib.crc32(place["sample"]),
-        memory.NAMED: place["named"],
-        memory.MOVED: place["moved"],
-        memory.KNOWN: [*place["known"], *buffers],
-        memory.LATER: place["later"],
-        memory.AFTER: place["after"],
-        memory.OBJECTS: {
-            name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)
-        },
+        **{key: place[key] for key in (memory.NAMED, memory.MOVED, memory.LATER, memory.AFTER)},
+        memory.SAMPLE: zlib.crc32(place[memory.SAMPLE]),
+        memory.KNOWN: [*place[memory.KNOWN], *buffers],
+        memory.OBJECTS: digests,
     }
 
 
