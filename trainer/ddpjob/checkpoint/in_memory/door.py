@@ -64,10 +64,10 @@ class InMemory:
         self._loads = 0
         self._named: set[str] = set()  # names passed to calls of load() that restore the same step
         self._taken: FoundState | None = None  # state in memory that load() restores; None if it uses the folder
-        self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
-        if self._used and world is not None:  # memory is only for ranks that the agent has started
-            place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
-            self._used = (world.rank, world.world_size) == place
+        # memory is only for ranks that the agent has started
+        place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
+        is_started = world is not None and (world.rank, world.world_size) == place
+        self._used = wanted and is_started and "DDPJOB_MEMORY" in os.environ
 
     def begin(self) -> None:
         """Called by each `load`. The first call starts to keep the state; a second Snapshot turns memory off."""

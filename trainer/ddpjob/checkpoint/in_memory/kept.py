@@ -51,17 +51,12 @@ class Kept:
         self.optimizers: list[str] = []
         self._others: list[str] = []
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
-        self._senders: dict[str, list[DistributedDataParallel]] = {}
-        """The wrappers that send the buffers of each model."""
-        self.wrapped: set[str] = set()
-        """Names of models in DistributedDataParallel."""
         for name, value in objects.items():
-            if isinstance(value, torch.nn.Module):
-                if found := senders(value):
-                    self._senders[name] = found
-                if isinstance(outermost(value), DistributedDataParallel):
-                    self.wrapped.add(name)
             self._add(name, unwrapped(value))
+        self._senders = {name: senders(objects[name]) for name in self._leaves}
+        """The wrappers that send the buffers of each model."""
+        self.wrapped = {name for name in self._leaves if isinstance(outermost(objects[name]), DistributedDataParallel)}
+        """Names of models in DistributedDataParallel."""
         modules: dict[str, torch.nn.Module] = {name: self._get(name) for name in self._leaves}
         parameters = {id(each): each for module in modules.values() for each in module.parameters()}
         optimizers = {name: self._get(name) for name in self.optimizers}

@@ -309,10 +309,9 @@ class Keeper:
         if not (sampler is None or sampler.is_placed or sampler in kept.samplers().values()):
             return
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
-        if places.by == SAVED or not places.trusts(
-            RANDOM
-        ):  # a change after save() shows where the script draws numbers
+        # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step,
+        # or after save(): a change then shows where the script draws numbers.
+        if places.by == SAVED or not places.trusts(RANDOM):
             begun[RANDOM] = random_states.mark(random_states.compact())
         places.notices_begin, places.begun = True, begun
         if sampler is not None:  # a restart does not repeat changes made before a batch is taken
@@ -478,7 +477,7 @@ class Keeper:
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Any = None, *_: Any) -> None:
+    def before_step(self, optimizer: Any, *_: Any) -> None:
         """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
         self.now.living = None
         if self.now.is_off:
@@ -486,19 +485,17 @@ class Keeper:
         kept = self.now.kept
         own = None if kept is None else kept.watch.counters_of(optimizer)
         is_own = None if kept is None else own is not None
+        if self.now.assumed and is_own is False:
+            self.forget_assumed()
+            kept = is_own = None
         self._makers.step(optimizer, is_own)
         if is_own is not False:
             self._numbers.step()
         if self._unmarked:
             self._count_unmarked(optimizer)
-        if self.now.assumed and is_own is False:
-            self.forget_assumed()
-            kept = None
         if kept is None or self._stepped:
             self._other_step(optimizer)
             self._stepped, self._slots.made = True, self._slots.made + 1
-            if kept is None and optimizer is not None:
-                self._makers.saw(optimizer)
             if own is not None:
                 own.steps += 1
             return
@@ -590,11 +587,11 @@ class Keeper:
                 return
         self._slots.write_early(kept, in_backward=True)
 
-    def _safely(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _safely(self, work: Callable[..., Any], *args: Any) -> None:
         """Call this function. After an error the state is not kept: a training that would succeed without memory must
         not end because of it."""
         try:
-            work(*args, **kwargs)
+            work(*args)
         except Exception as error:
             self.give_up(error)
 

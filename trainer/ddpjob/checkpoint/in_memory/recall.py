@@ -134,9 +134,7 @@ def fetch(
     on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have buffers among the large values
     if own is not None:
         own["small"] |= on_device
-    first: Any = None
-    if source is not None:
-        first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
+    first: Any = None if source is None else _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
     if numbering.resized:
         own = early = None
