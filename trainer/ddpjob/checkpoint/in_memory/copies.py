@@ -143,7 +143,7 @@ class Copies:
         schedule.boundary(at.step, (time.perf_counter() - self._ended) / made if made > 0 else None)
         self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
         if self.instead:
-            self._shared.write_mark(at.step, schedule.before)
+            self._shared.record(memory.MARK_STEP, at.step, schedule.before)  # it writes no slot at each step
         self._look()
         self._copy_if_due(at)
         self._ended = time.perf_counter()

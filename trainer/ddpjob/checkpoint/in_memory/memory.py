@@ -39,7 +39,7 @@ from ddpjob.checkpoint.state.alike import moved
 from ddpjob.checkpoint.state.of_each_rank import outermost
 from ddpjob.errors import StateError
 from ddpjob_core import memory
-from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROVEN, Held
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROOF_STEP, PROVEN, Held
 
 PROOF_STEPS = 3
 SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the whole state
@@ -557,7 +557,7 @@ class Keeper:
         self._proofs_left = max(0, self._proofs_left - 1)
         if self._proofs_left == 0:
             self.now.to("proven")
-            self._shared.write_proof(step, before)
+            self._shared.record(PROOF_STEP, step, before)  # to check later that ranks are replicas
             self._shared.node[PROVEN] = 1 + self._shared.generation
 
     def _before_reduce(self, _parameter: Any) -> None:

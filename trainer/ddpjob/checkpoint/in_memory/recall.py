@@ -27,17 +27,6 @@ from ddpjob_core.memory import FoundState, Held, Mark, Proof, Version
 _NUMBERS = int, float, bool, str, type(None)
 
 
-class _Row(NamedTuple):
-    """What the memory of one rank's node contains; all ranks exchange these records."""
-
-    held: Held | None = None
-    proof: Proof | None = None
-    mark: Mark | None = None
-    copies: int = 0
-    proven: int = 0
-    miscounted: int = 0
-
-
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
     """Describe the newest complete state in memory; all ranks get the same answer. shared: None if this node has no
     shared memory.
@@ -46,22 +35,20 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     Rank 0's node has priority, because rank 0 may be the only one that calls save. A node that lacks the loaded state
     copies PROVEN (only optimizers change parameters) from a node that has it, so that its ranks repeat no proof.
     """
-    own = _Row()
+    own: list[Any] = [None, None, None, 0, 0, 0]
     if shared is not None:
         node = (shared.node[cell] for cell in (memory.COPIES, memory.PROVEN, memory.MISCOUNTED))
-        own = _Row(shared.held(), shared.proof(), shared.mark(), *node)
-    rows = [
-        _Row(held and Held(Version(*held[0]), *held[1:]), proof and Proof(*proof), mark and Mark(*mark), *others)
-        for held, proof, mark, *others in _exchanged(own, world_size)
-    ]
+        own = [shared.held(), shared.proof(), shared.mark(), *node]
+    states, sums, steps, copies, proven, miscounted = zip(*_exchanged(own, world_size), strict=True)
+    held = [one and Held(Version(*one[0]), *one[1:]) for one in states]
+    proofs, marks = [one and Proof(*one) for one in sums], [one and Mark(*one) for one in steps]
     if shared is not None:
-        shared.node[memory.COPIES] = rows[0].copies or max(row.copies for row in rows)
-        shared.node[memory.MISCOUNTED] = max(row.miscounted for row in rows)
-    marks = [row.mark for row in rows]
-    found = memory.newest([row.held for row in rows], present, [row.proof for row in rows], marks)
+        shared.node[memory.COPIES] = copies[0] or max(copies)
+        shared.node[memory.MISCOUNTED] = max(miscounted)
+    found = memory.newest(held, present, proofs, marks)
     if isinstance(found, FoundState):
         if shared is not None and rank not in found.ranks:
-            shared.node[memory.PROVEN] = max(rows[holder].proven for holder in found.ranks)
+            shared.node[memory.PROVEN] = max(proven[holder] for holder in found.ranks)
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")

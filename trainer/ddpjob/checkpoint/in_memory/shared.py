@@ -274,9 +274,9 @@ class Shared:
         versions = map(self.slot_version, range(memory.SLOTS))
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
-    def write_mark(self, step: int, before: int) -> None:
-        """Record the last two steps that this rank has completed, if it does not write a slot at each step."""
-        write_record(self.cells, memory.MARK_STEP, step, self.generation, before)
+    def record(self, first: int, step: int, value: int) -> None:
+        """Write a mark (first: MARK_STEP; value: the step before) or a proof (PROOF_STEP; the sum of all bits)."""
+        write_record(self.cells, first, step, self.generation, value)
 
     def mark(self) -> Mark | None:
         """Return the last two steps that this rank or its former process has completed; None if fewer than two."""
@@ -294,14 +294,8 @@ class Shared:
         begin, size = slot * memory.SECTION_BYTES, self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
         return packed.loads(self._slots[begin : begin + size])
 
-    # ---- the proof that ranks are replicas -----------------------------------------------------------------
-
-    def write_proof(self, step: int, total: int) -> None:
-        """Record the sum of all bits of this rank's state at this step, to check later that ranks are replicas."""
-        write_record(self.cells, memory.PROOF_STEP, step, self.generation, total)
-
     def proof(self) -> Proof | None:
-        """Return the last record of `write_proof` by this local rank, of any generation; None if there is none."""
+        """Return the last proof of this local rank, of any generation; None if there is none."""
         step, generation, total = self.cells[memory.PROOF_STEP :][:3]
         return Proof(generation, step, total) if step > 0 else None
 
