@@ -77,6 +77,8 @@ class Copies:
         self._is_named = False  # True if the script has passed a state to save() or keep()
         # True if should_stop() and save() find the same parameters at the same step; None: not known yet
         self._is_placed: bool | None = None
+        self.in_torch = threading.Lock()
+        """Lock, held while a thread runs torch's C++ code for a copy, and from the exit of the process on."""
         self._lock = threading.Lock()  # held while this process writes a copy
         self._written: _Written | None = None
         self._room: threading.Thread | None = None
@@ -216,7 +218,7 @@ class Copies:
         if self._is_writer:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                written = self._write(at.kept, at.step, every, assumed=at.assumed)
+                written = self._write(at, every)
                 versions = self._versions_of(at.kept)
                 self._written = None if written is None else _Written(*written, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
@@ -234,16 +236,16 @@ class Copies:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         at.write(slot)
 
-    def _write(self, kept: Kept, step: int, every: int, *, assumed: bool) -> tuple[int, Held] | None:
+    def _write(self, at: Boundary, every: int) -> tuple[int, Held] | None:
         """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;
         None if the state has outgrown the reserved memory.
 
         Raises StateError, OSError.
         """
         shared = self._shared
-        state = packed.pack(self._value(kept))
-        version = Version(shared.attempt, shared.generation, step)
-        held = Held(version, 0, state.size, packed.total(state.tensors), assumed, every)
+        state = packed.pack(self._value(at.kept))
+        version = Version(shared.attempt, shared.generation, at.step)
+        held = Held(version, 0, state.size, packed.total(state.tensors), at.assumed, every)
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
@@ -339,7 +341,7 @@ class Copies:
         began = time.perf_counter()
         with self._lock:
             self._written = None
-            if self._write(at.kept, at.step, 1, assumed=at.assumed) is None:
+            if self._write(at, 1) is None:
                 return False
         self.schedule.costs.append(time.perf_counter() - began)
         return True

@@ -8,7 +8,6 @@ Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on 
 it is valid or dropped.
 """
 
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -117,16 +116,6 @@ class DeviceCopies(Copies):
         self._left: _Flight | None = None  # a dropped copy that the device may still be writing
         self._looked: StreamMark | None = None  # CUDA event after the first backward pass that follows a check
         self._has_looked = False  # True from a check until the next backward pass
-        self._in_torch = threading.Lock()  # held while a thread runs torch's C++ code, and from the exit on
-        self._pid = os.getpid()
-
-    def keep_out_of_torch(self) -> None:
-        """Stop all threads from entering torch's C++ code: a thread that returns from C++ after the interpreter has
-        ended would abort the process."""
-        if os.getpid() == self._pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
-            self._pid = 0  # multiprocessing calls this function a second time
-            self.stop()
-            self._in_torch.acquire()
 
     def give_up_last(self) -> None:
         self._left, self._flight = self._flight or self._left, None
@@ -147,7 +136,7 @@ class DeviceCopies(Copies):
         self.give_up_last()
         began = time.perf_counter()
         self._write_slot(at)
-        flight = _Flight(at, self._in_torch)
+        flight = _Flight(at, self.in_torch)
         if self._is_writer:
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
@@ -158,7 +147,7 @@ class DeviceCopies(Copies):
 
     def _try(self, at: Boundary) -> bool:
         if not self.schedule.costs and self._flight is None:
-            began, flight = time.perf_counter(), _Flight(at, self._in_torch)
+            began, flight = time.perf_counter(), _Flight(at, self.in_torch)
             self._begin(flight, at, 1)
             flight.counts, flight.host_seconds = False, time.perf_counter() - began
             self._flight = flight if flight.ticket is not None else None
@@ -250,7 +239,7 @@ class DeviceCopies(Copies):
                     continue
                 self._areas[area] = mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
                 self._mapped.append(mapped)
-                with self._in_torch:
+                with self.in_torch:
                     why = self._streams.pin(mapped)
                 if why and not self._said_pinned:
                     self._said_pinned = True

@@ -64,11 +64,8 @@ class Keeper:
         """store: the group's store. streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if
         states are kept only in memory.
         """
-        if streams is None:
-            own = Copies(shared, rank, world_size, store)
-        else:
-            own = DeviceCopies(shared, rank, world_size, store, streams)
-            process.at_exit(own.keep_out_of_torch, 35)
+        group = shared, rank, world_size, store
+        own = Copies(*group) if streams is None else DeviceCopies(*group, streams)
         self.now = Present(shared, own, has_folder=has_folder)
         self._shared, self._places, self._rank = shared, self.now.places, rank
         self._otherwise = OTHERWISE[has_folder]

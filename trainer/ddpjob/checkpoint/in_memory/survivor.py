@@ -131,8 +131,10 @@ class Survivor:
             self.save()
         if os.getpid() == self._now.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._now.pid = 0  # multiprocessing calls this function a second time
-            # Block the thread here, because a return from torch's C++ code after the interpreter's end would abort.
-            self._answered.acquire()
+            self._now.copies.stop()
+            # Block the threads here, because a return from torch's C++ code after the interpreter's end would abort.
+            for lock in (self._answered, self._now.copies.in_torch):
+                lock.acquire()
 
     def save(self) -> None:
         """Write the state if the last step is complete, or becomes complete in time, and answer the agent."""
