@@ -86,16 +86,12 @@ class Places:
         """Return the names of values that changed before save(), if that was not known yet. Called if save() or keep()
         follows another call at the same step. also: names of other values that have changed."""
         found = moved(self.marked, values) | set(also)
-        misplaced = self._of_open(found - self._samplers)
+        misplaced = set() if self.by == SAVED else found - self._samplers
         new = misplaced - self._before_save
         self._before_save |= misplaced
         self.marked, self.by, self.moved = values, by, found
         self.has_called, self.begun, self.repeated = False, None, None
         return new
-
-    def _of_open(self, names: Collection[str]) -> set[str]:
-        """Return the names of the values that memory may lack: all of `names`, or none if a folder has equal values."""
-        return set() if self.by == SAVED else set(names)
 
     def step(self, values: Mapping[str, Any], repeated: Collection[str] = ()) -> set[str]:
         """Called before an optimizer step. Return names of values that were not known to change after should_stop().
@@ -106,7 +102,7 @@ class Places:
             self._after_save |= found
             self._unknown -= self._after_save
             return set()
-        self.loose = found - (self._after_save - self._before_save)
+        self.loose = {name for name in found if not self.trusts(name)}
         before, self.doubted = self.doubted, set()
         if self.loose and self.loose <= set(repeated) - self._before_save - self._unknown:
             if self.loose <= before:
@@ -137,11 +133,11 @@ class Places:
 
     def unsettled(self, values: Mapping[str, Any]) -> list[str]:
         """Return names of values that save() would now write differently from memory."""
-        return sorted(self._of_open(moved(self.marked, values)) - (self._after_save - self._before_save))
+        return sorted(name for name in moved(self.marked, values) if not self.trusts(name))
 
     def is_settled(self, idle: Iterable[str]) -> bool:
         """True if no value is known to change between a boundary and the next step. idle: names of objects that a
         script must change somewhere: between a boundary and the next step, unless they were seen to change elsewhere.
         """
         unseen = set(idle) - self._within - self._after_save
-        return not self._of_open(self._before_save | self._unknown | unseen)
+        return self.by == SAVED or not (self._before_save | self._unknown | unseen)
