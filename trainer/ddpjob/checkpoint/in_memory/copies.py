@@ -84,7 +84,7 @@ class Copies:
         self._room: threading.Thread | None = None
         self._stopped = False
         self._said: CopyPlan | None = None  # the plan that was logged last
-        self._began, self._ended = time.perf_counter(), 0.0
+        self._began = self._ended = 0.0  # times of the first and of the last boundary
 
     @property
     def by_cadence(self) -> bool:
@@ -100,7 +100,7 @@ class Copies:
             raise StateError(why)
         is_placed = self._shared.node[COPIES] == PLACED
         self.changes = self.instead = True
-        self._is_placed, self._is_named, self._began = is_placed or None, is_placed, time.perf_counter()
+        self._is_placed, self._is_named = is_placed or None, is_placed
         self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
         self.forget()
         if self._rank == 0 and not is_placed:
@@ -141,6 +141,7 @@ class Copies:
     def boundary(self, at: Boundary) -> None:
         """At the first `should_stop` or `save` of a step, read a new plan, copy if due. Raises StateError, OSError."""
         schedule = self.schedule
+        self._began = self._began or time.perf_counter()
         made = at.step - schedule.step if self._ended else 0
         schedule.boundary(at.step, (time.perf_counter() - self._ended) / made if made > 0 else None)
         self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
