@@ -157,7 +157,7 @@ def added(kept: int) -> tuple[float, float, float]:
         place.clear()
     agent = Memory(1)
     agent.begin(0)
-    keeper = process.current.keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
+    keeper = process.current.keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, None, None, has_folder=True)
     keeper.register(dict(zip(("model", "optimizer", "scheduler"), trainings[kept], strict=True)))
     watch = SinceLastStep(0)
     own = [dict(place) for place in places]

@@ -2,7 +2,7 @@
 
 import torch
 
-from ddpjob.checkpoint.in_memory.places import Places
+from ddpjob.checkpoint.in_memory.places import KEPT, MARKED, Places
 from ddpjob.checkpoint.state.alike import digest, same
 from ddpjob_core.memory import AFTER, KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
 
@@ -11,11 +11,11 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops
     """A scheduler that is stepped between should_stop() and save() must be reported, and a state at should_stop() alone
     must not be used: a restart would repeat or skip the change."""
     places = Places()
-    places.boundary({"scheduler": 1}, named=False)
+    places.boundary({"scheduler": 1}, MARKED)
     assert places.named({"scheduler": 2}) == {"scheduler"}
     assert places.unsettled({"scheduler": 3}) == [], "what save() has named counts whatever follows"
     places.step({"scheduler": 2})
-    places.boundary({"scheduler": 2}, named=False)
+    places.boundary({"scheduler": 2}, MARKED)
     assert not places.is_settled([])
     assert places.unsettled({"scheduler": 3}) == ["scheduler"]
 
@@ -23,12 +23,12 @@ def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops
 def test_a_change_at_the_top_of_the_loop_is_trusted_after_a_save_has_shown_it() -> None:
     """A learning rate set at the top of the loop must not prevent the use of memory after the first save."""
     places = Places()
-    places.boundary({"optimizer": 1}, named=False)
+    places.boundary({"optimizer": 1}, MARKED)
     assert places.step({"optimizer": 2}) == {"optimizer"}
-    places.boundary({"optimizer": 2}, named=False)
+    places.boundary({"optimizer": 2}, MARKED)
     assert places.named({"optimizer": 2}) == set()
     assert places.step({"optimizer": 3}) == set()
-    places.boundary({"optimizer": 3}, named=False)
+    places.boundary({"optimizer": 3}, MARKED)
     assert places.unsettled({"optimizer": 4}) == []
 
 
@@ -44,7 +44,7 @@ def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -
     """A learning rate set at each step must not prevent the use of memory before the first save."""
     places = Places()
     for step in range(3):
-        places.boundary({"optimizer": step}, named=False)
+        places.boundary({"optimizer": step}, MARKED)
         assert places.step({"optimizer": step + 1}, ["optimizer"]) == set()
         assert places.loose == ({"optimizer"} if step == 0 else set())
 
@@ -52,21 +52,21 @@ def test_a_learning_rate_set_at_each_step_is_trusted_from_the_second_step_on() -
 def test_a_learning_rate_that_changes_rarely_is_named_at_the_next_step() -> None:
     """A learning rate that changes at one step only must be reported: a restart might not repeat the change."""
     places = Places()
-    places.boundary({"optimizer": 1}, named=False)
+    places.boundary({"optimizer": 1}, MARKED)
     assert places.step({"optimizer": 2}, ["optimizer"]) == set()
-    places.boundary({"optimizer": 2}, named=False)
+    places.boundary({"optimizer": 2}, MARKED)
     assert places.step({"optimizer": 2}, ["optimizer"]) == {"optimizer"}
-    places.boundary({"optimizer": 2}, named=False)
+    places.boundary({"optimizer": 2}, MARKED)
     assert places.unsettled({"optimizer": 3}) == ["optimizer"]
 
 
 def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted() -> None:
     """A scheduler that is stepped after keep() must be reported, because memory has the old learning rate."""
     places = Places()
-    places.boundary({"scheduler": 1}, named=True)
+    places.boundary({"scheduler": 1}, KEPT)
     assert places.unsettled({"scheduler": 2}) == ["scheduler"]
     assert places.step({"scheduler": 2}) == {"scheduler"}
-    places.boundary({"scheduler": 2}, named=True)
+    places.boundary({"scheduler": 2}, KEPT)
     assert not places.is_settled([])
     assert places.step({"scheduler": 3}) == set()
     assert places.loose == {"scheduler"}
@@ -75,13 +75,13 @@ def test_a_scheduler_stepped_after_keep_is_named_and_memory_alone_is_not_trusted
 def test_a_scheduler_stepped_before_keep_or_shown_by_a_save_is_trusted() -> None:
     places = Places()
     for step in range(3):
-        places.boundary({"before": step, "top": step}, named=True)
+        places.boundary({"before": step, "top": step}, KEPT)
         if step == 1:
             assert places.named({"before": step, "top": step}) == set()
             places.step({"before": step, "top": step + 1})
         else:
             places.step({"before": step, "top": step + bool(step)})
-    places.boundary({"before": 3, "top": 3}, named=True)
+    places.boundary({"before": 3, "top": 3}, KEPT)
     assert places.is_settled(["before"])
     assert places.unsettled({"before": 3, "top": 4}) == []
 

@@ -91,7 +91,7 @@ class ChangeWatch:
     def counters_of(self, optimizer: Any) -> "_Counters | None":
         """Return the counters of this optimizer's tensors; None if its state is not kept."""
         for own in self._counters:
-            if optimizer is not None and own.optimizer() is optimizer:
+            if own.optimizer() is optimizer:
                 return own
         return None
 

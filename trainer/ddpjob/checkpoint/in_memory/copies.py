@@ -60,13 +60,15 @@ class Copies:
     _least = 1  # minimum number of steps between two copies
     _later = 0  # number of plan checks by which another rank may be ahead of rank 0
     _because = ALONE
-    _on_device = False
+    on_device = False
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
         """store: the group's store, which has rank 0's plan; None if this rank trains alone."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
         """True if parameters change between the end of a step and the next optimizer step."""
+        self.instead = self.on_device
+        """True if copies replace survivors: a state that a survivor writes after a failure could be wrong."""
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
         self.schedule = CopySchedule(self._least, self._later)
@@ -75,17 +77,14 @@ class Copies:
         self._is_named = False  # True if the script has passed a state to save() or keep()
         # True if should_stop() and save() find the same parameters at the same step; None: not known yet
         self._is_placed: bool | None = None
+        self.in_torch = threading.Lock()
+        """Lock, held while a thread runs torch's C++ code for a copy, and from the exit of the process on."""
         self._lock = threading.Lock()  # held while this process writes a copy
         self._written: _Written | None = None
         self._room: threading.Thread | None = None
         self._stopped = False
         self._said: CopyPlan | None = None  # the plan that was logged last
-        self._began, self._ended = time.perf_counter(), 0.0
-
-    @property
-    def instead(self) -> bool:
-        """True if copies replace survivors: a state that a survivor writes after a failure could be wrong."""
-        return self.changes or self._on_device
+        self._began = self._ended = 0.0  # times of the first and of the last boundary
 
     @property
     def by_cadence(self) -> bool:
@@ -100,16 +99,17 @@ class Copies:
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         is_placed = self._shared.node[COPIES] == PLACED
-        self.changes, self._is_placed, self._is_named = True, is_placed or None, is_placed
+        self.changes = self.instead = True
+        self._is_placed, self._is_named = is_placed or None, is_placed
         self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
         self.forget()
         if self._rank == 0 and not is_placed:
             process.log(f"{why}: the state is copied at each step that the script passes to save() or keep()")
 
     def stop(self) -> None:
-        """Stop making copies."""
-        self._stopped = True
-        self.give_up_last()
+        """Make no further copy, and none valid. Any thread may call this."""
+        with self._lock:
+            self._stopped, self._written = True, None
 
     def give_up_last(self) -> None:
         """Discard the copy that is not valid yet, because the script has changed the copied values."""
@@ -141,11 +141,12 @@ class Copies:
     def boundary(self, at: Boundary) -> None:
         """At the first `should_stop` or `save` of a step, read a new plan, copy if due. Raises StateError, OSError."""
         schedule = self.schedule
+        self._began = self._began or time.perf_counter()
         made = at.step - schedule.step if self._ended else 0
         schedule.boundary(at.step, (time.perf_counter() - self._ended) / made if made > 0 else None)
         self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
         if self.instead:
-            self._shared.write_mark(at.step, schedule.before)
+            self._shared.record(memory.MARK_STEP, at.step, schedule.before)  # it writes no slot at each step
         self._look()
         self._copy_if_due(at)
         self._ended = time.perf_counter()
@@ -218,7 +219,7 @@ class Copies:
         if self._is_writer:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                written = self._write(at.kept, at.step, every, assumed=at.assumed)
+                written = self._write(at, every)
                 versions = self._versions_of(at.kept)
                 self._written = None if written is None else _Written(*written, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
@@ -236,16 +237,16 @@ class Copies:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         at.write(slot)
 
-    def _write(self, kept: Kept, step: int, every: int, loads: int = 0, *, assumed: bool) -> tuple[int, Held] | None:
+    def _write(self, at: Boundary, every: int) -> tuple[int, Held] | None:
         """Write parameters and optimizer state. Return the area and a description of the copy, which is not valid yet;
         None if the state has outgrown the reserved memory.
 
         Raises StateError, OSError.
         """
         shared = self._shared
-        state = packed.pack(self._value(kept))
-        version = Version(shared.attempt, shared.generation, step)
-        held = Held(version, loads, state.size, packed.total(state.tensors), assumed, every)
+        state = packed.pack(self._value(at.kept))
+        version = Version(shared.attempt, shared.generation, at.step)
+        held = Held(version, 0, state.size, packed.total(state.tensors), at.assumed, every)
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
@@ -253,17 +254,6 @@ class Copies:
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
             shared.write_copy(area, state, held)
             return area, held
-
-    def write_now(self, kept: Kept, step: int, loads: int, *, assumed: bool) -> bool:
-        """At the end of a rank that trains alone, write its state over the older copy. Return False if it could not be
-        written. Raises StateError, OSError."""
-        if self._world_size > 1:
-            return False
-        with self._lock:
-            self._written = None
-            may_write = not (self._stopped or self._room is None or self._room.is_alive())
-            written = self._write(kept, step, 0, loads, assumed=assumed) if may_write else None
-            return written is not None and self._shared.count_copy(*written)
 
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
@@ -285,7 +275,6 @@ class Copies:
 
     def before_step(self, kept: Kept) -> None:
         """Make the last copy valid unless parameters have changed. By now all ranks have completed the copied step."""
-        self.count_saved()
         with self._lock:
             written, self._written = self._written, None
             if written is None:
@@ -313,7 +302,7 @@ class Copies:
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """Return values that show a change of parameters. On a GPU only version counters: a read would block."""
-        return kept.watch.counters() if self._on_device else kept.watch.versions()
+        return kept.watch.counters() if self.on_device else kept.watch.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """True if version counters and samples show no change of parameters after the copy."""
@@ -353,17 +342,17 @@ class Copies:
         began = time.perf_counter()
         with self._lock:
             self._written = None
-            if self._write(at.kept, at.step, 1, assumed=at.assumed) is None:
+            if self._write(at, 1) is None:
                 return False
         self.schedule.costs.append(time.perf_counter() - began)
         return True
 
     def _tell(self, plan: CopyPlan) -> None:
         """Log the plan if it differs much from the logged one."""
-        before, self._said = self._said, plan
-        if before and before[2:] == plan[2:] and not copies.is_much_rarer(plan.every, before.every):
-            self._said = before
+        said = self._said
+        if said is not None and said[2:] == plan[2:] and not copies.is_much_rarer(plan.every, said.every):
             return
+        self._said = plan
         steps = "at each step" if plan.every == 1 else f"every {plan.every} steps"
         where = " that save() or keep() name" if plan.named else ""
         process.log(f"the state is copied {steps}{where}, because {CHANGES if plan.changes else self._because}")

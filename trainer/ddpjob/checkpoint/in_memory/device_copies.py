@@ -8,7 +8,6 @@ Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on 
 it is valid or dropped.
 """
 
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -105,33 +104,18 @@ class DeviceCopies(Copies):
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
     _because = ON_DEVICE
-    _on_device = True
+    on_device = True
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
         super().__init__(shared, rank, world_size, store)
         self._streams = streams
-        self._areas: list[torch.Tensor] = []
+        self._areas: dict[int, torch.Tensor] = {}
         self._mapped: list[torch.Tensor] = []
         self._said_pinned = False
         self._flight: _Flight | None = None
         self._left: _Flight | None = None  # a dropped copy that the device may still be writing
         self._looked: StreamMark | None = None  # CUDA event after the first backward pass that follows a check
         self._has_looked = False  # True from a check until the next backward pass
-        self._in_torch = threading.Lock()  # held while a thread runs torch's C++ code, and from the exit on
-        self._pid = os.getpid()
-
-    def stop(self) -> None:
-        """Make no further copy valid. Any thread may call this."""
-        with self._lock:
-            self._stopped = True
-
-    def keep_out_of_torch(self) -> None:
-        """Stop all threads from entering torch's C++ code: a thread that returns from C++ after the interpreter has
-        ended would abort the process."""
-        if os.getpid() == self._pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
-            self._pid = 0  # multiprocessing calls this function a second time
-            self.stop()
-            self._in_torch.acquire()
 
     def give_up_last(self) -> None:
         self._left, self._flight = self._flight or self._left, None
@@ -152,7 +136,7 @@ class DeviceCopies(Copies):
         self.give_up_last()
         began = time.perf_counter()
         self._write_slot(at)
-        flight = _Flight(at, self._in_torch)
+        flight = _Flight(at, self.in_torch)
         if self._is_writer:
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
@@ -163,7 +147,7 @@ class DeviceCopies(Copies):
 
     def _try(self, at: Boundary) -> bool:
         if not self.schedule.costs and self._flight is None:
-            began, flight = time.perf_counter(), _Flight(at, self._in_torch)
+            began, flight = time.perf_counter(), _Flight(at, self.in_torch)
             self._begin(flight, at, 1)
             flight.counts, flight.host_seconds = False, time.perf_counter() - began
             self._flight = flight if flight.ticket is not None else None
@@ -194,14 +178,8 @@ class DeviceCopies(Copies):
         pairs = [(part, source) for part, source in zip(parts, sources, strict=True) if len(part)]
         ticket = self._streams.begin_copy([(target[: len(head)], head), *pairs])
         version = Version(shared.attempt, shared.generation, at.step)
-        held = Held(
-            version,
-            0,
-            state.size,
-            0,
-            at.assumed,
-            every if every >= memory.EVERY_MAX else copies.AHEAD_ON_DEVICE * every,
-        )
+        ahead = every if every >= memory.EVERY_MAX else copies.AHEAD_ON_DEVICE * every
+        held = Held(version, 0, state.size, 0, at.assumed, ahead)
         flight.ticket, flight.area, flight.held, flight.parts = ticket, area, held, parts[:large]
 
     def _value(self, kept: Kept) -> dict[str, Any]:
@@ -257,12 +235,11 @@ class DeviceCopies(Copies):
         """Map and pin the shared memory of both copies. Old mappings stay, because the device may still write there."""
         try:
             for area in range(memory.AREAS):
-                if len(self._areas) > area and len(self._areas[area]) == self._shared.reserved(area):
+                if area in self._areas and len(self._areas[area]) == self._shared.reserved(area):
                     continue
-                mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
+                self._areas[area] = mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
                 self._mapped.append(mapped)
-                self._areas[area:] = [mapped, *self._areas[area + 1 :]]
-                with self._in_torch:
+                with self.in_torch:
                     why = self._streams.pin(mapped)
                 if why and not self._said_pinned:
                     self._said_pinned = True

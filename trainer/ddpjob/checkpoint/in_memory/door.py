@@ -6,7 +6,8 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.checkpoint.in_memory import device_copies, recall, streams
-from ddpjob.checkpoint.in_memory.memory import Keeper
+from ddpjob.checkpoint.in_memory.memory import OTHERWISE, Keeper
+from ddpjob.checkpoint.in_memory.places import KEPT, SAVED
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.errors import StateError
 from ddpjob.group.join import World, store_of
@@ -57,18 +58,16 @@ class InMemory:
         """present: version of this generation, with step 0."""
         self._present = present
         self._has_folder = has_folder
-        # Text for the log: where a restart continues if memory has no state.
-        self._otherwise = "a restart goes on from the last save" if has_folder else "a restart begins at step 0"
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
         self._world = world
         self._loads = 0
         self._named: set[str] = set()  # names passed to calls of load() that restore the same step
         self._taken: FoundState | None = None  # state in memory that load() restores; None if it uses the folder
-        self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
-        if self._used and world is not None:  # memory is only for ranks that the agent has started
-            place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
-            self._used = (world.rank, world.world_size) == place
+        # memory is only for ranks that the agent has started
+        place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
+        is_started = world is not None and (world.rank, world.world_size) == place
+        self._used = wanted and is_started and "DDPJOB_MEMORY" in os.environ
 
     def begin(self) -> None:
         """Called by each `load`. The first call starts to keep the state; a second Snapshot turns memory off."""
@@ -90,23 +89,21 @@ class InMemory:
         world, device = self._world, streams.for_device(self._world.device)
         if device is None and world.device.type != "cpu":
             return
-        why = _REFUSED
+        why, otherwise = _REFUSED, OTHERWISE[self._has_folder]
         if where:  # empty: the agent could not create the memory
             is_killed = process.number("DDPJOB_OUT_OF_MEMORY", 0)
             why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
         if why:
             process.current.not_kept = why
             if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # also log it in the killed pod
-                process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
+                process.log(f"the state is not kept in memory: {why}; {otherwise}")
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            store, has_folder = store_of(world), self._has_folder
-            self._keeper = Keeper(
-                self._shared, world.rank, world.world_size, self._otherwise, store, device, has_folder=has_folder
-            )
+            own = self._shared, world.rank, world.world_size, store_of(world), device
+            self._keeper = Keeper(*own, has_folder=self._has_folder)
         except (OSError, ValueError) as error:
-            process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
+            process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {otherwise}")
             return
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary
@@ -141,11 +138,8 @@ class InMemory:
             raise StateError(_half(self._named, found, objects))
         if holder is not None and not self._named:
             holder.set_loads(found.held.version, found.held.loads + 1)
-        self._took(found, objects)
-        return fetched
-
-    def _took(self, found: FoundState | None, objects: Mapping[str, Any]) -> None:
         self._named, self._taken = self._named | _names(objects), found
+        return fetched
 
     def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
         """Called when the objects were loaded from memory: keep them in memory. Return `Snapshot.state`.
@@ -154,19 +148,18 @@ class InMemory:
         sampler, whose own position is ahead of the trained samples if DataLoader workers read ahead.
         """
         if self._keeper is not None:
-            self._keeper.goes_on(found.held.version.step)
-            self._keeper.resumed(found.held)
+            self._keeper.goes_on(found.held.version.step, found.held)
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             if found.held.assumed:
                 self._keeper.assume(objects)
             else:
                 self._keeper.register(objects, fetched.state)
-            self._keeper.boundary(found.held.version.step, named=True)
+            self._keeper.boundary(found.held.version.step, SAVED)
         return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
 
     def loaded(self, step: int, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """Called when the objects were loaded from the folder, which has this state. Return `Snapshot.state`."""
-        self._took(None, objects)
+        self._named, self._taken = self._named | _names(objects), None
         self._loads += 1
         keeper = self._keeper
         if keeper is None:
@@ -183,7 +176,7 @@ class InMemory:
         """Called when the script has passed the state of this step: to `keep` if kept_alone, else to `save`."""
         if self._keeper is not None:
             self._keeper.register(objects)
-            self._keeper.boundary(step, named=True, saved=not kept_alone, kept_alone=kept_alone)
+            self._keeper.boundary(step, KEPT if kept_alone else SAVED)
 
 
 def _refuse(name: str) -> None:

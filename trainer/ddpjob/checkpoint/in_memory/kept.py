@@ -8,9 +8,6 @@ that it notices when the script replaces one.
 
 import collections
 import contextlib
-import functools
-import itertools
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -30,8 +27,6 @@ from ddpjob.errors import StateError
 SMALL_BYTES_MAX = 4 << 20  # limit in bytes for one object that is copied at each step
 COMPARED_BYTES = 1 << 14  # number of first bytes of a buffer that are compared
 _SMALL = "\0ddpjob small"
-_CONSTANT: frozenset[Any] = frozenset({float, bool, type(None), int, str})  # types that cannot change in place
-_is_list, _is_no_list = functools.partial(operator.is_, list), functools.partial(operator.is_not, list)
 BUFFERS = "\0ddpjob buffers"
 """Key of the buffers in a copy from a device, next to the large values."""
 
@@ -59,21 +54,13 @@ class Kept:
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         self.optimizers: list[str] = []
         self._others: list[str] = []
-        # See `settings`: parts of each value (None if one can change in place), and its copy.
-        self._settings: dict[str, list[Any] | None] = {}
-        self._copies: dict[str, Any] = {}
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
-        self._senders: dict[str, list[DistributedDataParallel]] = {}
-        """The wrappers that send the buffers of each model."""
-        self.wrapped: set[str] = set()
-        """Names of models in DistributedDataParallel."""
         for name, value in objects.items():
-            if isinstance(value, torch.nn.Module):
-                if found := senders(value):
-                    self._senders[name] = found
-                if isinstance(outermost(value), DistributedDataParallel):
-                    self.wrapped.add(name)
             self._add(name, unwrapped(value))
+        self._senders = {name: senders(objects[name]) for name in self._leaves}
+        """The wrappers that send the buffers of each model."""
+        self.wrapped = {name for name in self._leaves if isinstance(outermost(objects[name]), DistributedDataParallel)}
+        """Names of models in DistributedDataParallel."""
         modules: dict[str, torch.nn.Module] = {name: self._get(name) for name in self._leaves}
         parameters = {id(each): each for module in modules.values() for each in module.parameters()}
         optimizers = {name: self._get(name) for name in self.optimizers}
@@ -203,24 +190,9 @@ class Kept:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
     def settings(self) -> dict[str, Any]:
-        """Return learning rates and other settings of optimizers, and the states of objects that are no modules.
-
-        Settings are copied again only if the object was given a new part, or has a part that can change in place.
-        """
-        self._copies |= self.loaded
-        for name in (*self.optimizers, *(other for other in self._others if other not in self.loaded)):
-            value = self._get(name)
-            parts, last = _parts_of(value), self._settings.get(name)
-            if parts is None or last is None or len(parts) != len(last):
-                is_constant = parts is not None and _is_constant(value)
-            elif new := list(itertools.compress(parts, map(operator.is_not, parts, last))):
-                is_constant = _CONSTANT.issuperset(map(type, new)) or _is_constant(value)  # old parts are constant
-            else:
-                continue
-            # The parts last: the survivor's thread calls this too, and otherwise the next call would use an old copy.
-            self._copies[name] = _setting(value, name, is_constant=is_constant)
-            self._settings[name] = parts if is_constant else None
-        return {**self._copies}
+        """Return learning rates and other settings of optimizers, and the states of objects that are no modules."""
+        new = [name for name in (*self.optimizers, *self._others) if name not in self.loaded]
+        return {**self.loaded, **{name: _setting(self._get(name), name) for name in new}}
 
     def watched(self, begun: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the small values to compare: begun (random states and buffers), settings, and averages of weights."""
@@ -282,10 +254,8 @@ class Kept:
         for each, its in self.buffers_as_they_are().items():
             own = self.buffers()[self.buffered[each]]
             for key in (key for key, what in its.items() if type(what) is tuple and own[key].is_cpu):
-                now, (before, total) = (
-                    packed.total(packed.tensors_of([own[key]])),
-                    self._summed.get((each, key), (None, 0)),
-                )
+                before, total = self._summed.get((each, key), (None, 0))
+                now = packed.total(packed.tensors_of([own[key]]))
                 if before == its[key] and total != now:
                     raise StateError(f"{each}: {key} is changed through .data, which is seen in small buffers only")
                 self._summed[each, key] = its[key], now
@@ -366,45 +336,9 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
         yield key, module._buffers if leaf in module._buffers else vars(module), leaf
 
 
-def _parts_of(value: Any) -> list[Any] | None:
-    """Return the parts of an optimizer's or scheduler's settings; None for other objects, whose parts are unknown. A
-    scheduler's lists are replaced by their items, because LRScheduler makes a new list at each step."""
-    if isinstance(value, torch.optim.Optimizer):
-        found: list[Any] = []
-        for group in value.param_groups:
-            found += group
-            found += group.values()
-        return found
-    if not isinstance(value, LRScheduler):
-        return None
-    own = vars(value)
-    types = list(map(type, own.values()))
-    items = itertools.chain.from_iterable(itertools.compress(own.values(), map(_is_list, types)))
-    return [*own, *types, *itertools.compress(own.values(), map(_is_no_list, types)), *items]
-
-
-def _is_constant(value: Any) -> bool:
-    """True if no value in the settings of an optimizer or a scheduler can change in place."""
-    if isinstance(value, torch.optim.Optimizer):
-        items = [item for group in value.param_groups for item in group.items() if item[0] != "params"]
-        return all(type(key) is str and _is_plain(each) for key, each in items)
-    return type(value).state_dict is LRScheduler.state_dict and all(
-        each is value.optimizer or all(_is_plain(item) for item in (each if type(each) is list else [each]))
-        for each in vars(value).values()
-    )
-
-
-def _setting(value: Any, name: str, *, is_constant: bool = False) -> Any:
+def _setting(value: Any, name: str) -> Any:
     """Return a copy of the value; for an optimizer the settings of its groups, such as learning rates."""
     if isinstance(value, torch.optim.Optimizer):
-        groups = [{**group} for group in value.param_groups]
-        for group in groups:
-            del group["params"]
-        return groups if is_constant else [{key: copied(each, key) for key, each in group.items()} for group in groups]
-    if is_constant:
-        return {key: [*each] if type(each) is list else each for key, each in value.state_dict().items()}
+        groups = [{key: each for key, each in group.items() if key != "params"} for group in value.param_groups]
+        return copied(groups, name)
     return copied(state_of(value), name)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _CONSTANT or (type(value) is tuple and all(type(item) in _CONSTANT for item in value))

@@ -14,7 +14,6 @@ much mutable state here, because scripts call `should_stop` and `save` at differ
 """
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -29,6 +28,7 @@ from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError, may_be_assumed
 from ddpjob.checkpoint.in_memory.mode import Mode
+from ddpjob.checkpoint.in_memory.places import MARKED, SAVED
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
@@ -40,10 +40,12 @@ from ddpjob.checkpoint.state.of_each_rank import outermost
 from ddpjob.checkpoint.state.state_dicts import unwrapped
 from ddpjob.errors import StateError
 from ddpjob_core import memory
-from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROVEN, Held
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROOF_STEP, PROVEN, Held
 
 PROOF_STEPS = 3
 SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the whole state
+OTHERWISE = ["a restart begins at step 0", "a restart goes on from the last save"]
+"""What the log says of a restart if memory has no state: without a folder, and with one."""
 LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
 
 
@@ -61,27 +63,16 @@ class Keeper:
     """Keeps the objects of one `Snapshot` in memory, for one process."""
 
     def __init__(
-        self,
-        shared: Shared,
-        rank: int,
-        world_size: int,
-        otherwise: str,
-        store: Any = None,
-        streams: Streams | None = None,
-        *,
-        has_folder: bool = True,
+        self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams | None, *, has_folder: bool
     ) -> None:
-        """otherwise: text for the log: what a restart does if nothing is kept in memory. store: the group's store.
-        streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if states are kept only in
-        memory.
+        """store: the group's store. streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if
+        states are kept only in memory.
         """
-        self._new_copies = functools.partial(Copies, shared, rank, world_size, store)
-        own = self._new_copies() if world_size == 1 else None
-        if streams is not None:
-            own = DeviceCopies(shared, rank, world_size, store, streams)
-            process.at_exit(own.keep_out_of_torch, 35)
-        self.now = Present(shared, own, on_device=streams is not None, has_folder=has_folder)
-        self._shared, self._places, self._rank, self._otherwise = shared, self.now.places, rank, otherwise
+        group = shared, rank, world_size, store
+        own = Copies(*group) if streams is None else DeviceCopies(*group, streams)
+        self.now = Present(shared, own, has_folder=has_folder)
+        self._shared, self._places, self._rank = shared, self.now.places, rank
+        self._otherwise = OTHERWISE[has_folder]
         self._outgrown: Mapping[str, Any] | None = None  # objects with replaced parameters; kept after this step
         self._slots = Slots(shared, rank, world_size)
         if (learned := self._slots.learned()) is not None:
@@ -116,10 +107,9 @@ class Keeper:
         """Stop keeping the state; from now on a restart loads from the folder."""
         if not self.now.is_off:
             self.now.to("refused")
-            if self.now.copies is not None:
-                self.now.copies.count_saved()
-                self.now.copies.stop()
-            self._shared.forget_slots(None if self.now.copies is None else self.now.copies.saved)
+            self.now.copies.count_saved()
+            self.now.copies.stop()
+            self._shared.forget_slots(self.now.copies.saved)
             process.current.not_kept = why
             process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
@@ -184,8 +174,7 @@ class Keeper:
     def _forget_assumed(self) -> None:
         self._prove_again()
         self._shared.forget_slots()
-        if self.now.copies is not None:
-            self.now.copies.forget()
+        self.now.copies.forget()
 
     def _prove_again(self) -> None:
         """Repeat the check of the first steps before a state is kept, because the objects are different now."""
@@ -194,28 +183,19 @@ class Keeper:
             self._shared.cells[CLOCK] |= 1
             self._shared.node[PROVEN], self._proofs_left = 0, PROOF_STEPS
             self.now.to("dropped")
-        if self.now.copies is not None:
-            self.now.copies.give_up_last()
+        self.now.copies.give_up_last()
 
-    def goes_on(self, step: int) -> None:
-        """Called when `load` returns this step: forget earlier step numbers."""
+    def goes_on(self, step: int, held: Held | None = None) -> None:
+        """Called when `load` returns this step: forget earlier step numbers. held: the state, if it is from memory."""
         self._numbers = Numbers(step)
+        if held is not None:
+            self._shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
-    def resumed(self, held: Held) -> None:
-        """Record that all ranks have loaded this state from memory."""
-        if self._shared.proven_elsewhere:
-            self._shared.node[PROVEN] = self._shared.proven_elsewhere
-        self._shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
-
-    def boundary(self, step: int, *, named: bool = False, saved: bool = False, kept_alone: bool = False) -> None:
-        """Called at the end of a step: parameters and optimizer state are those of this step.
-
-        named: True if the script calls `save` or `keep`, or `load` has returned this state from memory. saved: True if
-        the script calls `save`. kept_alone: True if it calls `keep`. All are False for `should_stop`.
-        """
-        if self._unmarked:
-            for steps in self._unmarked[: 1 + named]:
-                steps.boundary(saved=saved)
+    def boundary(self, step: int, by: int = MARKED) -> None:
+        """Called at the end of a step: parameters and optimizer state are those of this step. by: see `Places`."""
+        named = by != MARKED
+        for steps in self._unmarked[: 1 + named]:
+            steps.boundary(saved=by == SAVED)
         if self.now.is_off:
             return
         if self._outgrown is not None:
@@ -230,18 +210,17 @@ class Keeper:
         if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
             return
-        must_copy = saved and self._must_copy(kept, step)
+        must_copy = by == SAVED and self._must_copy(kept, step)
         # Within a gradient accumulation keep the first random states: a restart repeats all micro-batches of the step.
         is_renamed = named and not self._places.has_begun
-        if not (self._stepped or self.now.copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
+        if not (self._stepped or self.now.copies.instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # no new state, or the last plain values belong to another step
-        if self.now.copies is not None and self._has_other(step):
+        if self._unmarked and self._has_other(step):
             return
         if self.now.assumed and not may_be_assumed(kept.objects):
             self.forget_assumed()
             return
-        counts = named and not kept_alone
-        self._safely(self._take_in, kept, int(step), named=named, must_copy=must_copy, counts=counts)
+        self._safely(self._take_in, kept, int(step), by, must_copy)
 
     def _look_for_wrappers(self) -> None:
         """After the first optimizer step keep the objects again if the script has wrapped a model after load(). Raises
@@ -257,24 +236,23 @@ class Keeper:
 
         The first copy stays: a second copy would mix values and random states of one step with parameters of another.
         """
-        saved = None if self.now.copies is None else self.now.copies.saved
+        saved = self.now.copies.saved
         return saved is not None and saved.step == step and not self._is_copied
 
     def _must_copy(self, kept: Kept, step: int) -> bool:
         """True if the saved state is lost with the next step unless it is copied now."""
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
-        if not self.now.copies_instead and memory.step_of(self._shared.cells[CLOCK]) != step:
+        if not self.now.copies.instead and memory.step_of(self._shared.cells[CLOCK]) != step:
             self._stepped = True  # otherwise the state is not copied if should_stop() got another step number for it
-        self.now.copies = self.now.copies or self._new_copies()
         self._is_copied |= not self._has_other(step)
         return True
 
-    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool, counts: bool) -> None:
+    def _take_in(self, kept: Kept, step: int, by: int, must_copy: bool) -> None:
         self.now.thread = threading.get_ident()
         if self._slots.made:
             kept.loaded = {}
-        settings = kept.settings()
+        settings, named = kept.settings(), by != MARKED
         if self._makers.boundary():
             self._tell_not_kept(
                 "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
@@ -282,18 +260,19 @@ class Keeper:
             )
         rng, content = random_states.compact(), kept.buffers_as_they_are()
         values = kept.watched(content | {RANDOM: random_states.mark(rng)}, settings)
-        self._learn(kept, step, values, named=named, counts=counts)
-        if not self.now.copies_instead and (self._stepped or named):
+        self._learn(kept, step, values, by)
+        own = self.now.copies
+        if not own.instead and (self._stepped or named):
             self._note(kept, step, rng, settings, content)
         elif self._stepped:
             kept.watch.record()
             self.now.living = kept.watch.living()
-            if self.now.on_device:
+            if own.on_device:
                 self._is_proven(kept, step)
-        own = self.now.copies
-        if own is not None and self._places.moved:
-            own.renew(self.at(kept, step, named))  # the last copy lacks changes made between should_stop() and save()
-        if own is not None and (own.instead or self.now.mode is not Mode.PROVING or must_copy):
+        if self._places.moved:
+            # the last copy lacks changes made between should_stop() and save()
+            own.renew(self.at(kept, step, named, must_copy))
+        if own.instead or must_copy or (own.by_cadence and self.now.mode is not Mode.PROVING):
             is_again = own.instead and not self._stepped
             self._stepped = False
             (own.again if is_again else own.boundary)(self.at(kept, step, named, must_copy))
@@ -347,8 +326,9 @@ class Keeper:
         if not (sampler is None or sampler.is_placed or sampler in kept.samplers().values()):
             return
         begun = kept.buffers_as_they_are() | {RANDOM: places.marked.get(RANDOM, 0)}
-        # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step.
-        if places.counts or not places.trusts(RANDOM):  # a change after save() shows where the script draws numbers
+        # Read random states only if a lost draw would do harm, because that read takes a fifth of the cost per step,
+        # or after save(): a change then shows where the script draws numbers.
+        if places.by == SAVED or not places.trusts(RANDOM):
             begun[RANDOM] = random_states.mark(random_states.compact())
         places.notices_begin, places.begun = True, begun
         if sampler is not None:  # a restart does not repeat changes made before a batch is taken
@@ -365,28 +345,27 @@ class Keeper:
         if self.now.kept is None or self.now.is_off or not places.is_open or places.begun is not None:
             return
         places.has_evaluated = True
-        if not (places.counts or places.evaluates_each_step):
+        if not (places.by == SAVED or places.evaluates_each_step):
             self._shared.cells[LOOSE] = self._slots.step
 
-    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool, counts: bool) -> None:
-        """Learn where in its loop the script changes small values, and which buffers its forward pass changes.
-        counts: True for a state that `save` gets, or that `load` has returned."""
+    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], by: int) -> None:
+        """Learn where in its loop the script changes small values, and which buffers its forward pass changes."""
         places = self._places
         for each, name in kept.buffered.items():
             if name not in kept.wrapped and (was := places.marked.get(each)):
                 places.varied |= {f"{key} of {name}" for key, now in values[each].items() if was.get(key, now) != now}
-        if places.is_open and not named:
+        if places.is_open and by == MARKED:
             return
         if places.is_open:
-            if new := places.named(values, {kept.watch.changed()} - {""}, counts=counts):
+            if new := places.named(values, {kept.watch.changed()} - {""}, by):
                 self._tell_of_places(new, f"between should_stop({step}) or keep({step}, …) and save({step})")
         else:
             if kept.sampled or process.current.sampler is not None:
                 samplers = kept.samplers()
                 places.after_save(samplers)
                 self._check_samplers(samplers, values)
-            places.boundary(values, named=named, counts=counts)
-        self._shared.cells[LOOSE] = step if not counts and places.suspects([RANDOM, *kept.buffered]) else 0
+            places.boundary(values, by)
+        self._shared.cells[LOOSE] = step if by != SAVED and places.suspects([RANDOM, *kept.buffered]) else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError, StateError."""
@@ -430,7 +409,7 @@ class Keeper:
                 f"optimizer.step(). A restart repeats only changes that belong to the next step. If they belong to the "
                 f"step before, as in an evaluation, call should_stop(step) or keep(step, …) after them"
             )
-        if places.loose and self.now.copies is not None:
+        if places.loose:
             self.now.copies.give_up_last()
         if new:
             self._tell_of_places(new, "between should_stop() or keep() and the next optimizer.step()")
@@ -439,9 +418,9 @@ class Keeper:
             names = ", ".join(sorted(places.loose))
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
-    def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
+    def at(self, kept: Kept, step: int, named: bool, must_copy: bool) -> Boundary:
         def write(slot: int) -> None:
-            small = ({} if self.now.on_device else kept.buffers()) | kept.settings() | self._place(kept)
+            small = ({} if self.now.copies.on_device else kept.buffers()) | kept.settings() | self._place(kept)
             self._slots.write(slot, step, kept, random_states.compact(), small)
 
         return Boundary(kept, step, named, write, self.now.assumed, must_copy)
@@ -451,16 +430,16 @@ class Keeper:
         places, of_0 = self._places, kept.broadcast
         return {
             PLACE: {
-                "named": places.is_named + places.counts,  # which call: 0 is should_stop(), 1 is keep(), 2 is save()
-                "moved": sorted(places.moved),
-                "sample": b"" if self.now.on_device else kept.watch.sampled,
+                memory.NAMED: places.by,
+                memory.MOVED: sorted(places.moved),
+                memory.SAMPLE: b"" if self.now.copies.on_device else kept.watch.sampled,
                 LEARNED: places.learned,
-                "after": sorted(self._slots.changed),
-                "later": places.suspects([RANDOM, *kept.buffered]),
+                memory.AFTER: sorted(self._slots.changed),
+                memory.LATER: places.suspects([RANDOM, *kept.buffered]),
                 "of_0": of_0,
                 "own": sorted(kept.wrapped.difference(of_0)),
                 "models": kept.models,
-                "known": kept.known,
+                memory.KNOWN: kept.known,
                 "varied": places.varied,
             }
         }
@@ -469,8 +448,7 @@ class Keeper:
         """Copy the state from now on, because parameters change after the end of a step. step: None if another rank, or
         an earlier generation, has found this."""
         changed = f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
-        self.now.copies, self._sum = self.now.copies or self._new_copies(), None
-        self._shared.node[PROVEN] = 0
+        self._sum, self._shared.node[PROVEN] = None, 0
         self.now.copies.begin_with_changes(copies.CHANGES if step is None else changed)
         self.now.to("changes")
         self._shared.forget_slot(EARLY)  # copies do not use it
@@ -494,15 +472,17 @@ class Keeper:
             self._stepped = False
             now.names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
             shared.cells[CLOCK] = 2 * step
-        if now.mode is not Mode.READY or not self._has_room_for(kept):
+        if now.mode is not Mode.READY or kept.watch.has_grown():
             self._arm(kept, step)
-        elif self._makers.has_more_passes or memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound():
+        if now.mode is Mode.READY and (
+            self._makers.has_more_passes or memory.proves_again(step, shared.reserved()) or kept.watch.was_rebound()
+        ):
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
 
     def at_boundary(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Return number, small values and random states of the end of the last step; None if a slot lacks them, or an
         optimizer has stepped since."""
-        value = self._slots.read_boundary() if self.is_on and not (self._stepped or self.now.copies_instead) else None
+        value = self._slots.read_boundary() if self.is_on and not (self._stepped or self.now.copies.instead) else None
         if value is None:
             return None
         del value["small"][PLACE]
@@ -517,35 +497,30 @@ class Keeper:
             self._sum = step, kept.total(), SUMS_IN_BACKWARD
         return self.now.mode is not Mode.PROVING
 
-    def _has_room_for(self, kept: Kept) -> bool:
-        """True if the state still fits. Optimizers allocate state when a parameter gets its first gradient."""
-        if not kept.watch.has_grown() or packed.pack(kept.large()).size <= self._shared.reserved():
-            return True
-        with self.now.lock:
-            self.now.to("grown")
-        return False
-
     def _arm(self, kept: Kept, step: int) -> None:
-        """Once it is known that only optimizers change parameters, reserve memory; become READY if it is reserved."""
+        """Once it is known that only optimizers change parameters, reserve memory; become READY if it is reserved.
+        Optimizers allocate more state when a parameter gets its first gradient."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
-        if self._shared.reserved() >= size:
-            self.now.to("reserved")
-        elif self._room is None or not self._room.is_alive():
+        has_room = self._shared.reserved() >= size
+        with self.now.lock:
+            self.now.to("reserved" if has_room else "grown")
+        if not has_room and (self._room is None or not self._room.is_alive()):
             args = self._reserve, size
             self._room = threading.Thread(target=self._safely, args=args, name="ddpjob-memory-room", daemon=True)
             self._room.start()
 
     def _reserve(self, size: int) -> None:
         """Reserve memory for the state. Runs in a thread, because the kernel needs half a second for a large state."""
-        self._shared.take(memory.area_bytes(size), 1, later=0 if self.now.copies is None else memory.AREAS)
+        own = self.now.copies
+        self._shared.take(memory.area_bytes(size), 1, later=memory.AREAS if own.by_cadence or own.saved else 0)
         with self.now.lock:  # no effect if other objects are kept by now
             self.now.to("reserved")
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Any = None, *_: Any) -> None:
+    def before_step(self, optimizer: Any, *_: Any) -> None:
         """Hook before each step of any optimizer: count the step, and check the state if a new step begins."""
         self.now.living = None
         if self.now.is_off:
@@ -553,19 +528,17 @@ class Keeper:
         kept = self.now.kept
         own = None if kept is None else kept.watch.counters_of(optimizer)
         is_own = None if kept is None else own is not None
+        if self.now.assumed and is_own is False:
+            self.forget_assumed()
+            kept = is_own = None
         self._makers.step(optimizer, is_own)
         if is_own is not False:
             self._numbers.step()
         if self._unmarked:
             self._count_unmarked(optimizer)
-        if self.now.assumed and is_own is False:
-            self.forget_assumed()
-            kept = None
         if kept is None or self._stepped:
             self._other_step(optimizer)
             self._stepped, self._slots.made = True, self._slots.made + 1
-            if kept is None and optimizer is not None:
-                self._makers.saw(optimizer)
             if own is not None:
                 own.steps += 1
             return
@@ -590,25 +563,22 @@ class Keeper:
     def _end_boundary(self, kept: Kept, other: Any) -> None:
         """Called when the first optimizer of a new step steps: check that parameters are unchanged, then make the last
         copy valid, or write random states and buffers to the slot EARLY. other: this optimizer if it is not kept."""
-        if self.now.copies is not None:
-            self.now.copies.count_saved()
+        self.now.copies.count_saved()
         kept.check_counts()
         if other is not None and self._makers.is_unknown(kept, other):
             raise ReplacedError("an optimizer that save() was not given makes steps")
         self._leave(kept)
         if self._sum is not None:
             self._compare(kept, *self._sum[:2])
-        if self.now.copies is not None:
-            self.now.copies.before_step(kept)
-            if self.now.copies.changes:
-                self.now.to("changes")
-        if not (self.now.copies_instead or self._places.has_begun):
+        self.now.copies.before_step(kept)
+        if self.now.copies.changes:
+            self.now.to("changes")
+        if not (self.now.copies.instead or self._places.has_begun):
             self._slots.write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
         """Called before a second optimizer step, if the script has not reported the end of the first one."""
-        if self.now.copies is not None:
-            self._safely(self.now.copies.before_other_step)
+        self._safely(self.now.copies.before_other_step)
         if self.now.kept is not None and self._makers.again(optimizer):  # no backward pass has written EARLY again
             self._slots.give_up_early("an optimizer makes several steps after one backward pass", RANDOM, FORWARDED)
 
@@ -630,7 +600,7 @@ class Keeper:
         self._proofs_left = max(0, self._proofs_left - 1)
         if self._proofs_left == 0:
             self.now.to("proven")
-            self._shared.write_proof(step, before)
+            self._shared.record(PROOF_STEP, step, before)  # to check later that ranks are replicas
             self._shared.node[PROVEN] = 1 + self._shared.generation
 
     def _before_reduce(self, _parameter: Any) -> None:
@@ -646,7 +616,7 @@ class Keeper:
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
         self._places.has_begun |= not self._stepped
-        if not self.now.copies_instead:
+        if not self.now.copies.instead:
             self._safely(self._in_backward, kept)
 
     def _in_backward(self, kept: Kept) -> None:
@@ -660,11 +630,11 @@ class Keeper:
                 return
         self._slots.write_early(kept, in_backward=True)
 
-    def _safely(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _safely(self, work: Callable[..., Any], *args: Any) -> None:
         """Call this function. After an error the state is not kept: a training that would succeed without memory must
         not end because of it."""
         try:
-            work(*args, **kwargs)
+            work(*args)
         except Exception as error:
             self.give_up(error)
 

@@ -23,6 +23,10 @@ from typing import Any
 
 from ddpjob.checkpoint.state.alike import moved
 
+MARKED, KEPT, SAVED = range(3)
+"""The call that gets a state: should_stop(), keep() or save(). A folder has the same small values as SAVED; so a state
+that load() has returned is SAVED, too."""
+
 
 class Places:
     """The places where a rank's script changes each value, as far as they are known."""
@@ -44,10 +48,8 @@ class Places:
         """Names of values that changed at two steps in a row: they are assumed to change at the top of the loop."""
         self.is_open = False
         """True from the end of a step to the next optimizer step."""
-        self.is_named = False
-        """True if the script has passed the state of the last step to save() or keep()."""
-        self.counts = False
-        """True if a folder has the same small values: save() got the last state, or load() has returned it."""
+        self.by = MARKED
+        """The call that got the state of the last step."""
         self.moved: set[str] = set()
         """Names of values that changed between should_stop(step) and save(step) of the last step."""
         self.loose: set[str] = set()
@@ -79,41 +81,36 @@ class Places:
         """Take over the places in the loop that an earlier generation has learned."""
         self._within, self._before_save, self._after_save, self._unknown, self.varied = map(set, learned)
 
-    def boundary(self, values: Mapping[str, Any], *, named: bool, counts: bool = False) -> None:
-        """Called at the first should_stop(), keep() or save() after an optimizer step. named: True for save(), keep().
-        counts: True for save(), and for a state that load() has returned."""
+    def boundary(self, values: Mapping[str, Any], by: int) -> None:
+        """Called at the first should_stop(), keep() or save() after an optimizer step."""
         if self._started is not None:
             self._within |= moved(self._started, values, self._within)
             self._started = None
-        self.marked, self.is_named, self.counts, self.is_open, self.moved = values, named, counts, True, set()
+        self.marked, self.by, self.is_open, self.moved = values, by, True, set()
         self.has_called, self.begun, self.repeated = False, None, None
         self.has_evaluated, self.evaluates_each_step = False, self.has_evaluated
 
-    def named(self, values: Mapping[str, Any], also: Collection[str] = (), *, counts: bool = True) -> set[str]:
+    def named(self, values: Mapping[str, Any], also: Collection[str] = (), by: int = SAVED) -> set[str]:
         """Return the names of values that changed before save(), if that was not known yet. Called if save() or keep()
         follows another call at the same step. also: names of other values that have changed."""
         found = moved(self.marked, values) | set(also)
-        misplaced = self._of_open(found - self._samplers)
+        misplaced = set() if self.by == SAVED else found - self._samplers
         new = misplaced - self._before_save
         self._before_save |= misplaced
-        self.marked, self.is_named, self.counts, self.moved = values, True, counts, found
+        self.marked, self.by, self.moved = values, by, found
         self.has_called, self.begun, self.repeated = False, None, None
         return new
-
-    def _of_open(self, names: Collection[str]) -> set[str]:
-        """Return the names of the values that memory may lack: all of `names`, or none if a folder has equal values."""
-        return set() if self.counts else set(names)
 
     def step(self, values: Mapping[str, Any], repeated: Collection[str] = ()) -> set[str]:
         """Called before an optimizer step. Return names of values that were not known to change after should_stop().
         repeated: names of values that scripts often change at the top of the loop."""
         found = moved(self.marked, values)
         self._started, self.is_open, self.loose, self.taken = values, False, set(), set()
-        if self.counts:
+        if self.by == SAVED:
             self._after_save |= found
             self._unknown -= self._after_save
             return set()
-        self.loose = found - (self._after_save - self._before_save)
+        self.loose = {name for name in found if not self.trusts(name)}
         before, self.doubted = self.doubted, set()
         if self.loose and self.loose <= set(repeated) - self._before_save - self._unknown:
             if self.loose <= before:
@@ -128,7 +125,7 @@ class Places:
 
     def trusts(self, name: str) -> bool:
         """True if a restart may lose a change of this value after the last step: save() would not have it either."""
-        return self.counts or (name in self._after_save and name not in self._before_save)
+        return self.by == SAVED or (name in self._after_save and name not in self._before_save)
 
     def suspects(self, names: Iterable[str]) -> list[str]:
         """Return the names of the values that may change between should_stop() and save(): memory lacks the change."""
@@ -144,11 +141,11 @@ class Places:
 
     def unsettled(self, values: Mapping[str, Any]) -> list[str]:
         """Return names of values that save() would now write differently from memory."""
-        return sorted(self._of_open(moved(self.marked, values)) - (self._after_save - self._before_save))
+        return sorted(name for name in moved(self.marked, values) if not self.trusts(name))
 
     def is_settled(self, idle: Iterable[str]) -> bool:
         """True if no value is known to change between a boundary and the next step. idle: names of objects that a
         script must change somewhere: between a boundary and the next step, unless they were seen to change elsewhere.
         """
         unseen = set(idle) - self._within - self._after_save
-        return not self._of_open(self._before_save | self._unknown | unseen)
+        return self.by == SAVED or not (self._before_save | self._unknown | unseen)

@@ -27,17 +27,6 @@ from ddpjob_core.memory import FoundState, Held, Mark, Proof, Version
 _NUMBERS = int, float, bool, str, type(None)
 
 
-class _Row(NamedTuple):
-    """What the memory of one rank's node contains; all ranks exchange these records."""
-
-    held: Held | None = None
-    proof: Proof | None = None
-    mark: Mark | None = None
-    copies: int = 0
-    proven: int = 0
-    miscounted: int = 0
-
-
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
     """Describe the newest complete state in memory; all ranks get the same answer. shared: None if this node has no
     shared memory.
@@ -46,22 +35,20 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     Rank 0's node has priority, because rank 0 may be the only one that calls save. A node that lacks the loaded state
     copies PROVEN (only optimizers change parameters) from a node that has it, so that its ranks repeat no proof.
     """
-    own = _Row()
+    own: list[Any] = [None, None, None, 0, 0, 0]
     if shared is not None:
         node = (shared.node[cell] for cell in (memory.COPIES, memory.PROVEN, memory.MISCOUNTED))
-        own = _Row(shared.held(), shared.proof(), shared.mark(), *node)
-    rows = [
-        _Row(held and Held(Version(*held[0]), *held[1:]), proof and Proof(*proof), mark and Mark(*mark), *others)
-        for held, proof, mark, *others in _exchanged(own, world_size)
-    ]
+        own = [shared.held(), shared.proof(), shared.mark(), *node]
+    states, sums, steps, copies, proven, miscounted = zip(*_exchanged(own, world_size), strict=True)
+    held = [one and Held(Version(*one[0]), *one[1:]) for one in states]
+    proofs, marks = [one and Proof(*one) for one in sums], [one and Mark(*one) for one in steps]
     if shared is not None:
-        shared.node[memory.COPIES] = rows[0].copies or max(row.copies for row in rows)
-        shared.node[memory.MISCOUNTED] = max(row.miscounted for row in rows)
-    marks = [row.mark for row in rows]
-    found = memory.newest([row.held for row in rows], present, [row.proof for row in rows], marks)
+        shared.node[memory.COPIES] = copies[0] or max(copies)
+        shared.node[memory.MISCOUNTED] = max(miscounted)
+    found = memory.newest(held, present, proofs, marks)
     if isinstance(found, FoundState):
         if shared is not None and rank not in found.ranks:
-            shared.proven_elsewhere = max(rows[holder].proven for holder in found.ranks)
+            shared.node[memory.PROVEN] = max(proven[holder] for holder in found.ranks)
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
@@ -134,9 +121,7 @@ def fetch(
     on_device = {} if large is None else large.pop(BUFFERS, {})  # copies from a GPU have buffers among the large values
     if own is not None:
         own["small"] |= on_device
-    first: Any = None
-    if source is not None:
-        first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
+    first: Any = None if source is None else _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
     if numbering.resized:
         own = early = None
@@ -209,16 +194,13 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Return work(); None after an error, which is added to `trouble`: all ranks must know it before one raises."""
-    if trouble:
-        with contextlib.suppress(StateError, OSError, KeyError, TypeError):
-            work()
-        return None
+    """Return work(); None after an error, which is added to `trouble`: all ranks must know it before one raises. After
+    an earlier error work() is called, too, because the other ranks wait for it."""
     try:
-        return work()
+        found = work()
     except (StateError, OSError, KeyError, TypeError) as error:
         trouble.append(str(error) or type(error).__name__)
-        return None
+    return None if trouble else found
 
 
 def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,16 +256,12 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
     wrapped = {*place["of_0"], *place["own"]}
     buffers = _flat({name: small[name] for name in place["models"] if name in small and name not in wrapped})
     others = {name: value for name, value in small.items() if name not in place["models"]}
+    digests = {name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)}
     return {
-        memory.SAMPLE: zlib.crc32(place["sample"]),
-        memory.NAMED: place["named"],
-        memory.MOVED: place["moved"],
-        memory.KNOWN: [*place["known"], *(buffers.keys() - place["varied"])],
-        memory.LATER: place["later"],
-        memory.AFTER: place["after"],
-        memory.OBJECTS: {
-            name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)
-        },
+        **{key: place[key] for key in (memory.NAMED, memory.MOVED, memory.LATER, memory.AFTER)},
+        memory.SAMPLE: zlib.crc32(place[memory.SAMPLE]),
+        memory.KNOWN: [*place[memory.KNOWN], *(buffers.keys() - place["varied"])],
+        memory.OBJECTS: digests,
     }
 
 

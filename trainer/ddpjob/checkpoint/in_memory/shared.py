@@ -6,7 +6,6 @@ import fcntl
 import functools
 import mmap
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,8 +45,6 @@ class Shared:
         self._areas: dict[int, mmap.mmap] = {}
         self.loaded: Held | None = None
         """The state that this generation has loaded from memory."""
-        self.proven_elsewhere = 0
-        """Highest PROVEN cell of the nodes that have the loaded state, if this node did not have it; else 0."""
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[int]:
@@ -76,10 +73,8 @@ class Shared:
         """True if the agent that owns the memory is alive, so that the memory outlives this process."""
         try:
             os.stat(self._path)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            pass  # no permission to check; a later write will report the error
+        except OSError as error:  # without permission to check, a later write will report the error
+            return not isinstance(error, FileNotFoundError)
         return True
 
     def clocks_of_others(self) -> tuple[list[int], list[int]]:
@@ -127,19 +122,15 @@ class Shared:
         later: number of areas that will be needed later, for the memory limit that the error names. Raises StateError,
         OSError.
         """
-        while True:
-            with self.locked() as alone:
-                if alone:
-                    reserved = [self.reserved(area) for area in range(memory.AREAS)]
-                    missing, both = (memory.missing(size, reserved, count) for count in (areas, later))
-                    if missing and (short := limits.shortage(missing, with_later=both)):
-                        process.current.limit_needed = short.limit_needed
-                        what = f"two copies of {size >> 20} MiB have no room: " if areas > 1 else ""
-                        raise StateError(what + short.why)
-                    for area in range(areas):
-                        self.reserve(size, area)
-                    return
-            time.sleep(AGAIN_SECONDS)
+        with self.locked(waits=True):
+            reserved = [self.reserved(area) for area in range(memory.AREAS)]
+            missing, both = (memory.missing(size, reserved, count) for count in (areas, later))
+            if missing and (short := limits.shortage(missing, with_later=both)):
+                process.current.limit_needed = short.limit_needed
+                what = f"two copies of {size >> 20} MiB have no room: " if areas > 1 else ""
+                raise StateError(what + short.why)
+            for area in range(areas):
+                self.reserve(size, area)
 
     def reserved(self, area: int = 0) -> int:
         """Return the number of reserved bytes of an area."""
@@ -283,9 +274,9 @@ class Shared:
         versions = map(self.slot_version, range(memory.SLOTS))
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
-    def write_mark(self, step: int, before: int) -> None:
-        """Record the last two steps that this rank has completed, if it does not write a slot at each step."""
-        write_record(self.cells, memory.MARK_STEP, step, self.generation, before)
+    def record(self, first: int, step: int, value: int) -> None:
+        """Write a mark (first: MARK_STEP; value: the step before) or a proof (PROOF_STEP; the sum of all bits)."""
+        write_record(self.cells, first, step, self.generation, value)
 
     def mark(self) -> Mark | None:
         """Return the last two steps that this rank or its former process has completed; None if fewer than two."""
@@ -303,14 +294,8 @@ class Shared:
         begin, size = slot * memory.SECTION_BYTES, self.cells[memory.slot_cell(slot, memory.SLOT_BYTES)]
         return packed.loads(self._slots[begin : begin + size])
 
-    # ---- the proof that ranks are replicas -----------------------------------------------------------------
-
-    def write_proof(self, step: int, total: int) -> None:
-        """Record the sum of all bits of this rank's state at this step, to check later that ranks are replicas."""
-        write_record(self.cells, memory.PROOF_STEP, step, self.generation, total)
-
     def proof(self) -> Proof | None:
-        """Return the last record of `write_proof` by this local rank, of any generation; None if there is none."""
+        """Return the last proof of this local rank, of any generation; None if there is none."""
         step, generation, total = self.cells[memory.PROOF_STEP :][:3]
         return Proof(generation, step, total) if step > 0 else None
 

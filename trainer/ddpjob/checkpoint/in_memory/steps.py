@@ -97,6 +97,8 @@ class Makers:
         self._is_once &= id(optimizer) not in self._made
         self._made.add(id(optimizer))
         self._has_made = is_own is not None
+        if is_own is None:
+            self._seen.add(optimizer)
 
     def backward(self, *, has_stepped: bool) -> None:
         """Record that a backward pass has begun. has_stepped: True if an optimizer has stepped after should_stop()."""
@@ -113,10 +115,6 @@ class Makers:
         if others_make and not made and self._has_made:
             raise ReplacedError("an optimizer that save() was not given makes the steps")
         return is_mixed
-
-    def saw(self, optimizer: Any) -> None:
-        """Record an optimizer that steps while nothing is kept."""
-        self._seen.add(optimizer)
 
     def is_unknown(self, kept: Kept, optimizer: Any) -> bool:
         """True at the first step of an optimizer that is not kept, but trains kept parameters."""

@@ -44,11 +44,9 @@ HELD_UP = 4  # a main thread that is waiting for CPU time may need this many tim
 class Present:
     """What a survivor needs to write the state. The training thread sets it, and the survivor's thread reads it."""
 
-    def __init__(self, shared: Shared, copies: Copies | None, *, on_device: bool, has_folder: bool) -> None:
-        self.shared, self.copies, self.on_device, self.has_folder = shared, copies, on_device, has_folder
+    def __init__(self, shared: Shared, copies: Copies, *, has_folder: bool) -> None:
+        self.shared, self.copies, self.has_folder = shared, copies, has_folder
         self.mode, self.places, self.thread, self.pid = Mode.EMPTY, Places(), threading.get_ident(), os.getpid()
-        self.copies_instead = on_device
-        """True if only copies are kept, because after a failure no surviving rank could write a valid state."""
         self.kept: Kept | None = None
         self.living: Any = None
         """Optimizers and averages at the end of a step, which keep their state alive after the script's main() has
@@ -72,7 +70,6 @@ class Present:
     def to(self, event: Event) -> None:
         """Enter the mode that follows this event. The agent waits only for ranks whose mode is READY."""
         before, self.mode = self.mode, after(self.mode, event)
-        self.copies_instead = self.on_device or self.mode is Mode.COPYING
         if before is not self.mode or event == "dropped":
             self.shared.cells[PID] = self.pid if self.mode is Mode.READY and not self.is_asked else 0
 
@@ -134,14 +131,16 @@ class Survivor:
             self.save()
         if os.getpid() == self._now.pid:  # skip it in a forked child, whose copy of the lock may be locked for ever
             self._now.pid = 0  # multiprocessing calls this function a second time
-            # Block the thread here, because a return from torch's C++ code after the interpreter's end would abort.
-            self._answered.acquire()
+            self._now.copies.stop()
+            # Block the threads here, because a return from torch's C++ code after the interpreter's end would abort.
+            for lock in (self._answered, self._now.copies.in_torch):
+                lock.acquire()
 
     def save(self) -> None:
         """Write the state if the last step is complete, or becomes complete in time, and answer the agent."""
         if os.getpid() != self._now.pid or not self._now.shared.has_agent:
             return
-        if self._now.on_device and self._now.copies is not None:
+        if self._now.copies.on_device:
             # The device may have made steps without the failed rank, so its current state is not used.
             self._now.copies.stop()
             return
@@ -177,16 +176,16 @@ class Survivor:
         shared, kept = self._now.shared, self._now.kept
         if kept is None or self._now.mode is Mode.OFF or not shared.is_current:
             return UNABLE
-        if self._now.copies is not None and self._now.copies.count_saved():
+        if self._now.copies.count_saved():
             return SAVED
         kept.check_gone()
         if self._now.places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
-            if answer == UNABLE and self._now.copies is not None:
+            if answer == UNABLE:
                 self._now.copies.give_up_last()
             return answer
-        if self._now.copies is not None and (self._now.copies.instead or shared.node[COPIES]):
+        if self._now.copies.instead or shared.node[COPIES]:
             return self._now.copies.finish(kept)
-        if shared.node[COPIES] or self._now.mode is not Mode.READY:
+        if self._now.mode is not Mode.READY:
             return UNABLE
         with self._now.lock:
             clock = shared.cells[CLOCK]
@@ -284,8 +283,6 @@ class Survivor:
         rank dies, the next attempt of this rank writes."""
         shared, loaded = self._now.shared, self._now.shared.loaded
         loads = loaded.loads if loaded is not None and step == loaded.version.step else 0
-        if self._now.copies is not None and self._now.copies.write_now(kept, step, loads, assumed=self._now.assumed):
-            return SAVED
         with shared.locked() as alone:
             if not alone:
                 return None

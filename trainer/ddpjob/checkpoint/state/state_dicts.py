@@ -23,6 +23,8 @@ from ddpjob.errors import StateError
 NESTED_MAX = 100  # maximum nesting of lists; also ends the copy of a list that contains itself
 INTEGER_BITS_MAX = 2039  # bits; torch.load(weights_only=True) cannot read longer integers (pickle's LONG4)
 
+_CONSTANT = {float, bool, str, type(None)}
+"""Types whose values need no copy, and are always read back. They are copied first, because each step copies some."""
 _WHOLE_TYPES = (torch.Tensor, torch.nn.Parameter)
 _WHOLE_LAYOUTS = [
     getattr(torch, name) for name in "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc".split()
@@ -102,11 +104,13 @@ def _type_name(value: Any) -> str:
 
 def copied(value: Any, where: str, depth: int = 0) -> Any:
     """Return a deep copy on the CPU. Raise StateError for a value that would not be read back as the same type."""
+    kind = type(value)
+    if kind in (list, tuple) and _CONSTANT.issuperset(map(type, value)):
+        return kind(value)
     if depth > NESTED_MAX:
         raise StateError(f"{where[:60]}…: is nested deeper than {NESTED_MAX}, or contains itself, and cannot be saved.")
     if isinstance(value, torch.Tensor):
         return _copied_tensor(value, where)
-    kind = type(value)
     if kind in (dict, collections.OrderedDict, collections.Counter):
         return _copied_mapping(value, where, depth)
     if kind in (list, tuple, torch.Size):
@@ -127,7 +131,7 @@ def _is_plain(value: Any) -> bool:
         return value != b"" and is_read(b"a")  # pickle writes b"" as a call of bytes(), which weights_only refuses
     if kind is torch.dtype:
         return is_read(value)
-    return value is None or kind in (bool, float, str, torch.device)
+    return kind in _CONSTANT or kind is torch.device
 
 
 def _copied_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
@@ -145,7 +149,12 @@ def _is_distributed(tensor: Any) -> bool:
 
 
 def _copied_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
-    items = {_key(key, where, depth): copied(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    items = {
+        key if type(key) is str else _key(key, where, depth): item
+        if type(item) in _CONSTANT
+        else copied(item, f"{where}.{key}", depth + 1)
+        for key, item in value.items()
+    }
     if type(value) is dict:
         return items
     same = type(value)(items)  # for example Counter, the type of MultiStepLR's milestones
