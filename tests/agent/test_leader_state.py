@@ -380,6 +380,36 @@ def test_without_other_nodes_an_import_error_of_one_node_is_tried_twice(where: A
     assert order.failure.failure_class == "permanent"
 
 
+def test_on_one_machine_a_script_that_is_gone_after_training_is_not_started_for_ever() -> None:
+    """There are no other nodes, so these starts must use up the restarts that are left."""
+    where = {"has_operator": True, "local": True, "furthest_step": 500}
+    found = LeaderState(Members(range(2)), Budget(3, 99, 9, 999), JOIN_SECONDS, T0, **where)
+    found.joined(0, T0)
+    found.joined(1, T0)
+    assert len(taken(found)) == 1
+    failed = failure(code=2, exception=NO_SCRIPT)
+    for restarts in range(6):
+        at = T0 + 30 * restarts
+        found.failed(0, [failed], at)
+        found.tick(at + SAME_MISTAKE_SECONDS)
+        stop(found, [failed], at + SAME_MISTAKE_SECONDS)
+        found.tick(at + 29)  # the sixth back-off is 16 s
+        if any(isinstance(order, EndOrder) for order in taken(found)):
+            break
+    assert restarts < 5
+
+
+def test_an_import_that_fails_because_of_a_gpu_is_repeated_in_place() -> None:
+    """A device that is busy for a moment must not cost new pods, as a missing module does."""
+    found = running(2, has_operator=True, furthest_step=100)
+    failed = failure(code=1, exception="ImportError: CUDA-capable device(s) is/are busy or unavailable")
+    found.failed(0, [failed], T0)
+    found.tick(T0 + SAME_MISTAKE_SECONDS)
+    stop(found, [failed])
+    (order,) = taken(found)
+    assert isinstance(order, StartOrder)
+
+
 def test_a_script_that_was_removed_since_the_ranks_began_explains_no_other_failure() -> None:
     found = running(2, has_operator=True)
     found.failed(0, [failure(code=1, exception="OSError: no space left")], T0)

@@ -95,11 +95,14 @@ def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
 def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.JobFailure, rules.Class]:
     """Return the cause, judged by the failure recorded first and by all failed pods, gone or not."""
     lost = [p for p, pod in view.pods.items() if pod.uid in view.lost_by_node]
+    # A program on a slow volume may not be found until minutes after the pods have started.
+    is_start = rules.cannot_start(root_cause.read_back(first))
+    trains_after = budget.RESET_AFTER_SECONDS if is_start else budget.TRAINED_SECONDS
     failure, failure_class = root_cause.settle(
         context(view, status),
         first,
         view.failed(status),
-        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= budget.TRAINED_SECONDS,
+        stepped=status.first_step_time is not None or _ran_seconds(view, status) >= trains_after,
         trained=_has_trained_before(status),
         nodes=view.spec.pods,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],

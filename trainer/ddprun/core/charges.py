@@ -147,7 +147,8 @@ class Charges:
         # Some ranks may be stopped before they make the same mistake, so the second time is enough.
         everywhere = again = before is not None and compared(before) == compared(failure)
         everywhere |= current.have_all_raised(failure, members)
-        others_may_start = self._has_operator and not self._is_local and rules.cannot_start(failure)
+        is_permanent = rules.classify(failure) == "permanent" and not failure.symptom
+        others_may_start = is_permanent and self._has_operator and not self._is_local and rules.cannot_start(failure)
         if rules.cannot_start(failure):
             # An import may succeed the next time, but an agent is certain that a program is missing.
             is_certain = (again or failure.lacks_program) and not others_may_start
@@ -155,6 +156,8 @@ class Charges:
         stepped, trained = self._trained_here, self._trained_before
         found = rules.class_of(failure, everywhere=everywhere, stepped=stepped, trained=trained)
         found = "infrastructure" if failure.symptom else found
+        if self._is_local and is_permanent and found == "infrastructure":
+            found = "application"  # a local run has no other nodes
         if self._is_local and before is not None and not attempt.made_a_new_step:
             is_again = found in rules.OWN and rules.is_again(failure, before)
             found = "permanent" if is_again else found
