@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -1933,6 +1934,60 @@ def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluat
     node.run_all(0, train, ranks=2)
     assert node.step == 8
     assert node.run_all(1, train, ranks=2) == [4 if evaluates == "once" else 8] * 2
+
+
+def test_a_kept_model_can_be_pickled_and_scripted_between_two_steps(node: Node) -> None:
+    """A script may export its model during training. The file must not need this library, and torch.jit.script refuses
+    models with hooks."""
+
+    def train() -> bytes:
+        objects, _snapshot, _ = begin()
+        steps(0, 20, **objects)  # calls without DistributedDataParallel are searched for in the first 16 steps
+        torch.jit.script(objects["model"])
+        rescue()
+        return pickle.dumps(objects["model"])
+
+    assert b"ddpjob" not in node.run(0, train)
+    assert node.step == 20
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_trained(node: Node, trains: bool) -> None:
+    """A restart within an epoch would train its first batches again. A sampler of an evaluation does no harm."""
+
+    def train() -> None:
+        objects, _snapshot, _ = begin()
+        sampler = ddpjob.GlobalBatchSampler(64, global_batch=8, seed=1)
+        if trains:
+            for step, _batch in enumerate(sampler.epoch(0), start=1):
+                make_step(**objects)
+                ddpjob.should_stop(step)
+                settle()
+        for step in range(1, 9) if not trains else ():
+            make_step(**objects)
+            ddpjob.should_stop(step)
+            settle()
+            list(sampler.epoch(step))
+        objects["model"](torch.ones(4, 4))  # the next step has begun
+        rescue()
+
+    node.run(0, train)
+    assert (node.step == 8) is not trains
+
+
+def test_a_scheduler_that_is_replaced_before_the_first_save_does_not_end_the_training(node: Node) -> None:
+    def train() -> None:
+        objects = parts()
+        scheduler = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 5)
+        ddpjob.Snapshot("snapshots").load(**objects, scheduler=scheduler)
+        for step in range(1, 6):
+            make_step(**objects)
+            if step == 2:
+                scheduler = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 5)
+            ddpjob.should_stop(step)
+            scheduler.step()
+
+    node.run(0, train)
 
 
 @pytest.mark.parametrize("steps_made", [0, 1])

@@ -121,6 +121,11 @@ class GlobalBatchSampler:
         return self._has_loader or self._taken.is_ahead()
 
     @property
+    def is_trained(self) -> bool:
+        """True if gradients have arrived after batches of this epoch. False in an evaluation."""
+        return self._taken.is_trained
+
+    @property
     def current_epoch(self) -> int:
         """Epoch to continue with: 0 at first, the interrupted epoch after `load_state_dict`."""
         return self._epoch
@@ -316,6 +321,11 @@ class _Taken:
     def __init__(self) -> None:
         self._is_found = False
         self.begin()
+
+    @property
+    def is_trained(self) -> bool:
+        """True if gradients have arrived between two of the batches."""
+        return self._trained > 0
 
     def begin(self) -> None:
         """Count from 0 for the next iteration."""

@@ -105,6 +105,10 @@ class Kept:
         models = [self._get(name) for name in self.models if name not in self.wrapped]
         return any(isinstance(outermost(model), DistributedDataParallel) for model in models)
 
+    def may_be_assumed(self) -> bool:
+        """True if each object knows its position in the training; see the function below."""
+        return may_be_assumed({name: held() for name, held in self._objects.items()})
+
     @property
     def objects(self) -> dict[str, Any]:
         """The kept objects by name. Raises ReplacedError if the script has dropped an object."""

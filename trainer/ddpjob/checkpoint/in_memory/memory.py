@@ -31,7 +31,7 @@ from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.places import MARKED, SAVED
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Slots
-from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
+from ddpjob.checkpoint.in_memory.steps import ForwardPasses, Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
 from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
 from ddpjob.checkpoint.state import packed, random_states
@@ -47,16 +47,6 @@ SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the 
 OTHERWISE = ["a restart begins at step 0", "a restart goes on from the last save"]
 """What the log says of a restart if memory has no state: without a folder, and with one."""
 LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
-
-
-def _forward_begins(module: torch.nn.Module, _: Any) -> None:
-    """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
-    if torch.compiler.is_compiling() or (keeper := process.current.keeper) is None:
-        return
-    if module.training and torch.is_grad_enabled():
-        keeper.now.places.has_called |= keeper.step_begins()
-    else:
-        keeper.evaluates()
 
 
 class Keeper:
@@ -90,6 +80,7 @@ class Keeper:
         self._has_told_of_saves = self._has_looked_for_wrappers = False
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
+        self._passes = ForwardPasses(self._forward_begins, self._evaluates)
         self._pass = -1  # torch's number of the last backward pass; -1 if unknown
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self.now, self.give_up)
@@ -105,6 +96,7 @@ class Keeper:
 
     def turn_off(self, why: str) -> None:
         """Stop keeping the state; from now on a restart loads from the folder."""
+        self._passes.end()
         if not self.now.is_off:
             self.now.to("refused")
             self.now.copies.count_saved()
@@ -147,8 +139,7 @@ class Keeper:
         ]
         models = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
         # A script may evaluate a model without its wrapper.
-        called = {id(each): each for model in models for each in (outermost(model), unwrapped(model))}
-        self._hooks += [each.register_forward_pre_hook(_forward_begins) for each in called.values()]
+        self._passes.models = {id(each) for model in models for each in (outermost(model), unwrapped(model))}
         if kept.by_value and self.now.has_folder:
             self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so memory has it only until the next optimizer step; "
@@ -178,6 +169,7 @@ class Keeper:
 
     def _prove_again(self) -> None:
         """Repeat the check of the first steps before a state is kept, because the objects are different now."""
+        self._passes.end()
         with self.now.lock:
             self.now.kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self._shared.cells[CLOCK] |= 1
@@ -217,7 +209,7 @@ class Keeper:
             return  # no new state, or the last plain values belong to another step
         if self._unmarked and self._has_other(step):
             return
-        if self.now.assumed and not may_be_assumed(kept.objects):
+        if self.now.assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
         self._safely(self._take_in, kept, int(step), by, must_copy)
@@ -334,18 +326,20 @@ class Keeper:
         if sampler is not None:  # a restart does not repeat changes made before a batch is taken
             settings = kept.settings() if places.doubted else {}
             places.repeated = set(kept.optimizers) - moved(places.marked, settings)
+        self._passes.end()
         is_loose = any(value != places.marked.get(name) and not places.trusts(name) for name, value in begun.items())
+        if self._shared.cells[LOOSE] == self._slots.step:  # the script may have changed something after an evaluation
+            is_loose |= bool(places.unsettled(kept.watched(begun)))
         self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
 
-    def evaluates(self) -> None:
-        """Called before a forward pass without gradients. An evaluation after the end of a step may draw random
-        numbers, and the script may act on its result. A restart would repeat neither. In a pass before each step, as of
-        a teacher, the script does nothing of that kind."""
+    def _forward_begins(self) -> None:
+        self._places.has_called |= self.step_begins()
+
+    def _evaluates(self) -> None:
+        """Called before a forward pass without gradients between the end of a step and the next step. An evaluation may
+        draw random numbers, and the script may act on its result. A restart would repeat neither."""
         places = self._places
-        if self.now.kept is None or self.now.is_off or not places.is_open or places.begun is not None:
-            return
-        places.has_evaluated = True
-        if not (places.by == SAVED or places.evaluates_each_step):
+        if not self.now.is_off and places.is_open and places.begun is None and places.by != SAVED:
             self._shared.cells[LOOSE] = self._slots.step
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], by: int) -> None:
@@ -364,27 +358,31 @@ class Keeper:
                 samplers = kept.samplers()
                 places.after_save(samplers)
                 self._check_samplers(samplers, values)
+            else:
+                places.unsaved_steps = 0
             places.boundary(values, by)
+            self._passes.forget(is_step=self._slots.made == 1)
+        self._passes.watch()
         self._shared.cells[LOOSE] = step if by != SAVED and places.suspects([RANDOM, *kept.buffered]) else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError, StateError."""
         last = None if process.current.sampler is None else process.current.sampler()
         process.current.sampler = None
-        self._check_unsaved(bool(last is not None and not own and not last.is_placed))
+        self._check_unsaved(bool(last is not None and not own and not last.is_placed and last.is_trained))
         if last is None or not own or last in own.values():
             return
         if not moved({name: self._places.marked.get(name) for name in own}, {name: values[name] for name in own}):
             raise ReplacedError(f"{', '.join(own)}: the batches come from another sampler than the one given to save()")
 
     def _check_unsaved(self, is_unsaved: bool) -> None:
-        """Check that the state has a sampler's position. is_unsaved: the last batch came from an unsaved sampler; after
-        one step alone it may have been that of an evaluation. Raises ReplacedError, StateError."""
+        """Check that the state has a sampler's position. is_unsaved: the last batch came from an unsaved sampler whose
+        batches are trained. Raises ReplacedError, StateError."""
         self._places.unsaved_steps = self._places.unsaved_steps + 1 if is_unsaved else 0
-        if self._places.unsaved_steps > 1 and self.now.kept is not None and may_be_assumed(self.now.kept.objects):
+        if self._places.unsaved_steps > 1 and self.now.kept is not None and self.now.kept.may_be_assumed():
             raise (ReplacedError if self.now.assumed else StateError)(
                 "the batches come from a GlobalBatchSampler that load() and save() do not get, so a restart within an "
-                "epoch would train its first batches again"
+                "epoch may train its first batches again"
             )
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
@@ -398,6 +396,7 @@ class Keeper:
     def _leave(self, kept: Kept) -> None:
         """Find and log small values that have changed between the end of the last step and this optimizer step."""
         places = self._places
+        self._passes.end()
         if not places.is_open:
             return
         values = kept.watched(places.begun or places.marked)

@@ -64,9 +64,6 @@ class Places:
         """True if a backward pass has begun after the end of the last step."""
         self.has_called = False
         """True if a forward pass with gradients has begun after the end of the last step."""
-        self.has_evaluated = self.evaluates_each_step = False
-        """True if a forward pass without gradients has followed the end of the last step, and that of the one before.
-        """
         self.begun: Mapping[str, Any] | None = None
         """Random states and buffers when the next step began."""
         self.repeated: set[str] | None = None
@@ -88,7 +85,6 @@ class Places:
             self._started = None
         self.marked, self.by, self.is_open, self.moved = values, by, True, set()
         self.has_called, self.begun, self.repeated = False, None, None
-        self.has_evaluated, self.evaluates_each_step = False, self.has_evaluated
 
     def named(self, values: Mapping[str, Any], also: Collection[str] = (), by: int = SAVED) -> set[str]:
         """Return the names of values that changed before save(), if that was not known yet. Called if save() or keep()

@@ -1,7 +1,11 @@
 """Check how a script reports its steps: step numbers, missing reports, and the optimizers that make the steps."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpjob.checkpoint.in_memory.kept import Kept, ReplacedError
 
@@ -132,3 +136,46 @@ class Makers:
         is_again = self._first == id(optimizer) and not self._has_hooked
         self._first, self._has_hooked = None if is_again else self._first, False
         return is_again
+
+
+class ForwardPasses:
+    """Notices forward passes of kept models between the end of a step and the next step. With gradients the next step
+    has begun; without them it is an evaluation, unless the step before had the same one, as of a momentum encoder.
+
+    Only in that time torch's global hook is used. A hook on the model itself would be pickled with it, and
+    torch.jit.script refuses a model with hooks.
+    """
+
+    def __init__(self, begins: Callable[[], None], evaluates: Callable[[], None]) -> None:
+        self._begins, self._evaluates = begins, evaluates
+        self._handle: Any = None
+        self.models: set[int] = set()
+        """Ids of the kept models, with and without their wrappers."""
+        self._evaluated: set[int] = set()
+        self._evaluated_before: set[int] = set()
+
+    def forget(self, *, is_step: bool) -> None:
+        """Called at the end of a step. is_step: True if one optimizer step was made since the last call."""
+        self._evaluated_before, self._evaluated = (self._evaluated if is_step else set()), set()
+
+    def watch(self) -> None:
+        """Notice passes from now on."""
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._calls)
+
+    def end(self) -> None:
+        """Called when the next step has begun."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _calls(self, module: torch.nn.Module, _: Any) -> None:
+        number = id(module)
+        if number not in self.models or torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled():
+            self._begins()
+            return
+        self._evaluated.add(number)
+        if number not in self._evaluated_before:
+            self._evaluates()

@@ -211,7 +211,8 @@ class Survivor:
             if names := places.unsettled(self._now.watched(kept)):
                 kept.check()  # raises if the model was moved to another device, which also changes its buffers
                 why = f"{', '.join(names)}: changed after should_stop() or keep()"
-                shared.cells[LOOSE] = step  # no other rank has this rank's change
+                if places.begun is None:  # otherwise the next step has begun meanwhile
+                    shared.cells[LOOSE] = step  # no other rank has this rank's change
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
         is_settled = places.is_settled(kept.idle) and shared.cells[LOOSE] != step
