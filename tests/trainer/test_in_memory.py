@@ -1975,6 +1975,39 @@ def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_tra
     assert (node.step == 8) is not trains
 
 
+@pytest.mark.parametrize("saves", ["at the end of an epoch", "within an epoch", "with its own position"])
+def test_a_script_with_a_plain_data_loader_is_kept_once_it_has_saved_within_an_epoch(node: Node, saves: str) -> None:
+    """If a script saves only at the ends of epochs, it begins an epoch again after a restart. From a state within the
+    epoch it would train batches twice."""
+
+    def train() -> str:
+        objects, snapshot, _ = begin()
+        loader = torch.utils.data.DataLoader(torch.arange(8))
+        more = {"position": 1} if saves == "with its own position" else {}
+        step = 0
+        for _epoch in range(2):
+            for _batch in loader:
+                if step == 12:
+                    break
+                make_step(**objects)
+                step += 1
+                ddpjob.should_stop(step)
+                settle()
+                if more:
+                    snapshot.keep(step, **objects, **more)
+                if step == 4 and saves == "within an epoch":
+                    saved(snapshot, step, **objects)
+            if step == 8:
+                saved(snapshot, step, **objects, **more)
+        objects["model"](torch.ones(4, 4))  # the next step has begun
+        rescue()
+        return process.current.not_kept
+
+    why = node.run(0, train)
+    assert (node.step == 12) is (saves != "at the end of an epoch")
+    assert why.startswith("a DataLoader provides the batches") is (saves == "at the end of an epoch")
+
+
 def test_a_scheduler_that_is_replaced_before_the_first_save_does_not_end_the_training(node: Node) -> None:
     def train() -> None:
         objects = parts()

@@ -34,7 +34,7 @@ from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM,
 from ddpjob.checkpoint.in_memory.steps import ForwardPasses, Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
 from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
-from ddpjob.checkpoint.state import packed, random_states
+from ddpjob.checkpoint.state import half_done, packed, random_states
 from ddpjob.checkpoint.state.alike import moved
 from ddpjob.checkpoint.state.of_each_rank import outermost
 from ddpjob.checkpoint.state.state_dicts import unwrapped
@@ -77,7 +77,7 @@ class Keeper:
         # (step, sum of all bits of its state, number of backward passes that check it); the next step checks it, too
         self._sum: tuple[int, int, int] | None = None
         self._room: threading.Thread | None = None
-        self._has_told_of_saves = self._has_looked_for_wrappers = False
+        self._has_told_of_saves = self._has_looked = False
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
         self._passes = ForwardPasses(self._forward_begins, self._evaluates)
@@ -108,7 +108,10 @@ class Keeper:
     def register(self, objects: Mapping[str, Any], loaded: Mapping[str, Any] | None = None) -> None:
         """Keep these objects from now on. Plain values are captured only when the script passes them. loaded: the
         values that `load` has just returned from memory."""
-        if self.now.is_off:
+        places = self._places
+        if places.has_plain_loader and not places.saves_within_epoch and half_done.is_within_epoch():
+            places.saves_within_epoch, process.current.not_kept = True, ""
+        if self.now.is_off or self._lacks_position(objects):
             return
         was_assumed, self.now.assumed, self._is_unnamed = self.now.assumed, False, False
         if self.now.kept is None or not self.now.kept.is_of(objects):
@@ -197,7 +200,7 @@ class Keeper:
             self._shared.node[MISCOUNTED] = 1
             self._forget_assumed()
             self.turn_off(f"{why}: pass the number of steps made so far to both")
-        self._safely(self._look_for_wrappers)
+        self._safely(self._look_around, by)
         kept = self.now.kept
         if kept is None or self.now.mode is Mode.OFF:
             self._tell_unnamed(step)
@@ -214,14 +217,32 @@ class Keeper:
             return
         self._safely(self._take_in, kept, int(step), by, must_copy)
 
-    def _look_for_wrappers(self) -> None:
-        """After the first optimizer step keep the objects again if the script has wrapped a model after load(). Raises
-        ReplacedError."""
+    def _look_around(self, by: int) -> None:
+        """After the first optimizer step look for what the script has made after load(): a model's wrapper, and the
+        DataLoader that provides the batches. by: the call that marks the step. Raises ReplacedError."""
         kept = self.now.kept
-        if kept is not None and self._slots.made and not self._has_looked_for_wrappers:
-            self._has_looked_for_wrappers = True
-            if kept.was_wrapped():
-                self._register(kept.objects, was_assumed=False)
+        if kept is None or not self._slots.made or self._has_looked:
+            return
+        self._has_looked = True
+        if kept.was_wrapped():
+            self._register(kept.objects, was_assumed=False)
+        within = half_done.is_within_epoch()
+        self._places.has_plain_loader = within is not None
+        self._places.saves_within_epoch |= by != MARKED and within is True
+        if self._lacks_position(kept.objects):
+            self.forget_assumed()
+            self._prove_again()
+            self._is_unnamed = False
+            self._tell_not_kept(
+                "a DataLoader provides the batches, and no save() or keep() within an epoch has shown yet that the "
+                "script can resume there (with a GlobalBatchSampler it can)"
+            )
+
+    def _lacks_position(self, objects: Mapping[str, Any]) -> bool:
+        """True if the script may be unable to resume within an epoch: it has saved only at the ends of epochs, and
+        saves no object that may know the position of its DataLoader."""
+        is_shown = self._places.saves_within_epoch or not self._places.has_plain_loader
+        return not is_shown and self.now.has_folder and may_be_assumed(objects)
 
     def _has_other(self, step: int) -> bool:
         """True if memory has a copy with this step number, and an optimizer has stepped after it.

@@ -56,6 +56,10 @@ class Places:
         """Names of values that save() would have written differently from memory, just before the optimizer step."""
         self.loose_steps = 0
         """Number of steps in a row that had such values."""
+        self.has_plain_loader = False
+        """True if the batches come from a DataLoader that cannot save its position."""
+        self.saves_within_epoch = False
+        """True if the script has called save() or keep() within an epoch, so that it can resume there."""
         self.unsaved_steps = 0
         """Number of steps in a row whose batch came from a GlobalBatchSampler that the script does not save."""
         self.notices_begin = False
@@ -72,11 +76,13 @@ class Places:
     @property
     def learned(self) -> list[set[str]]:
         """The known places in the loop, for the next generation of this rank, which runs the same script."""
-        return [self._within, self._before_save, self._after_save, self._unknown, self.varied]
+        shown = {"saves within an epoch"} if self.saves_within_epoch else set()
+        return [self._within, self._before_save, self._after_save, self._unknown, self.varied, shown]
 
     def goes_on_from(self, learned: Iterable[Iterable[str]]) -> None:
         """Take over the places in the loop that an earlier generation has learned."""
-        self._within, self._before_save, self._after_save, self._unknown, self.varied = map(set, learned)
+        self._within, self._before_save, self._after_save, self._unknown, self.varied, shown = map(set, learned)
+        self.saves_within_epoch = bool(shown)
 
     def boundary(self, values: Mapping[str, Any], by: int) -> None:
         """Called at the first should_stop(), keep() or save() after an optimizer step."""

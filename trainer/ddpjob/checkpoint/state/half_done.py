@@ -85,22 +85,39 @@ def schedule_not_saved(objects: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+def _iterations() -> list[tuple[Any, Any]]:
+    """Return the DataLoaders that are being iterated, with their iterators, except those with a GlobalBatchSampler.
+    Takes about 50 ms: it reads all objects."""
+    objects = gc.get_objects()
+    # Attributes may be missing: another thread may be creating an object, or a subclass does not call __init__.
+    iterators = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
+    of_sampler = {id(sampler): each for each in iterators if (sampler := getattr(each, "_index_sampler", None))}
+    loaders = [each for each in objects if issubclass(type(each), DataLoader)] if of_sampler else []
+    found = [(each, of_sampler.get(id(getattr(each, "_index_sampler", None)))) for each in loaders]
+    ours = [hasattr(getattr(each, "batch_sampler", None), "reads_ahead") for each in loaders]
+    return [one for one, is_ours in zip(found, ours, strict=True) if one[1] is not None and not is_ours]
+
+
 def draws_within_epoch(*, shuffles: bool) -> bool:
     """True if a DataLoader that draws its seed from torch's global generator is being iterated. A resume within the
     epoch draws the seed again. A GlobalBatchSampler restores the generator. shuffles: find only loaders whose order of
-    samples is drawn from that generator. Takes about 50 ms: it reads all objects."""
-    objects = gc.get_objects()
-    # Attributes may be missing: another thread may be creating an object, or a subclass does not call __init__.
-    iterations = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
-    iterated = {id(sampler) for each in iterations if (sampler := getattr(each, "_index_sampler", None)) is not None}
-    loaders = [each for each in objects if issubclass(type(each), DataLoader)] if iterated else []
-    seeded = [each for each in loaders if getattr(each, "generator", ...) is None]
+    samples is drawn from that generator."""
     return any(
-        id(getattr(each, "_index_sampler", None)) in iterated
-        and not hasattr(getattr(each, "batch_sampler", None), "reads_ahead")
+        getattr(each, "generator", ...) is None
         and (not shuffles or getattr(getattr(each, "sampler", None), "generator", ...) is None)
-        for each in seeded
+        for each, _ in _iterations()
     )
+
+
+def is_within_epoch() -> bool | None:
+    """True if a DataLoader that cannot save its position is within an epoch, False if all are at its end, None if there
+    is none."""
+    found = [
+        not hasattr(each.dataset, "__len__") or iterator._num_yielded < len(each)
+        for each, iterator in _iterations()
+        if not hasattr(each, "state_dict")
+    ]
+    return any(found) if found else None
 
 
 class SinceLastStep:
