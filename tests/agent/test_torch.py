@@ -12,7 +12,7 @@ json.dump(dict(os.environ), open(f"environ-{os.environ['RANK']}.json", "w"))
 """
 # Intended differences: ddprun has no store of its own, restarts by itself, and gives each rank a file for its failure.
 OWN = {"TORCHELASTIC_USE_AGENT_STORE": ("False", "True"), "TORCHELASTIC_MAX_RESTARTS": ("3", "0")}
-ADDED = {"DDPJOB_TERMINATION_LOG", "DDPJOB_BEATS", "DDPJOB_GENERATION", "DDPJOB_MEMORY", "DDPJOB_END"}
+ADDED = {"DDPJOB_TERMINATION_LOG", "DDPJOB_BEATS", "DDPJOB_GENERATION", "DDPJOB_MEMORY", "DDPJOB_END", "PYTHONHASHSEED"}
 EACH_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR"}
 
 
