@@ -1,5 +1,6 @@
 """Work that no state_dict() contains is reported when it is saved, instead of being lost at a restart."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ddpjob
+from ddpjob.checkpoint.state import half_done
 
 WAITING = "gradients wait for optimizer.step(): a restart does not continue the accumulation"
 HOOK = "model: its communication hook has a state (PowerSGDState), which is in no state_dict(): a restart does not"
@@ -213,3 +215,22 @@ def test_a_learning_rate_scheduler_that_is_not_saved_is_named(
         state = {"it": also[how]} if how in also else {}
         saved(snapshot, step, model=model, optimizer=optimizer, sampler=sampler, **state)
     assert capfd.readouterr().err.count("optimizer: its StepLR is not saved") == int(how == "not saved")
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_a_plain_loader_is_known_to_be_within_an_epoch_or_at_its_end() -> None:
+    """A script that saves only at the ends of epochs may be unable to resume within one."""
+    assert half_done.is_within_epoch() is None
+    for data in (range(4), Stream()):
+        batches = iter(torch.utils.data.DataLoader(data))  # type: ignore[var-annotated, arg-type]
+        next(batches)
+        assert half_done.is_within_epoch() is True
+    batches = iter(torch.utils.data.DataLoader(range(2)))  # type: ignore[arg-type]
+    assert len([next(batches), next(batches)]) == 2
+    assert half_done.is_within_epoch() is False

@@ -108,9 +108,7 @@ class Keeper:
     def register(self, objects: Mapping[str, Any], loaded: Mapping[str, Any] | None = None) -> None:
         """Keep these objects from now on. Plain values are captured only when the script passes them. loaded: the
         values that `load` has just returned from memory."""
-        places = self._places
-        if places.has_plain_loader and not places.saves_within_epoch and half_done.is_within_epoch():
-            places.saves_within_epoch, process.current.not_kept = True, ""
+        self._safely(self._note_epoch)
         if self.now.is_off or self._lacks_position(objects):
             return
         was_assumed, self.now.assumed, self._is_unnamed = self.now.assumed, False, False
@@ -237,6 +235,12 @@ class Keeper:
                 "a DataLoader provides the batches, and no save() or keep() within an epoch has shown yet that the "
                 "script can resume there (with a GlobalBatchSampler it can)"
             )
+
+    def _note_epoch(self) -> None:
+        """Called when the script saves: note if it does so within an epoch of a plain DataLoader."""
+        places = self._places
+        if places.has_plain_loader and not places.saves_within_epoch and half_done.is_within_epoch():
+            places.saves_within_epoch, process.current.not_kept = True, ""
 
     def _lacks_position(self, objects: Mapping[str, Any]) -> bool:
         """True if the script may be unable to resume within an epoch: it has saved only at the ends of epochs, and

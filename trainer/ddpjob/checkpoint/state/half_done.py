@@ -111,13 +111,19 @@ def draws_within_epoch(*, shuffles: bool) -> bool:
 
 def is_within_epoch() -> bool | None:
     """True if a DataLoader that cannot save its position is within an epoch, False if all are at its end, None if there
-    is none."""
-    found = [
-        not hasattr(each.dataset, "__len__") or iterator._num_yielded < len(each)
-        for each, iterator in _iterations()
-        if not hasattr(each, "state_dict")
-    ]
+    is none. Takes about 50 ms: it reads all objects."""
+    iterators = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+    ours = [hasattr(getattr(each, "_index_sampler", None), "reads_ahead") for each in iterators]
+    plain = [each for each, is_ours in zip(iterators, ours, strict=True) if not is_ours]
+    found = [_has_more(each) for each in plain if not hasattr(each, "state_dict")]
     return any(found) if found else None
+
+
+def _has_more(iterator: Any) -> bool:
+    try:
+        return bool(iterator._num_yielded < len(iterator))
+    except (AttributeError, TypeError):  # a stream has no length
+        return True
 
 
 class SinceLastStep:
