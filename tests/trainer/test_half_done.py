@@ -228,9 +228,11 @@ def test_a_plain_loader_is_known_to_be_within_an_epoch_or_at_its_end() -> None:
     """A script that saves only at the ends of epochs may be unable to resume within one."""
     assert half_done.is_within_epoch() is None
     for data in (range(4), Stream()):
-        batches = iter(torch.utils.data.DataLoader(data))  # type: ignore[var-annotated, arg-type]
+        loader = torch.utils.data.DataLoader(data)  # type: ignore[var-annotated, arg-type]
+        batches = iter(loader)
         next(batches)
         assert half_done.is_within_epoch() is True
+        assert half_done.draws_within_epoch(shuffles=True) is False
     batches = iter(torch.utils.data.DataLoader(range(2)))  # type: ignore[arg-type]
     assert len([next(batches), next(batches)]) == 2
     assert half_done.is_within_epoch() is False

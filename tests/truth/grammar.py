@@ -174,8 +174,8 @@ _RULES = {
     "surgery=none buffers=none backward=plain scheduler=none extra=none",
     "model=complex": "optimizer=adam hook=none scaler=none surgery=none clip=none backward=plain",
     "model=stochastic_depth": "ddp=plain hook=none second=none backward=plain surgery=none",
-    # torch refuses reentrant checkpoints with find_unused_parameters, and with two forward passes.
-    "model=reentrant": "ddp=plain parameters=all second=none",
+    # torch refuses reentrant checkpoints with find_unused_parameters, two forward passes, or autograd.grad().
+    "model=reentrant": "ddp=plain parameters=all second=none backward=plain",
     "parameters=ignored_by_ddp": "ddp=plain optimizer=sgd hook=none second=none",
     "parameters=thawed thawed_group": "ddp=plain hook=none optimizer=adam second=none",
     "parameters=thawed_group": "load=at_once scheduler=none surgery=none",

@@ -91,7 +91,7 @@ def _iterations() -> list[tuple[Any, Any]]:
     objects = gc.get_objects()
     # Attributes may be missing: another thread may be creating an object, or a subclass does not call __init__.
     iterators = [each for each in objects if issubclass(type(each), _BaseDataLoaderIter)]
-    of_sampler = {id(sampler): each for each in iterators if (sampler := getattr(each, "_index_sampler", None))}
+    of_sampler = {id(each._index_sampler): each for each in iterators if hasattr(each, "_index_sampler")}
     loaders = [each for each in objects if issubclass(type(each), DataLoader)] if of_sampler else []
     found = [(each, of_sampler.get(id(getattr(each, "_index_sampler", None)))) for each in loaders]
     ours = [hasattr(getattr(each, "batch_sampler", None), "reads_ahead") for each in loaders]
