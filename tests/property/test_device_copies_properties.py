@@ -15,6 +15,7 @@ from ddpjob import process
 from ddpjob.checkpoint.in_memory.copies import Boundary
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
+from ddpjob.checkpoint.in_memory.places import MARKED
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
@@ -179,7 +180,7 @@ class Walk:
         assert rank.host is not None, "it runs"
         model, device = rank.model, rank.device
         kept = Kept({"model": model})
-        own = DeviceCopies(rank.shared, rank.number, len(self.ranks), store, device)
+        own = DeviceCopies(rank.shared, rank.number, len(self.ranks), store, True, device)
         rank.shared.loaded = None if self.loaded is None else Held(self.loaded, 0, 0, 0)
         step = self.step
         while True:
@@ -195,7 +196,7 @@ class Walk:
             if step % self.gap == 0:
                 small = {"of": (rank.number, len(self.ranks)), "rng": step, "small": kept.settings()}
                 write = functools.partial(rank.shared.write_slot, step=step, data=packed.dumps(small))
-                own.boundary(Boundary(kept, step, False, write, False))
+                own.boundary(Boundary(kept, step, MARKED, write, False))
                 for thread in threading.enumerate():
                     if thread.name == "ddpjob-memory-room":
                         thread.join()

@@ -39,8 +39,9 @@ def digest(model: Any) -> str:
     return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in model.parameters())).hexdigest()
 
 
-def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,)) -> Any:
-    """Clip weights at this place of each step; save at these steps. Return first step and hash of parameters."""
+def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = (2,), keeps: bool = False) -> Any:
+    """Clip weights at this place of each step; save at these steps. keeps: call keep() instead of should_stop(). Return
+    first step and hash of parameters."""
     world = ddpjob.init()
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
     step = began = snapshot.load(**objects)
@@ -52,7 +53,10 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
         model(torch.full((4, 4), float(step + 1)) + torch.randn(4, 4)).square().sum().backward()
         objects["optimizer"].step()
         step += 1
-        ddpjob.should_stop(step)
+        if keeps:
+            snapshot.keep(step, **objects)
+        else:
+            ddpjob.should_stop(step)
         settle()
         if place == "before save":
             clip(model)
@@ -115,6 +119,26 @@ def test_weights_clipped_between_should_stop_and_save_are_copied_as_save_sees_th
     Path("snapshots").rename("others")
     assert node.run(0, lambda: clipped(20, "before save", saves=(2, 12, 16)))[0] == 0
     assert node.run(1, lambda: clipped(24, "before save")) == (16, undisturbed)
+
+
+def test_weights_clipped_between_keep_and_save_are_copied_as_save_sees_them(node: Node) -> None:
+    """Before the first save() a copy of keep() is not used, because save() may be called after a change; after the save
+    only copies of save() are, also in the next generation, before its first save."""
+    _, undisturbed = node.run(0, lambda: clipped(24, "before save", saves=(), keeps=True))
+    assert node.step is None
+    node.lose(0)
+    Path("snapshots").rename("others")
+    assert node.run(0, lambda: clipped(20, "before save", saves=(8, 12), keeps=True))[0] == 0
+    assert node.run(1, lambda: clipped(24, "before save", saves=(), keeps=True)) == (12, undisturbed)
+    assert node.run(2, lambda: clipped(24, "before save", saves=(), keeps=True)) == (12, undisturbed)
+
+
+def test_weights_clipped_before_each_forward_are_copied_at_keep_once_a_save_has_the_same(node: Node) -> None:
+    _, undisturbed = node.run(0, lambda: clipped(24, "first", saves=(), keeps=True))
+    node.lose(0)
+    Path("snapshots").rename("others")
+    assert node.run(0, lambda: clipped(16, "first", keeps=True))[0] == 0
+    assert node.run(1, lambda: clipped(24, "first", keeps=True)) == (15, undisturbed)
 
 
 def test_copies_at_saved_steps_count_however_many_steps_follow(node: Node, capfd: pytest.CaptureFixture[str]) -> None:

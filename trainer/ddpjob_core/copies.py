@@ -36,8 +36,8 @@ class CopyPlan(NamedTuple):
 
     first: int
     every: int
-    named: bool = False
-    """Copy only at boundaries where the script itself names the state (`save`, `keep`)."""
+    least: int = 0
+    """Copy at 0: all boundaries; 1: those of `keep` and `save`; 2: only those of `save`."""
     changes: bool = False
     """Parameters change between a boundary and the next optimizer step, and rank 0 knows what `save` is given."""
 
@@ -45,7 +45,7 @@ class CopyPlan(NamedTuple):
     def next_within(self) -> int:
         """Return the maximum number of steps until the next copy; EVERY_MAX if the script decides, because it may save
         more rarely than `every`."""
-        return EVERY_MAX if self.named else self.every
+        return EVERY_MAX if self.least else self.every
 
     def as_text(self) -> str:
         """Convert the plan to text for the store."""
@@ -54,8 +54,8 @@ class CopyPlan(NamedTuple):
 
 def plan_of(text: str) -> CopyPlan:
     """Parse the text of `as_text`. Raise ValueError."""
-    first, every, named, changes = map(int, text.split())
-    return CopyPlan(first, every, bool(named), bool(changes))
+    first, every, least, changes = map(int, text.split())
+    return CopyPlan(first, every, least, bool(changes))
 
 
 def every(copy_seconds: float, step_seconds: float, least: int = 1) -> int:
@@ -170,11 +170,11 @@ class CopySchedule:
         """True if rank 0 may make a new plan: it knows the duration of a step, and all ranks have the last plan."""
         return self.next is None and len(self._paces) >= PACES_LEAST
 
-    def decide(self, seconds: float, *, named: bool, changes: bool, is_alone: bool) -> CopyPlan | None:
+    def decide(self, seconds: float, *, least: int, changes: bool, is_alone: bool) -> CopyPlan | None:
         """Return a new plan of rank 0, which applies from its first step on; None if the present plan stays. seconds:
-        duration of the training so far. named, changes: as in CopyPlan. is_alone: True if there is no other rank."""
+        duration of the training so far. least, changes: as in CopyPlan. is_alone: True if there is no other rank."""
         plan = self.plan
-        is_as_planned = plan is not None and (plan.named, plan.changes) == (named, changes)
+        is_as_planned = plan is not None and (plan.least, plan.changes) == (least, changes)
         if is_as_planned and not self._has_copied:
             return None
         self._has_copied = False
@@ -186,9 +186,9 @@ class CopySchedule:
             return None
         if is_alone:
             first = self.step if plan is None else plan.first  # a new plan causes no extra copy
-            self.plan = CopyPlan(first, steps, named, changes)
+            self.plan = CopyPlan(first, steps, least, changes)
             return self.plan
-        found = CopyPlan(first_of_next(self.step, self.before, self.every, self._later), steps, named, changes)
+        found = CopyPlan(first_of_next(self.step, self.before, self.every, self._later), steps, least, changes)
         self.announce(found)
         return found
 

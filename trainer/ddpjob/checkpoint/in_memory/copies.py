@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from ddpjob import process
 from ddpjob.checkpoint.in_memory.kept import Kept
+from ddpjob.checkpoint.in_memory.places import KEPT, MARKED, SAVED
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
 from ddpjob_core.copies import CopyPlan, CopySchedule
-from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
+from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, MISPLACED, PID, PLACED, UNABLE, Held, Version
 
 ALONE = "there is no other rank that could write it"
 IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, a killed rank does not"
@@ -34,8 +35,8 @@ class Boundary(NamedTuple):
 
     kept: Kept
     step: int
-    named: bool
-    """True if the script passed the state to `save` or `keep`, False if it called `should_stop`."""
+    by: int
+    """The call that got the state: MARKED, KEPT or SAVED (`places.py`)."""
     write: Callable[[int], None]
     """Writes random states, buffers and settings of this step to a slot; call it at once, because they change."""
     assumed: bool
@@ -62,8 +63,9 @@ class Copies:
     _because = ALONE
     on_device = False
 
-    def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
-        """store: the group's store, which has rank 0's plan; None if this rank trains alone."""
+    def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, has_folder: bool) -> None:
+        """store: the group's store, which has rank 0's plan; None if this rank trains alone. has_folder: True if save()
+        writes to a folder, too."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
         """True if parameters change between the end of a step and the next optimizer step."""
@@ -72,11 +74,12 @@ class Copies:
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
         self.schedule = CopySchedule(self._least, self._later)
-        self._noted: tuple[list[Any], bool] | None = None  # parameter versions; True if save() or keep() has them
+        self._noted: tuple[list[Any], int] | None = None  # parameter versions, and the call that found them
         self._copied = 0  # step of the last copy
-        self._is_named = False  # True if the script has passed a state to save() or keep()
-        # True if should_stop() and save() find the same parameters at the same step; None: not known yet
-        self._is_placed: bool | None = None
+        self._shows = SAVED if has_folder else KEPT  # the least call whose parameters are right without comparison
+        self._is_shown = False  # True if the script has made this call
+        self._is_placed = False  # True if should_stop() and save() find the same parameters at the same step
+        self._trusted = MARKED  # the least call with the parameters that save() finds, as far as is known
         self.in_torch = threading.Lock()
         """Lock, held while a thread runs torch's C++ code for a copy, and from the exit of the process on."""
         self._lock = threading.Lock()  # held while this process writes a copy
@@ -98,13 +101,14 @@ class Copies:
             return
         if self._store is None and self._world_size > 1:
             raise StateError(why)
-        is_placed = self._shared.node[COPIES] == PLACED
+        known = self._shared.node[COPIES]
         self.changes = self.instead = True
-        self._is_placed, self._is_named = is_placed or None, is_placed
-        self._shared.node[COPIES] = max(CHANGED, self._shared.node[COPIES])
+        self._is_placed, self._is_shown = known == PLACED, known in (PLACED, MISPLACED)
+        self._trusted = SAVED if known == MISPLACED else MARKED
+        self._shared.node[COPIES] = max(CHANGED, known)
         self.forget()
-        if self._rank == 0 and not is_placed:
-            process.log(f"{why}: the state is copied at each step that the script passes to save() or keep()")
+        if self._rank == 0 and not self._is_placed:
+            process.log(f"{why}: from the next save() on, the state is copied at steps that save() or keep() get")
 
     def stop(self) -> None:
         """Make no further copy, and none valid. Any thread may call this."""
@@ -144,7 +148,7 @@ class Copies:
         self._began = self._began or time.perf_counter()
         made = at.step - schedule.step if self._ended else 0
         schedule.boundary(at.step, (time.perf_counter() - self._ended) / made if made > 0 else None)
-        self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
+        self._noted = (self._versions_of(at.kept), at.by) if self.changes else None
         if self.instead:
             self._shared.record(memory.MARK_STEP, at.step, schedule.before)  # it writes no slot at each step
         self._look()
@@ -160,12 +164,13 @@ class Copies:
             return
         if self._noted is None or at.step != self.schedule.step:
             return
-        versions, named = self._noted
-        if named != at.named and self._is_placed is not False:
-            if self._versions_of(at.kept) == versions:
+        versions, by = self._noted
+        least, most = sorted((by, at.by))
+        if self._trusted <= least < most:
+            if self._versions_of(at.kept) != versions:
+                self._misplaced(most)
+            elif least == MARKED and most >= self._shows:
                 self._is_placed, self._shared.node[COPIES] = True, PLACED
-            else:
-                self._misplaced()
         self._copy_if_due(at)
         self._ended = time.perf_counter()
 
@@ -174,16 +179,17 @@ class Copies:
         if self._copied == at.step and not self._stopped:
             self._copy(at, memory.EVERY_MAX if self.schedule.plan is None else self.schedule.plan.next_within)
 
-    def _misplaced(self) -> None:
-        """Invalidate copies made at should_stop, because `save` finds other parameters."""
+    def _misplaced(self, by: int) -> None:
+        """Invalidate copies made at other calls than this one, because it finds other parameters."""
         self.forget()
-        self._is_placed, self._shared.node[COPIES] = False, CHANGED
+        self._is_placed, self._trusted = False, by
+        self._shared.node[COPIES] = MISPLACED if by == SAVED else CHANGED
 
     def _copy_if_due(self, at: Boundary) -> None:
         loaded = self._shared.loaded
         if self._stopped or (loaded is not None and at.step == loaded.version.step):
             return
-        self._is_named |= at.named
+        self._is_shown |= at.by >= self._shows
         if at.must_be_copied:
             self._copy_saved(at)
         if at.must_be_copied or not self.by_cadence or (self._is_writer and not self._has_room(at.kept)):
@@ -193,7 +199,7 @@ class Copies:
         plan = self.schedule.plan
         if plan is None or plan.changes < self.changes:
             return
-        if not at.named and (plan.named or self._is_placed is False):
+        if at.by < max(plan.least, self._trusted):
             return
         if self.schedule.is_due(plan, at.step):
             self._copied = at.step
@@ -286,10 +292,10 @@ class Copies:
         self.begin_with_changes(f"parameters changed after step {step}, but not in optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """After a failure, make the last copy valid if every rank has written its small values. Return SAVED or UNABLE
-        as the answer to the agent."""
+        """After a failure, make the last copy valid if every rank has written its small values. Return memory.SAVED
+        or UNABLE as the answer to the agent."""
         if self.count_saved():
-            return SAVED
+            return memory.SAVED
         with self._lock:
             written, self._written = self._written, None
             if written is None or not self._is_as_it_was(kept, written.versions):
@@ -298,7 +304,7 @@ class Copies:
             step = written.held.version.step
             if self._world_size > 1 and not (all_are_here and self._shared.all_have_copied(step)):
                 return UNABLE
-            return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
+            return memory.SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """Return values that show a change of parameters. On a GPU only version counters: a read would block."""
@@ -319,18 +325,18 @@ class Copies:
                 if self._store.check([self._key]):
                     schedule.announce(copies.plan_of(self._store.get(self._key).decode()))
         before, plan = schedule.begin_next(), schedule.plan
-        if before and plan and before.changes and plan.named > before.named and self._is_placed is not False:
-            self._misplaced()  # rank 0 has found other parameters at save() than at should_stop()
+        if before and plan and before.changes and plan.least > max(before.least, self._trusted):
+            self._misplaced(plan.least)  # rank 0 has found other parameters there
 
     def _decide(self, at: Boundary) -> None:
         """On rank 0, plan how often to copy, if there is no plan or a better plan is possible."""
-        if not self.schedule.may_decide or (self.changes and not self._is_named):
+        if not self.schedule.may_decide or (self.changes and not self._is_shown):
             return
         if not self.schedule.costs and not self._try(at):
             return
         key, seconds, is_alone = self._key, time.perf_counter() - self._began, self._world_size == 1
-        named = self.changes and not self._is_placed
-        plan = self.schedule.decide(seconds, named=named, changes=self.changes, is_alone=is_alone)
+        least = max(KEPT, self._trusted) if self.changes and not self._is_placed else MARKED
+        plan = self.schedule.decide(seconds, least=least, changes=self.changes, is_alone=is_alone)
         if plan is not None and not is_alone:
             self._store.set(key, plan.as_text())
             self._store.get(key)  # blocks until the store has the plan, so that other ranks find it
@@ -354,7 +360,7 @@ class Copies:
             return
         self._said = plan
         steps = "at each step" if plan.every == 1 else f"every {plan.every} steps"
-        where = " that save() or keep() name" if plan.named else ""
+        where = ("", " that save() or keep() name", " that save() names")[plan.least]
         process.log(f"the state is copied {steps}{where}, because {CHANGES if plan.changes else self._because}")
 
     @property

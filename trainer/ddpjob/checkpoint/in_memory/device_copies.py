@@ -106,8 +106,10 @@ class DeviceCopies(Copies):
     _because = ON_DEVICE
     on_device = True
 
-    def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
-        super().__init__(shared, rank, world_size, store)
+    def __init__(
+        self, shared: Shared, rank: int, world_size: int, store: Any, has_folder: bool, streams: Streams
+    ) -> None:
+        super().__init__(shared, rank, world_size, store, has_folder)
         self._streams = streams
         self._areas: dict[int, torch.Tensor] = {}
         self._mapped: list[torch.Tensor] = []

@@ -59,7 +59,7 @@ class Keeper:
         states are kept only in memory.
         """
         group = shared, rank, world_size, store
-        own = Copies(*group) if streams is None else DeviceCopies(*group, streams)
+        own = Copies(*group, has_folder) if streams is None else DeviceCopies(*group, has_folder, streams)
         self.now = Present(shared, own, has_folder=has_folder)
         self._shared, self._places, self._rank = shared, self.now.places, rank
         self._otherwise = OTHERWISE[has_folder]
@@ -288,11 +288,11 @@ class Keeper:
                 self._is_proven(kept, step)
         if self._places.moved:
             # the last copy lacks changes made between should_stop() and save()
-            own.renew(self.at(kept, step, named, must_copy))
+            own.renew(self.at(kept, step, by, must_copy))
         if own.instead or must_copy or (own.by_cadence and self.now.mode is not Mode.PROVING):
             is_again = own.instead and not self._stepped
             self._stepped = False
-            (own.again if is_again else own.boundary)(self.at(kept, step, named, must_copy))
+            (own.again if is_again else own.boundary)(self.at(kept, step, by, must_copy))
         if must_copy and not self.now.is_off and not process.current.not_kept:
             names = ", ".join(kept.by_value)
             why = f"{names}: saved by value" if names else "there are steps that the script does not mark"
@@ -442,12 +442,12 @@ class Keeper:
             names = ", ".join(sorted(places.loose))
             self._tell_not_kept(f"{names}: changed between should_stop() or keep() and the next optimizer.step()")
 
-    def at(self, kept: Kept, step: int, named: bool, must_copy: bool) -> Boundary:
+    def at(self, kept: Kept, step: int, by: int, must_copy: bool) -> Boundary:
         def write(slot: int) -> None:
             small = ({} if self.now.copies.on_device else kept.buffers()) | kept.settings() | self._place(kept)
             self._slots.write(slot, step, kept, random_states.compact(), small)
 
-        return Boundary(kept, step, named, write, self.now.assumed, must_copy)
+        return Boundary(kept, step, by, write, self.now.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
         """Describe at which call of its step this rank is. After a restart, all ranks must agree on that call."""
