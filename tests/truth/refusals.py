@@ -11,10 +11,15 @@ from typing import NamedTuple
 from grammar import Recipe
 
 SAMPLES, LOSS = "samples", "loss"
+EXTRAS = ("extra", "extra_0", "extra_1")
+READERS = ("reader_of_each_rank", "stateful_loader", "begun_by_state")
 GENERATORS = ("torch", "python", "numpy")
 OF_TRAINING = ("criterion", "adaptive", "hard_examples", "tensor", "clip_history", "normalizer", "best_restored")
 DROPOUT = ("dropout", "checkpointed", "reentrant")
-OF_EACH_RANK = (*OF_TRAINING, "history_of_each_rank", "metric", "best_copy")
+OF_EACH_RANK = (
+    *(*OF_TRAINING, "history_of_each_rank", "metric", "best_copy"),
+    *("of_rank_0", "value_of_rank_0", "unequal_number"),
+)
 """Options of `extra` that may differ between ranks. The training uses those in OF_TRAINING."""
 ERROR = re.compile(r"^.*\b(?:StateError|ConfigurationError|SnapshotError): (?P<sentence>.*)", re.MULTILINE)
 _RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begins at step 0)", re.MULTILINE)
@@ -172,7 +177,7 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
         yield from _model(recipe)
     if part.name == "extra" and recipe["extra"] == "hard_examples":
         yield Part(part.rank, SAMPLES)
-    if part.name == "reader":
+    if part.name == "reader" or (part.name == "torch" and recipe["data"] in ("shuffled", "begun_by_state")):
         yield Part(part.rank, SAMPLES)
     if part.name in (SAMPLES, LOSS, "model", "optimizer"):
         yield from _model(recipe)
@@ -184,7 +189,8 @@ def _model(recipe: Recipe) -> Iterator[Part]:
     """Yield all parts that depend on gradients, on both ranks, because gradients are averaged."""
     names = {LOSS, "model", "optimizer", "critic", "critic_optimizer", "head", "average", "scaler"}
     names |= {"scheduler"} if recipe["scheduler"].startswith("plateau") else set()
-    names |= {"extra"} if recipe["extra"] in (*OF_EACH_RANK, "early_stop") else set()
+    names |= {"held"} if recipe["evaluation_by"] == "deciding" else set()
+    names |= {*EXTRAS} if recipe["extra"] in (*OF_EACH_RANK, "early_stop") else set()
     yield from (Part(rank, name) for rank in (0, 1) for name in sorted(names))
 
 
@@ -197,10 +203,10 @@ def _drawn_from(recipe: Recipe) -> set[str]:
 
 
 def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
-    if recipe["data"] in ("reader_of_each_rank", "stateful_loader"):
+    if recipe["data"] in READERS:
         yield "reader"
     if recipe["extra"] in OF_EACH_RANK:
-        yield "extra"
+        yield from EXTRAS
     has_statistics = recipe["model"] in (
         "batchnorm",
         "cumulative",
