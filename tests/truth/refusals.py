@@ -50,14 +50,16 @@ def _stepped_again(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     yield from _model(recipe)
 
 
-def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
-    yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in GENERATORS)
+def _generators(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    """Yield the random generators of the lost ranks. Some loaders draw the order of the next epoch from them."""
+    names = (*GENERATORS, SAMPLES) if recipe["data"] in ("shuffled", "begun_by_state") else GENERATORS
+    yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in names)
 
 
 def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     """Yield the parts that differ between ranks, for each rank that did not save."""
+    yield from _generators(found, recipe)
     for rank in map(int, re.findall(r"\d+", found["ranks"])):
-        yield from (Part(rank, name) for name in GENERATORS)
         yield from (Part(rank, name) for name in _differ_by_rank(recipe))
         if recipe["optimizer"] == "post_local":  # ranks step alone, so rank 0 may save a step that others have not made
             yield Part(rank, SAMPLES)
@@ -177,7 +179,7 @@ def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
         yield from _model(recipe)
     if part.name == "extra" and recipe["extra"] == "hard_examples":
         yield Part(part.rank, SAMPLES)
-    if part.name == "reader" or (part.name == "torch" and recipe["data"] in ("shuffled", "begun_by_state")):
+    if part.name == "reader":
         yield Part(part.rank, SAMPLES)
     if part.name in (SAMPLES, LOSS, "model", "optimizer"):
         yield from _model(recipe)
