@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 EPOCH = 10  # steps in an epoch
-TOTAL = 40
 KILLS_MAX = 6  # largest number of generations that are killed in a run
 PLAIN = (0.8, 0.6, 0.3)  # each script draws one of these as its probability of a plain (first) option
 
@@ -26,7 +25,7 @@ _OPTIONS = {
     "precision": "float32 bf16 all_bf16",
     "join": "no yes",
     "optimizer": "sgd momentum adam adamw_fused rmsprop adagrad nadam lbfgs zero lookahead sharing groups adafactor "
-    "post_local master hooked",
+    "post_local master hooked groups_of_sets",
     "scheduler": "none step one_cycle plateau plateau_of_each_rank sequential rewound restarts falling by_hand in_hook "
     "looked_ahead groups_by_hand swa_rate",
     "scheduler_at": "stepped marked epoch_end top",
@@ -36,28 +35,29 @@ _OPTIONS = {
     "scaler": "none scaler",
     "clip": "none norm value cancelled skipped",
     "surgery": "none clamp momentum_corrected optimizer_replaced model_replaced state_cleared noise layer_replaced "
-    "state_by_data optimizer_loaded normalised rate_finder",
+    "state_by_data optimizer_loaded normalised rate_finder reset_once rate_once frozen_once buffer_once",
     "surgery_at": "stepped marked top",
     "average": "none averaged_model deep_copy own_object deep_copy_by_value target_replaced target_loaded by_data "
     "of_all ema_model",
     "average_at": "stepped marked epoch_end",
     "data": "computed sampler loader workers reader_of_each_rank generator stateful_loader persistent_workers "
-    "distributed plain_loader weighted iterable",
+    "distributed plain_loader weighted iterable shuffled sequential unsaved_sampler unsaved_loader begun_by_state",
     "augmented": "no torch python numpy",
     "sampler": "one replaced",
     "ahead": "no one all forever",
     "draws": "none torch python numpy mixup unequal seeded by_epoch",
-    "evaluation": "none all_ranks rank_0",
+    "evaluation": "none all_ranks rank_0 once",
     "evaluation_at": "stepped marked epoch_end",
-    "evaluation_by": "computed loader random training_mode swapped fork_rng second_sampler",
+    "evaluation_by": "computed loader random training_mode swapped fork_rng second_sampler deciding calibrated",
     "extra": "none counter history_of_each_rank always_another metric early_stop best_copy criterion adaptive "
-    "hard_examples tensor clip_history normalizer best_restored",
+    "hard_examples tensor clip_history normalizer best_restored of_rank_0 value_of_rank_0 unequal_number",
     "mark": "stop stop_top stop_some stop_keep keep none rank_0",
     "save": "in_loop epoch_end rank_0 other_thread never",
     "every": "10 7 4",
     "place_at_end": "next_epoch last_batch",
     "best": "none second_snapshot",
-    "load": "at_once in_parts",
+    "load": "at_once in_parts looked_at",
+    "total": "40 37 43 150",
     "memory": "yes no",
     "folder": "one of_each_rank",
     "nodes": "one two",
@@ -127,18 +127,24 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and not works_at_epoch_end(recipe)
     stops &= recipe["nodes"] == "one"  # of two agents, only one would end
+    stops &= recipe["data"] not in FROM_THE_FIRST_BATCH  # it stops at the end of an epoch
     if how == "TERM" and not stops:  # the script would leave the epoch without the work at its end
         how = "KILL"
     never = {"reduced"} if recipe["optimizer"] == "lbfgs" else set()
     never |= {"evaluated"} if recipe["evaluation"] == "none" else set()
     place = chance.choice([place for place in PLACES if place not in never])
     at = recipe["evaluation_at"] if place == "evaluated" else place
-    ends = _epoch_ends(recipe)
+    ends, total = _epoch_ends(recipe), int(recipe["total"])
     # At least a fifth of the kills are at the boundary of two epochs.
-    steps = ends if at == "epoch_end" or chance.random() < 0.2 else list(range(5, TOTAL - 2))
+    steps = ends if at == "epoch_end" or chance.random() < 0.2 else list(range(5, total - 2))
     # Some options of the script act at every fifth step.
     if steps != ends and (place == "evaluated" or chance.random() < 0.3):
-        steps = list(range(5, TOTAL - 2, 5))
+        steps = list(range(5, total - 2, 5))
+    # Others act once.
+    if recipe["evaluation"] == "once" and (place == "evaluated" or chance.random() < 0.2):
+        steps = [_evaluated_once(recipe)]
+    elif recipe["surgery"].endswith("_once") and chance.random() < 0.3:
+        steps = [26, 27]
     # A kill may follow right after the resume, but there a `raise` is taken for a mistake of the script.
     # ddprun gives up after three restarts without a new step.
     soonest = (
@@ -156,7 +162,13 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
 def _epoch_ends(recipe: Recipe) -> list[int]:
     """Return the steps after which an epoch ends. After its replacement the sampler has batches of half the size."""
     is_replaced = recipe["sampler"] == "replaced" and recipe["data"] == "sampler"
-    return [10, 20, 23, 37] if is_replaced else [10, 20, 30]
+    ends = [10, 20, 23, *range(37, 150, 20)] if is_replaced else range(10, 150, 10)
+    return [step for step in ends if step <= max(30, int(recipe["total"]) - 3)]
+
+
+def _evaluated_once(recipe: Recipe) -> int:
+    """Return the only step after which the script evaluates."""
+    return 30 if recipe["evaluation_at"] == "epoch_end" else 25
 
 
 # ---- options that cannot be combined -----------------------------------------------------------------------------
@@ -170,6 +182,7 @@ _RULES = {
     "parameters=all best=none",
     "optimizer=lookahead sharing": "scaler=none surgery=none",
     "optimizer=adamw_fused": "scaler=none",
+    "optimizer=groups_of_sets": "second=none parameters=all",
     "model=sparse": "optimizer=sgd clip=none scaler=none hook=none accumulation=none parameters=all "
     "surgery=none buffers=none backward=plain scheduler=none extra=none",
     "model=complex": "optimizer=adam hook=none scaler=none surgery=none clip=none backward=plain",
@@ -207,12 +220,16 @@ _RULES = {
     "surgery=noise": "surgery_at=stepped",
     "surgery=layer_replaced": "model=plain_norm hook=none ddp=plain parameters=all buffers=none precision=float32",
     "surgery=rate_finder": "ddp=plain hook=none second=none parameters=all",
+    "surgery=frozen_once": "ddp=plain hook=none second=none parameters=all",
     "average=target_replaced target_loaded": "second=none accumulation=none",
     "average=none": "average_at=stepped",
     "average=deep_copy_by_value": "load=at_once",
     "data=workers persistent_workers generator": "load=at_once",
+    "data=shuffled sequential": "save=epoch_end best=none",
+    "data=unsaved_sampler unsaved_loader": "save=epoch_end",
     "sampler=replaced": "accumulation=none load=at_once scheduler_at=stepped",
     "evaluation=none": "evaluation_at=stepped evaluation_by=computed",
+    "extra=of_rank_0 value_of_rank_0 unequal_number": "load=at_once",  # all ranks must load equally often
     "save=never": "best=none memory=yes",
     "save=epoch_end": "every=10",
 }
@@ -230,7 +247,7 @@ def normal(recipe: Recipe) -> dict[str, str]:
             found["mark"] = "keep"
         if works_at_epoch_end(found):
             found |= {"save": "epoch_end", "every": "10"}
-        found |= _plain_for(found)
+        found |= _plain_for(found) | _plain_for_evaluation(found)
         if _repeats_unseen(found):
             found["place_at_end"] = "next_epoch"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
@@ -255,8 +272,16 @@ def _plain_for(recipe: Recipe) -> dict[str, str]:
     data = recipe["data"]
     plain = {} if data == "sampler" else {"sampler": "one"}
     plain |= {} if data in OUR_LOADERS else {"augmented": "no"}
+    # Within an epoch these scripts cannot continue, so they keep nothing there.
+    plain |= {"mark": "stop"} if data in PLAIN_LOADERS and recipe["mark"] in ("keep", "stop_keep") else {}
     plain |= {} if data in ("sampler", "loader") and recipe["sampler"] == "one" else {"ahead": "no"}
     return plain | ({} if data in BY_WORKERS and recipe["save"] == "epoch_end" else {"place_at_end": "next_epoch"})
+
+
+def _plain_for_evaluation(recipe: Recipe) -> dict[str, str]:
+    """Return the options that a collective or a new value for all ranks requires in the evaluation."""
+    is_of_all = recipe["evaluation_by"] in ("deciding", "calibrated")
+    return {"evaluation": "all_ranks"} if is_of_all and recipe["evaluation"] == "rank_0" else {}
 
 
 def _repeats_unseen(recipe: Recipe) -> bool:
@@ -266,10 +291,14 @@ def _repeats_unseen(recipe: Recipe) -> bool:
     return is_average or draws or recipe["extra"] == "early_stop"
 
 
+FREEZE = "[*net.body.parameters()][-1].requires_grad_(False)"
 BY_HAND = ("by_hand", "groups_by_hand")
 BY_WORKERS = ("workers", "persistent_workers")
 OUR_LOADERS = ("loader", *BY_WORKERS)
 OUR_SAMPLERS = ("sampler", *OUR_LOADERS)
+PLAIN_LOADERS = ("shuffled", "sequential")
+FROM_THE_FIRST_BATCH = (*PLAIN_LOADERS, "unsaved_sampler", "unsaved_loader")
+"""Kinds of data whose epochs a restart begins with the first batch. The script saves only at the ends of epochs."""
 
 
 def works_at_epoch_end(recipe: Recipe) -> bool:
@@ -280,7 +309,8 @@ def works_at_epoch_end(recipe: Recipe) -> bool:
 
 def by_value(recipe: Recipe) -> bool:
     """True if something is saved as a value."""
-    return recipe["data"] in ("generator", *BY_WORKERS) or recipe["average"] == "deep_copy_by_value"
+    is_of_data = recipe["data"] in ("generator", *BY_WORKERS)
+    return is_of_data or recipe["average"] == "deep_copy_by_value" or recipe["extra"] == "value_of_rank_0"
 
 
 # ---- the program ---------------------------------------------------------------------------------------------
@@ -327,7 +357,7 @@ def script(recipe: Recipe) -> str:
 def names_of(recipe: Recipe) -> set[str]:
     """Return the names of all objects and values that the script saves."""
     writer = _Writer(normal(recipe))
-    return {*writer.names(), *writer.values()}
+    return {*writer.names(), *writer.values(), "extra", "extra_0", "extra_1"}
 
 
 def _block(text: str, indent: int) -> str:
@@ -350,7 +380,7 @@ class _Writer:
 
     def text(self) -> str:
         parts = ", ".join(f"{name}={option}" for name, option in parts_of(self.r).items()) or "the plainest script"
-        lines = [f"# {parts}", HEAD.format(epoch=EPOCH, total=TOTAL).strip("\n"), "", self.classes(), ""]
+        lines = [f"# {parts}", HEAD.format(epoch=EPOCH, total=self.r["total"]).strip("\n"), "", self.classes(), ""]
         lines += ["with ddpjob.init() as world:", _block(self.construction(), 4), _block(self.resume(), 4)]
         lines += [_block(self.loop(), 4), _block(self.ending(), 4)]
         return "\n".join(lines) + "\n"
@@ -404,12 +434,10 @@ class _Writer:
         lines += AVERAGES.get(self.r["average"], ["average = copy.deepcopy(net)"])
         lines += self._data()
         lines += self._extra()
-        if self.has("evaluation_by", "second_sampler"):
-            held = "torch.utils.data.TensorDataset(torch.arange(64))"
-            its = "ddpjob.GlobalBatchSampler(64, global_batch=32, seed=8)"
-            lines.append(f"held = torch.utils.data.DataLoader({held}, batch_sampler={its})")
-        lines.append(f"def objects(): return dict({', '.join(f'{k}={k}' for k in self.names())})")
-        lines.append(f"def values(): return dict({', '.join(f'{k}={v}' for k, v in self.values().items())})")
+        lines += self.those(EVALUATED)
+        one, its = self._of_each_rank()
+        lines.append(f"def objects(): return dict({', '.join([*(f'{k}={k}' for k in self.names()), *one])})")
+        lines.append(f"def values(): return dict({', '.join([*(f'{k}={v}' for k, v in self.values().items()), *its])})")
         folder = 'os.environ["SNAPSHOTS"]' + (' + f"/{world.rank}"' if self.has("folder", "of_each_rank") else "")
         memory = ", memory=False" if self.has("memory", "no") else ""
         where = "None" if self.has("save", "never") else folder
@@ -451,7 +479,13 @@ class _Writer:
             f"[dict(params=[p for p in {parameters} if p.dim() > 1], weight_decay=0.1, kind='weights'), "
             f"dict(params=[p for p in {parameters} if p.dim() < 2], lr=2e-2, kind='others')]"
         )
+        sets = (
+            "[dict(params=[p for name in names for n, p in net.named_parameters() if n == name], weight_decay=decay) "
+            "for decay, names in ((0.1, {n for n, p in net.named_parameters() if p.dim() > 1}), "
+            "(0.0, {n for n, p in net.named_parameters() if p.dim() < 2})) if names]"
+        )
         return {
+            "groups_of_sets": f"torch.optim.AdamW({sets}, lr=1e-2)",
             "groups": f"torch.optim.AdamW({groups}, lr=1e-2)",
             "adafactor": f"torch.optim.Adafactor({parameters}, lr=1e-2)",
             "post_local": f"__import__('torch.distributed.optim').distributed.optim.PostLocalSGDOptimizer(torch.optim.SGD({parameters}, lr=0.02), averagers.PeriodicModelAverager(period=4, warmup_steps=10))",
@@ -500,6 +534,7 @@ class _Writer:
         shard = f"sampler = torch.utils.data.DistributedSampler({dataset}, dist.get_world_size(), world.rank, seed=3)"
         plain = f"loader = torch.utils.data.DataLoader({dataset}, 16, sampler=sampler"
         seeded = "generator = torch.Generator()"
+        halves = "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(world.rank, N, 2))"
         return {
             "persistent_workers": [sampler, loader + ", num_workers=1, persistent_workers=True)"],
             "distributed": [seeded, shard, plain + ", generator=generator)"],
@@ -511,6 +546,11 @@ class _Writer:
             ],
             "iterable": [seeded, "loader = torch.utils.data.DataLoader(Shards(), 16, generator=generator)"],
             "computed": [],
+            "shuffled": [f"{halves}, 16, shuffle=True)"],
+            "sequential": [f"{halves}, 16)"],
+            "begun_by_state": ["reader = Stateful(world.rank)"],
+            "unsaved_sampler": [sampler],
+            "unsaved_loader": [sampler, loader + ")"],
             "sampler": [sampler],
             "loader": [sampler, loader + ")"],
             "workers": [sampler, loader + ", num_workers=1)"],
@@ -518,6 +558,14 @@ class _Writer:
             "stateful_loader": ["reader = Reader(world.rank)"],
             "generator": ["generator = torch.Generator().manual_seed(3)"],
         }[self.r["data"]]
+
+    def _of_each_rank(self) -> tuple[list[str], list[str]]:
+        """Return the arguments of `dict` for the objects, and for the values, that not all ranks save."""
+        return {
+            "of_rank_0": (["**({'extra': extra} if world.rank == 0 else {})"], []),
+            "value_of_rank_0": ([], ["**({'extra': copy.deepcopy(extra)} if world.rank == 0 else {})"]),
+            "unequal_number": (["**{f'extra_{i}': its for i, its in enumerate(extra)}"], []),
+        }.get(self.r["extra"], ([], []))
 
     def _extra(self) -> list[str]:
         return {
@@ -535,6 +583,9 @@ class _Writer:
             "clip_history": ["extra = ClipHistory()"],
             "normalizer": ["extra = Normalizer()"],
             "best_restored": ["extra = {'loss': math.inf, 'model': {}, 'bad': 0}"],
+            "of_rank_0": ["extra = {'losses': []}"],
+            "value_of_rank_0": ["extra = {'losses': []}"],
+            "unequal_number": ["extra = [{'losses': []} for _ in range(2 - world.rank)]"],
         }[self.r["extra"]]
 
     def names(self) -> list[str]:
@@ -542,7 +593,9 @@ class _Writer:
         found = ["model", "optimizer", *" ".join(self.those(OBJECTS)).split()]
         found += ["scheduler"] if not self.has("scheduler", "none", *BY_HAND) else []
         found += ["average"] if not self.has("average", "none", "deep_copy_by_value") else []
-        return found + (["extra"] if not self.has("extra", "none") else [])
+        return found + (
+            [] if self.has("extra", "none", "of_rank_0", "value_of_rank_0", "unequal_number") else ["extra"]
+        )
 
     def values(self) -> dict[str, str]:
         """Return the names of the values that the script saves."""
@@ -562,12 +615,7 @@ class _Writer:
             lines += ["for name, value in objects().items():", "    step = snapshot.load(**{name: value})"]
         else:
             lines.append(f"step = snapshot.load(**{loaded})")
-        if self.has("data", "generator"):
-            lines.append("if step: generator.set_state(snapshot.state['generator'])")
-        if self.has("average", "deep_copy_by_value"):
-            lines.append("if step: average.load_state_dict(snapshot.state['average'])")
-        if self.has("parameters", "thawed", "thawed_group"):
-            lines.append("if step >= 15: net.late.requires_grad_(True)")
+        lines += self.those(AFTER_LOAD)
         if self.has("sampler", "replaced"):
             lines += [
                 "def other(old):",
@@ -608,14 +656,14 @@ class _Writer:
         if self.has("data", "sampler") and self.has("sampler", "replaced"):
             return ["    epoch = sampler.current_epoch", "    for part in sampler.epoch(epoch):"]
         item = "(part,)" if self.has("augmented", "no") else "(part, more)"
-        source = "sampler.epoch(epoch)" if self.has("data", "sampler") else "loader"
+        source = "sampler.epoch(epoch)" if self.has("data", "sampler", "unsaved_sampler") else "loader"
         source = {
             "no": source,
             "one": f"ahead({source})",
             "all": f"list({source})",
             "forever": "itertools.islice(stream, EPOCH * (epoch + 1) - step)",
         }[self.r["ahead"]]
-        if self.has("data", "sampler"):
+        if self.has("data", "sampler", "unsaved_sampler"):
             return [f"    for part in {source}:"]
         if self.has("data", *OUR_LOADERS):
             set_epoch = [] if self.has("ahead", "forever") else ["    sampler.set_epoch(epoch)"]
@@ -626,6 +674,10 @@ class _Writer:
             "plain_loader": ["    sampler.set_epoch(epoch)", loop],
             "weighted": ["    generator.manual_seed(epoch)", loop],
             "iterable": ["    loader.dataset.epoch = epoch", loop.replace("(part,)", "part")],
+            "shuffled": ["    for (part,) in loader:"],
+            "sequential": ["    for (part,) in loader:"],
+            "unsaved_loader": ["    sampler.set_epoch(epoch)", "    for (part,) in loader:"],
+            "begun_by_state": ["    for part in reader:"],
         }[self.r["data"]]
 
     def _body(self) -> list[str]:
@@ -776,6 +828,7 @@ class _Writer:
         return [*lines, f"if step % 5 != 3: {made}" if self.has("clip", "skipped") else made]
 
     def _extra_step(self) -> list[str]:
+        history = "extra['losses'] = [*extra['losses'], float(loss)][-5:]"
         return {
             "counter": ["extra['steps'] += len(part)"],
             "metric": ["extra.update(float(loss))"],
@@ -783,7 +836,10 @@ class _Writer:
                 "if step % 3 == 0 and float(loss) < extra['loss']:",
                 "    extra['loss'], extra['model'] = float(loss), copy.deepcopy(net.state_dict())",
             ],
-            "history_of_each_rank": ["extra['losses'] = [*extra['losses'], float(loss)][-5:]"],
+            "history_of_each_rank": [history],
+            "of_rank_0": [history],
+            "value_of_rank_0": [history],
+            "unequal_number": [f"for its in extra: {history.replace('extra', 'its')}"],
             "adaptive": [
                 "extra['beta'] = min(2.0, max(0.5, extra['beta'] * (1.1 if float(loss) > extra['last'] else 0.9)))",
                 "extra['last'] = float(loss)",
@@ -805,7 +861,7 @@ class _Writer:
         place = "top" if self.has("surgery", "momentum_corrected") else self.r["surgery_at"]
         if place != at:
             return []
-        now = "step == 20" if at == "top" else "step == 21"
+        now, once = ("step == 20", "step == 26") if at == "top" else ("step == 21", "step == 27")
         return {
             "clamp": ["for p in net.parameters(): p.data.clamp_(-0.2, 0.2)"],
             "noise": [
@@ -837,6 +893,10 @@ class _Writer:
                 "    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())); optimizer.param_groups[0]['lr'] *= 0.7",
             ],
             "normalised": ["for p in net.parameters(): p.data.div_(p.data.norm() + 1e-6)"],
+            "reset_once": [f"if {once}:", "    for p in net.body.parameters(): torch.nn.init.constant_(p, 0.02)"],
+            "rate_once": [f"if {once}: optimizer.param_groups[0]['lr'] *= 0.3"],
+            "frozen_once": [f"if {once}: {FREEZE}"],
+            "buffer_once": [f"if {once}: net.mask[:3] = 0"],
             "rate_finder": [
                 f"if {now}:",
                 "    kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))",
@@ -880,6 +940,12 @@ class _Writer:
         return lines
 
     def _scheduler_step(self) -> list[str]:
+        """Return the step of the scheduler. The metric of an evaluation may stop it early."""
+        if not self.has("evaluation_by", "deciding"):
+            return self._its_step()
+        return ["if held['bad'] < 2:", *[f"    {line}" for line in self._its_step() or ["pass"]]]
+
+    def _its_step(self) -> list[str]:
         rate = "lr=0.02 * min(1, (step + 1) / 15)"
         rewound = "scheduler.load_state_dict(scheduler.state_dict() | {'last_epoch': 0})"
         return {
@@ -895,6 +961,7 @@ class _Writer:
 
     def _evaluation(self) -> list[str]:
         who = "step % 5 == 0 and world.rank == 0" if self.has("evaluation", "rank_0") else "step % 5 == 0"
+        who = f"step == {_evaluated_once(self.r)}" if self.has("evaluation", "once") else who
         how = {
             "computed": ["net(x[:64])"],
             "loader": [
@@ -904,6 +971,14 @@ class _Writer:
             "training_mode": ["net(x[:64])" if self.has("evaluation", "rank_0") else "model(x[:64])"],
             "fork_rng": ["with torch.random.fork_rng(): torch.manual_seed(0); net(x[:64] + torch.rand(64, 1))"],
             "second_sampler": ["for (some,) in held: net(x[some])"],
+            "calibrated": ["net.scale.fill_(1 + 0.1 * torch.tanh(net(x[:64]).mean()))"],
+            "deciding": [
+                "now = F.mse_loss(net(x[world.rank :: 5]), y[world.rank :: 5]); dist.all_reduce(now)",
+                "if float(now) < held['loss'] * 0.9:",
+                "    held.update(loss=float(now), model=copy.deepcopy(net.state_dict()))",
+                "else:",
+                "    held['bad'] += 1; optimizer.param_groups[0]['lr'] *= 0.9",
+            ],
             "swapped": [
                 "own = [p.clone() for p in net.parameters()]",
                 "for p in net.parameters(): p.mul_(0.9)",
@@ -944,13 +1019,16 @@ class _Writer:
             save = f"optimizer.consolidate_state_dict(0); {save}"
         if self.has("save", "in_loop", "rank_0", "other_thread"):
             lines += [f"if stop or step % {self.r['every']} == 0:", f"    {save}"]
-        elif self.has("save", "epoch_end"):
+        elif self.has("save", "epoch_end") and not self.has("data", *FROM_THE_FIRST_BATCH):
             lines += ["if stop:", f"    {save}"]
         if self.has("best", "second_snapshot"):
             lines.append(f"if step % 6 == 0: best.save(step, {self._state()})")
-        if self.r["mark"].startswith("stop") and not self.has("save", "never"):
+        if self._stops() and not self.has("data", *FROM_THE_FIRST_BATCH):
             lines.append("if stop: raise ddpjob.Stopped(step)")
         return lines
+
+    def _stops(self) -> bool:
+        return self.r["mark"].startswith("stop") and not self.has("save", "never")
 
     def _epoch_end(self) -> list[str]:
         lines: list[str] = []
@@ -968,6 +1046,8 @@ class _Writer:
                 lines += ["epoch, batches = epoch + 1, 0  # its work is done: a resume must not end it again"]
             save = f"snapshot.save(step, {self._state()})"
             lines.append(f"optimizer.consolidate_state_dict(0); {save}" if self.has("optimizer", "zero") else save)
+        if self._stops() and self.has("data", *FROM_THE_FIRST_BATCH):
+            lines.append("if stop: raise ddpjob.Stopped(step)")
         return [*lines, "strike('epoch_end', step)"]
 
     def ending(self) -> str:
@@ -1004,6 +1084,24 @@ class Reader:
         while True: yield self.next()
     def state_dict(self): return {"shard": self.shard, "place": self.place}
     def load_state_dict(self, state): self.shard, self.place = state["shard"], state["place"]
+"""
+STATEFUL = """
+class Stateful:
+    # Like torchdata's StatefulDataLoader: the first state_dict() begins the epoch, unless a state was loaded.
+    def __init__(self, shard):
+        self.shard, self.seed, self.place = shard, None, EPOCH
+    def begin(self):
+        self.seed, self.place = int(torch.empty((), dtype=torch.int64).random_()), 0
+    def __iter__(self):
+        if self.place == EPOCH: self.begin()
+        order = torch.randperm(160, generator=torch.Generator().manual_seed(self.seed))
+        while self.place < EPOCH:
+            self.place += 1
+            yield order[(self.place - 1) * 16 : self.place * 16] * 2 + self.shard
+    def state_dict(self):
+        if self.seed is None: self.begin()
+        return {"seed": self.seed, "place": self.place}
+    def load_state_dict(self, state): self.seed, self.place = state["seed"], state["place"]
 """
 OWN_NORM = """
 class OwnNorm(torch.nn.Module):
@@ -1176,6 +1274,8 @@ PARTS = {
         "",
     ),
     "buffers=of_each_rank": ("self.register_buffer('shift', torch.zeros(1))", "a = a + self.shift", ""),
+    "surgery=buffer_once": ("self.register_buffer('mask', torch.ones(16))", "a = a * self.mask", ""),
+    "evaluation_by=calibrated": ("self.register_buffer('scale', torch.ones(()))", "a = a * self.scale", ""),
     "model=sparse": (
         "self.table = torch.nn.Embedding(8, 16, sparse=True)",
         "a = a + self.table((a[:, 0].abs() * 7 % 8).long())",
@@ -1241,6 +1341,7 @@ DDP_OPTIONS = {
     "ddp=bucket_view": "gradient_as_bucket_view=True",
     "ddp=find_unused": "find_unused_parameters=True",
     "parameters=thawed thawed_group alternating": "find_unused_parameters=True",
+    "surgery=frozen_once": "find_unused_parameters=True",
     "model=stochastic_depth": "find_unused_parameters=True",
 }
 # "choice=options" → names of objects, and name and text of a value, that the script saves.
@@ -1249,12 +1350,28 @@ OBJECTS = {
     "second=adversary": "critic critic_optimizer",
     "second=head": "head",
     "data=sampler loader": "sampler",
-    "data=reader_of_each_rank stateful_loader": "reader",
+    "data=reader_of_each_rank stateful_loader begun_by_state": "reader",
+    "evaluation_by=deciding": "held",
 }
 VALUES = {
     "data=workers persistent_workers": ("sampler", "sampler.state_dict(epoch=epoch, batches=batches)"),
     "data=generator": ("generator", "generator.get_state()"),
     "average=deep_copy_by_value": ("average", "average.state_dict()"),
+}
+# "choice=options" → what an evaluation needs.
+EVALUATED = {
+    "evaluation_by=second_sampler": "held = torch.utils.data.DataLoader(torch.utils.data.TensorDataset("
+    "torch.arange(64)), batch_sampler=ddpjob.GlobalBatchSampler(64, global_batch=32, seed=8))",
+    "evaluation_by=deciding": "held = {'loss': math.inf, 'model': {}, 'bad': 0}",
+}
+# "choice=options" → what the script does after `load`.
+AFTER_LOAD = {
+    "load=looked_at": "found = {k: v.state_dict() for k, v in objects().items() if hasattr(v, 'state_dict')}",
+    "extra=value_of_rank_0": "if step and world.rank == 0: extra = snapshot.state['extra']",
+    "data=generator": "if step: generator.set_state(snapshot.state['generator'])",
+    "average=deep_copy_by_value": "if step: average.load_state_dict(snapshot.state['average'])",
+    "parameters=thawed thawed_group": "if step >= 15: net.late.requires_grad_(True)",
+    "surgery=frozen_once": f"if step > 26: {FREEZE}",
 }
 # "choice=options" → class that a script with one of these options needs.
 CLASSES = {
@@ -1263,6 +1380,7 @@ CLASSES = {
     "model=momentum_encoder": QUEUE,
     "data=reader_of_each_rank stateful_loader": READER,
     "data=iterable": SHARDS,
+    "data=begun_by_state": STATEFUL,
     "average=own_object": OWN_AVERAGE,
     "optimizer=lookahead": LOOKAHEAD,
     "optimizer=sharing": SHARING,

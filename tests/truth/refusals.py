@@ -11,10 +11,15 @@ from typing import NamedTuple
 from grammar import Recipe
 
 SAMPLES, LOSS = "samples", "loss"
+EXTRAS = ("extra", "extra_0", "extra_1")
+READERS = ("reader_of_each_rank", "stateful_loader", "begun_by_state")
 GENERATORS = ("torch", "python", "numpy")
 OF_TRAINING = ("criterion", "adaptive", "hard_examples", "tensor", "clip_history", "normalizer", "best_restored")
 DROPOUT = ("dropout", "checkpointed", "reentrant")
-OF_EACH_RANK = (*OF_TRAINING, "history_of_each_rank", "metric", "best_copy")
+OF_EACH_RANK = (
+    *(*OF_TRAINING, "history_of_each_rank", "metric", "best_copy"),
+    *("of_rank_0", "value_of_rank_0", "unequal_number"),
+)
 """Options of `extra` that may differ between ranks. The training uses those in OF_TRAINING."""
 ERROR = re.compile(r"^.*\b(?:StateError|ConfigurationError|SnapshotError): (?P<sentence>.*)", re.MULTILINE)
 _RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begins at step 0)", re.MULTILINE)
@@ -45,14 +50,16 @@ def _stepped_again(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     yield from _model(recipe)
 
 
-def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
-    yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in GENERATORS)
+def _generators(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    """Yield the random generators of the lost ranks. Some loaders draw the order of the next epoch from them."""
+    names = (*GENERATORS, SAMPLES) if recipe["data"] in ("shuffled", "begun_by_state") else GENERATORS
+    yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in names)
 
 
 def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     """Yield the parts that differ between ranks, for each rank that did not save."""
+    yield from _generators(found, recipe)
     for rank in map(int, re.findall(r"\d+", found["ranks"])):
-        yield from (Part(rank, name) for name in GENERATORS)
         yield from (Part(rank, name) for name in _differ_by_rank(recipe))
         if recipe["optimizer"] == "post_local":  # ranks step alone, so rank 0 may save a step that others have not made
             yield Part(rank, SAMPLES)
@@ -184,7 +191,8 @@ def _model(recipe: Recipe) -> Iterator[Part]:
     """Yield all parts that depend on gradients, on both ranks, because gradients are averaged."""
     names = {LOSS, "model", "optimizer", "critic", "critic_optimizer", "head", "average", "scaler"}
     names |= {"scheduler"} if recipe["scheduler"].startswith("plateau") else set()
-    names |= {"extra"} if recipe["extra"] in (*OF_EACH_RANK, "early_stop") else set()
+    names |= {"held"} if recipe["evaluation_by"] == "deciding" else set()
+    names |= {*EXTRAS} if recipe["extra"] in (*OF_EACH_RANK, "early_stop") else set()
     yield from (Part(rank, name) for rank in (0, 1) for name in sorted(names))
 
 
@@ -197,10 +205,10 @@ def _drawn_from(recipe: Recipe) -> set[str]:
 
 
 def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
-    if recipe["data"] in ("reader_of_each_rank", "stateful_loader"):
+    if recipe["data"] in READERS:
         yield "reader"
     if recipe["extra"] in OF_EACH_RANK:
-        yield "extra"
+        yield from EXTRAS
     has_statistics = recipe["model"] in (
         "batchnorm",
         "cumulative",

@@ -103,6 +103,15 @@ def test_a_rank_that_was_late_for_a_save_may_differ_in_random_numbers_if_the_res
     assert found.isdisjoint({SAMPLES, "sampler", "scheduler"})
 
 
+def test_the_seed_of_a_data_loader_does_not_allow_batches_that_are_trained_twice() -> None:
+    """A lost random state allows another order of samples. A message about the seed of a DataLoader must not: it would
+    hide an epoch that begins again from a state in memory."""
+    seed = "ddpjob: a DataLoader draws its seed from torch's global generator: a restart within an epoch does not"
+    assert SAMPLES not in names_excused(seed, STRUCK, FROM_MEMORY, data="shuffled")
+    assert SAMPLES in names_excused(LATE, STRUCK, FROM_FOLDER, data="shuffled")
+    assert SAMPLES not in names_excused(LATE, STRUCK, FROM_FOLDER, data="sequential")
+
+
 def test_a_refusal_after_the_failure_or_in_favor_of_the_folder_allows_no_difference() -> None:
     """The refusal PLACES is about memory only, so it must not allow differences after a restart from the folder."""
     assert names_excused(STRUCK, HOOK, FROM_FOLDER) == set()
