@@ -1951,17 +1951,22 @@ def test_a_kept_model_can_be_pickled_and_scripted_between_two_steps(node: Node) 
     assert node.step == 20
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_trained(node: Node, trains: bool) -> None:
-    """A restart within an epoch would train its first batches again. A sampler of an evaluation does no harm."""
+@pytest.mark.parametrize(
+    ("trains", "values"), [(True, {}), (False, {}), (True, {"counter": {"steps": 3}}), (True, {"counter": 3})]
+)
+def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_trained(
+    node: Node, trains: bool, values: dict[str, Any]
+) -> None:
+    """A restart within an epoch would train its first batches again. A sampler of an evaluation does no harm. A value
+    of the script need not be a position."""
 
     def train() -> None:
-        objects, _snapshot, _ = begin()
+        objects, snapshot, _ = begin()
         sampler = ddpjob.GlobalBatchSampler(64, global_batch=8, seed=1)
         if trains:
             for step, _batch in enumerate(sampler.epoch(0), start=1):
                 make_step(**objects)
-                ddpjob.should_stop(step)
+                snapshot.keep(step, **objects, **values)
                 settle()
         for step in range(1, 9) if not trains else ():
             make_step(**objects)
@@ -1975,15 +1980,44 @@ def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_tra
     assert (node.step == 8) is not trains
 
 
-@pytest.mark.parametrize("saves", ["at the end of an epoch", "within an epoch", "with its own position"])
+class Metric:
+    """An object of the script that knows no position."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best": 0.5}
+
+    def load_state_dict(self, _state: dict[str, float]) -> None:
+        pass
+
+
+def test_a_sampler_in_a_value_of_the_script_is_saved(node: Node) -> None:
+    def train() -> None:
+        objects, snapshot, _ = begin()
+        sampler = ddpjob.GlobalBatchSampler(64, global_batch=8, seed=1)
+        for step, _batch in enumerate(sampler.epoch(0), start=1):
+            make_step(**objects)
+            snapshot.keep(step, **objects, trainer={"data": [sampler.state_dict()]})
+            settle()
+        rescue()
+
+    node.run(0, train)
+    assert node.step == 8
+
+
+@pytest.mark.parametrize(
+    "saves", ["at the end of an epoch", "within an epoch", "with its own position", "its own object", "not loaded"]
+)
 def test_a_script_with_a_plain_data_loader_is_kept_once_it_has_saved_within_an_epoch(node: Node, saves: str) -> None:
     """If a script saves only at the ends of epochs, it begins an epoch again after a restart. From a state within the
     epoch it would train batches twice."""
 
     def train() -> str:
-        objects, snapshot, _ = begin()
+        objects, snapshot = (parts(), ddpjob.Snapshot("snapshots")) if saves == "not loaded" else begin()[:2]
+        if saves == "not loaded":
+            snapshot.load()
         loader = torch.utils.data.DataLoader(torch.arange(8))
         more = {"position": 1} if saves == "with its own position" else {}
+        own = {"metric": Metric()} if saves == "its own object" else {}
         step = 0
         for _epoch in range(2):
             for _batch in loader:
@@ -1998,14 +2032,14 @@ def test_a_script_with_a_plain_data_loader_is_kept_once_it_has_saved_within_an_e
                 if step == 4 and saves == "within an epoch":
                     saved(snapshot, step, **objects)
             if step == 8:
-                saved(snapshot, step, **objects, **more)
+                saved(snapshot, step, **objects, **more, **own)
         objects["model"](torch.ones(4, 4))  # the next step has begun
         rescue()
         return process.current.not_kept
 
-    why = node.run(0, train)
-    assert (node.step == 12) is (saves != "at the end of an epoch")
-    assert why.startswith("a DataLoader provides the batches") is (saves == "at the end of an epoch")
+    why, is_kept = node.run(0, train), saves in ("within an epoch", "with its own position")
+    assert (node.step == 12) is is_kept
+    assert why.startswith("a DataLoader provides the batches") is not is_kept
 
 
 def test_a_scheduler_that_is_replaced_before_the_first_save_does_not_end_the_training(node: Node) -> None:

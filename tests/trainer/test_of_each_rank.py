@@ -279,6 +279,20 @@ def test_a_per_rank_state_that_is_too_large_is_named_at_once(run_ranks, tmp_path
     )
 
 
+def test_a_name_that_rank_0_does_not_save_is_named_at_the_save(run_ranks, tmp_path, capfd):
+    """The snapshot lacks what only another rank saves, so this rank could never resume."""
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        extra = {"reader": Reader(1), "critic": torch.nn.Linear(1, 1)} if world.rank == 1 else {}
+        snapshot.save(1, model=torch.nn.Linear(1, 1), **extra)
+        snapshot.close()
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    said = capfd.readouterr().err
+    for name in ("reader", "critic"):
+        assert f"{name}: rank 1 saves it and rank 0 does not, so it is in no snapshot" in said
+
+
 def test_only_a_model_in_one_wrapper_uses_all_its_parameters_in_each_backward_pass(
     run_ranks: Any, tmp_path: Path
 ) -> None:

@@ -186,6 +186,11 @@ WERE_WRONG = (
     "backward=noise",
     "mark=rank_0",
     "data=sampler ahead=one",
+    "data=sequential load=in_parts save=epoch_end",
+    "data=sequential extra=metric save=epoch_end",
+    "data=unsaved_sampler extra=counter mark=keep",
+    "data=unsaved_loader extra=counter mark=keep",
+    "parameters=alternating optimizer=adam surgery=clamp surgery_at=marked mark=keep save=rank_0",
 )
 FIVE = (
     Kill("forward", 8, 0, "KILL"),

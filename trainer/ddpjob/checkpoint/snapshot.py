@@ -144,6 +144,7 @@ class Snapshot:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None  # the error with which this process must end, raised by `_join`
         self._unwritten: _Unwritten | None = None  # the last state passed to save(), until it is in the folder
+        self._whole: dict[str, int] = {}  # ids of the last objects of keep(), checked once: each check takes long
         self._owed: _Owed | None = None  # the loaded state, until the folder has this state or a newer one
         self._late: dict[int, str] = {}  # store keys of ranks that missed the previous save
         # Part of the store's keys. `load` sets it to rank 0's path on all ranks, because paths may differ by node.
@@ -216,7 +217,9 @@ class Snapshot:
         """
         _want_names("keep(step, ", unnamed)
         step = _checked_step(step)
-        refuse_sharded(state)
+        ids = {name: id(value) for name, value in state.items()}
+        refuse_sharded({name: value for name, value in state.items() if self._whole.get(name) != ids[name]})
+        self._whole = ids
         self._name_places(step, state)
         self._memory.saved(step, state, kept_alone=True)
         if self._owed is not None:
@@ -410,6 +413,12 @@ class Snapshot:
                     f"large {name}",
                     f"{name}: its state differs between the ranks and has more than "
                     f"{of_each_rank.OWN_BYTES_MAX >> 20} MiB: a restart does not give each rank its own",
+                )
+            for rank, name in of_each_rank.missing(document["state"], others):
+                self._log_once(
+                    f"missing {name}",
+                    f"{name}: rank {rank} saves it and rank 0 does not, so it is in no snapshot, and rank {rank} "
+                    f"cannot resume: give save() the same names on every rank",
                 )
             for name in of_each_rank.out_of_step(unwritten.samples, (its.samples for its in others.values())):
                 self._log_once(

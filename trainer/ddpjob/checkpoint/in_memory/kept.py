@@ -8,6 +8,7 @@ that it notices when the script replaces one.
 
 import collections
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -155,17 +156,26 @@ class Kept:
         buffers = [[id(each._buffers) for each in module.modules() if each._buffers] for module in modules]
         return [of_modules, [list(map(id, parameters)) for parameters in groups], buffers]
 
-    def is_of(self, objects: Mapping[str, Any]) -> bool:
-        """True if these are the same objects with the same parameters. False if any is a plain value."""
+    def of(self, objects: Mapping[str, Any]) -> "Kept | None":
+        """Return this Kept if these are its objects with the same parameters; a copy with the new values if some are
+        plain values; otherwise None. Raises StateError for a plain value that cannot be kept."""
+        values = {name: objects[name] for name in self.by_value if name in objects}
+        ids = {name: id(unwrapped(value)) for name, value in objects.items() if name not in values}
         try:
-            if self.by_value or {n: id(unwrapped(o)) for n, o in objects.items()} != {
-                n: id(o) for n, o in self.objects.items()
-            }:
-                return False
+            own = {name: id(value) for name, value in self.objects.items() if name not in values}
+            if ids != own or any(hasattr(unwrapped(value), "state_dict") for value in values.values()):
+                return None
             self.check()
         except (OutgrownError, ReplacedError):
-            return False
-        return True
+            return None
+        if not values:
+            return self
+        renewed = copy.copy(self)  # a new Kept would look at each parameter again
+        renewed.loaded, renewed._objects = {}, dict(self._objects)
+        for name, value in values.items():
+            renewed._objects[name] = _held(value, is_weak=False)
+            renewed._check_size(name, copied(value, name))
+        return renewed
 
     def _add(self, name: str, value: Any) -> None:
         if problem := sharded(value):
@@ -189,9 +199,11 @@ class Kept:
             self._others.append(name)
             if not hasattr(value, "state_dict"):
                 self.by_value.append(name)
-            state = self.loaded[name] if name in self.loaded else copied(state_of(value), name)
-            if len(packed.dumps(state)) > SMALL_BYTES_MAX:
-                raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
+            self._check_size(name, self.loaded[name] if name in self.loaded else copied(state_of(value), name))
+
+    def _check_size(self, name: str, state: Any) -> None:
+        if len(packed.dumps(state)) > SMALL_BYTES_MAX:
+            raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
     def settings(self) -> dict[str, Any]:
         """Return learning rates and other settings of optimizers, and the states of objects that are no modules."""

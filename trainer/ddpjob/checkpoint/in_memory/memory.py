@@ -109,11 +109,27 @@ class Keeper:
         """Keep these objects from now on. Plain values are captured only when the script passes them. loaded: the
         values that `load` has just returned from memory."""
         self._safely(self._note_epoch)
-        if self.now.is_off or self._lacks_position(objects):
+        if self.now.is_off:
+            return
+        if self._lacks_position:
+            self._tell_of_loader()
             return
         was_assumed, self.now.assumed, self._is_unnamed = self.now.assumed, False, False
-        if self.now.kept is None or not self.now.kept.is_of(objects):
-            self._safely(self._register, objects, was_assumed, loaded)
+        self._safely(self._renew, objects, was_assumed, loaded)
+
+    def _renew(self, objects: Mapping[str, Any], was_assumed: bool, loaded: Mapping[str, Any] | None) -> None:
+        """Register these objects, unless only plain values are new."""
+        kept = None if self.now.kept is None or loaded else self.now.kept.of(objects)
+        if kept is None:
+            self._register(objects, was_assumed, loaded)
+        elif kept is not self.now.kept:
+            self._use(kept)
+
+    def _use(self, kept: Kept) -> None:
+        self.now.living = None
+        with self.now.lock:
+            self.now.kept, self._outgrown, self._stepped = kept, None, True
+            self._shared.cells[CLOCK] |= 1
 
     def _register(self, objects: Mapping[str, Any], was_assumed: bool, loaded: Mapping[str, Any] | None = None) -> None:
         kept = Kept(objects, loaded)
@@ -125,13 +141,11 @@ class Keeper:
             kept.watch = self.now.kept.watch
         if self.now.kept is None or not kept.has_parts_of(self.now.kept):  # otherwise only plain values are new
             self._slots.forget_early()
-        self.now.living = None
+        self._use(kept)
         with self.now.lock:
-            self.now.kept, self._outgrown, self._stepped = kept, None, True
             self.now.to("named")
             if not self._proofs_left:
                 self.now.to("proven")
-            self._shared.cells[CLOCK] |= 1
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -218,23 +232,25 @@ class Keeper:
     def _look_around(self, by: int) -> None:
         """After the first optimizer step look for what the script has made after load(): a model's wrapper, and the
         DataLoader that provides the batches. by: the call that marks the step. Raises ReplacedError."""
-        kept = self.now.kept
-        if kept is None or not self._slots.made or self._has_looked:
+        if not self._slots.made or self._has_looked:
             return
-        self._has_looked = True
-        if kept.was_wrapped():
+        kept, self._has_looked = self.now.kept, True
+        if kept is not None and kept.was_wrapped():
             self._register(kept.objects, was_assumed=False)
         within = half_done.is_within_epoch()
         self._places.has_plain_loader = within is not None
         self._places.saves_within_epoch |= by != MARKED and within is True
-        if self._lacks_position(kept.objects):
+        if self._lacks_position and kept is not None:
             self.forget_assumed()
             self._prove_again()
-            self._is_unnamed = False
-            self._tell_not_kept(
-                "a DataLoader provides the batches, and no save() or keep() within an epoch has shown yet that the "
-                "script can resume there (with a GlobalBatchSampler it can)"
-            )
+            self._tell_of_loader()
+
+    def _tell_of_loader(self) -> None:
+        self._is_unnamed = False
+        self._tell_not_kept(
+            "a DataLoader provides the batches, and no save() or keep() within an epoch has shown yet that the script "
+            "can resume there (with a GlobalBatchSampler it can)"
+        )
 
     def _note_epoch(self) -> None:
         """Called when the script saves: note if it does so within an epoch of a plain DataLoader."""
@@ -242,11 +258,12 @@ class Keeper:
         if places.has_plain_loader and not places.saves_within_epoch and half_done.is_within_epoch():
             places.saves_within_epoch, process.current.not_kept = True, ""
 
-    def _lacks_position(self, objects: Mapping[str, Any]) -> bool:
-        """True if the script may be unable to resume within an epoch: it has saved only at the ends of epochs, and
-        saves no object that may know the position of its DataLoader."""
-        is_shown = self._places.saves_within_epoch or not self._places.has_plain_loader
-        return not is_shown and self.now.has_folder and may_be_assumed(objects)
+    @property
+    def _lacks_position(self) -> bool:
+        """True if the script may be unable to resume within an epoch, because it has saved only at the ends of epochs.
+        An object of its own may know the position of its DataLoader, but need not."""
+        places = self._places
+        return places.has_plain_loader and not places.saves_within_epoch and self.now.has_folder
 
     def _has_other(self, step: int) -> bool:
         """True if memory has a copy with this step number, and an optimizer has stepped after it.
@@ -394,7 +411,8 @@ class Keeper:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError, StateError."""
         last = None if process.current.sampler is None else process.current.sampler()
         process.current.sampler = None
-        self._check_unsaved(bool(last is not None and not own and not last.is_placed and last.is_trained))
+        is_unsaved = last is not None and not own and not last.is_placed and last.is_trained
+        self._check_unsaved(is_unsaved and not half_done.has_position(values))
         if last is None or not own or last in own.values():
             return
         if not moved({name: self._places.marked.get(name) for name in own}, {name: values[name] for name in own}):
@@ -404,7 +422,7 @@ class Keeper:
         """Check that the state has a sampler's position. is_unsaved: the last batch came from an unsaved sampler whose
         batches are trained. Raises ReplacedError, StateError."""
         self._places.unsaved_steps = self._places.unsaved_steps + 1 if is_unsaved else 0
-        if self._places.unsaved_steps > 1 and self.now.kept is not None and self.now.kept.may_be_assumed():
+        if self._places.unsaved_steps > 1:
             raise (ReplacedError if self.now.assumed else StateError)(
                 "the batches come from a GlobalBatchSampler that load() and save() do not get, so a restart within an "
                 "epoch may train its first batches again"

@@ -36,6 +36,8 @@ _NO_SCHEDULE = (
     float,
     str,
 )
+_POSITION = {"n", "seed", "epoch", "consumed"}  # keys of a GlobalBatchSampler's state
+NESTED_MAX = 8  # depth at which such a state is searched for
 WATCHED_MAX = 8  # hooks per optimizer; a hook on each parameter would cost time at each step
 
 
@@ -53,13 +55,22 @@ def updated_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str,
     """Return the names of a sampler's state at the end of an epoch, and of a scheduler or weight average that was
     already updated for this epoch; ("", "") if there are none. A resume has no batch left, but updates it again."""
     for place, state in objects.items():
-        if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
+        if not isinstance(state, dict) or state.keys() != _POSITION:
             continue
         for name, value in objects.items() if state["consumed"] == state["n"] else ():
             # the count is equal to `step` for a scheduler that steps with each batch
             if state["epoch"] + 1 == _updates(value) < step:
                 return place, name
     return "", ""
+
+
+def has_position(value: Any, depth: int = 0) -> bool:
+    """True if this value contains the state of a GlobalBatchSampler."""
+    if depth > NESTED_MAX:
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    is_position = isinstance(value, dict) and value.keys() == _POSITION
+    return is_position or any(has_position(each, depth + 1) for each in inner)
 
 
 def _updates(value: Any) -> int:

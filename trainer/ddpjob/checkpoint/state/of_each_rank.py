@@ -243,6 +243,12 @@ def differing(
     return {rank: {name: parts[name] for name in sorted(names) if name in parts} for rank, parts in ranks.items()}
 
 
+def missing(of_0: Collection[str], others: Mapping[int, Handed]) -> list[tuple[int, str]]:
+    """Return each name that another rank saves and rank 0 does not, with the first such rank."""
+    found = {name: rank for rank, its in sorted(others.items(), reverse=True) for name in {*its.own, *its.samples}}
+    return sorted((rank, name) for name, rank in found.items() if name not in of_0)
+
+
 def names_in(ranks: Mapping[int, Mapping[str, Any]]) -> set[str]:
     """Return the names for which each rank has a value of its own."""
     return {name for parts in ranks.values() for name in parts}
