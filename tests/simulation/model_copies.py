@@ -94,7 +94,7 @@ class Copying:
         0: no copy is required yet, or the script decides when to copy.
         """
         plan = self.schedule.plan
-        if plan is None or plan.named or self.step <= plan.first + plan.every + 1:
+        if plan is None or plan.least or self.step <= plan.first + plan.every + 1:
             return 0
         own = (state for local, state in self.area.excused if local == self.local)
         excused = max((state.step for state in own if state.life == self.life.number), default=0)
@@ -203,8 +203,8 @@ class Copying:
         if self.rank == 0:
             self._decide(at)
         plan = self.schedule.plan
-        if plan is None or plan.changes < self.changes or (plan.named and not at.named):
-            if plan is not None and plan.named:
+        if plan is None or plan.changes < self.changes or (plan.least and not at.named):
+            if plan is not None and plan.least:
                 self.area.excused.add(own)
             return
         self.area.excused.discard(own)
@@ -225,7 +225,7 @@ class Copying:
             self._place.parts = [self.state(at.step)] * PARTS
             self.schedule.costs.append(self._takes())
         named, is_alone = self.changes and not self._is_placed, self.ranks == 1
-        plan = self.schedule.decide(self._seconds, named=named, changes=self.changes, is_alone=is_alone)
+        plan = self.schedule.decide(self._seconds, least=int(named), changes=self.changes, is_alone=is_alone)
         if plan is not None and not is_alone:
             self.store.plans.append((self.step, plan))
 
