@@ -158,6 +158,17 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_others_go_on_while_the_sidecar_of_a_lost_pod_still_runs(lost: int) -> None:
+    world = trains_under_ddprun().exits(lost, 137, phase="Running").settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert world.status.leader == api.JobLeader(term=1 if lost else 2, place=0 if lost else 1)
+    assert world.pods[f"digits-1-{lost}"].deletion_requested_at is not None, "nobody else ends the sidecar"
+    world.stops(lost).settle().runs(lost).settle()
+    assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
+    assert f"digits-1-{lost}-r1" in world.names()
+
+
 @pytest.mark.parametrize(("code", "init"), [(137, ""), (2, ""), (1, "copy")])
 def test_a_pod_that_fails_again_and_again_does_not_end_the_job_of_the_others(code: int, init: str) -> None:
     """A flapping pod must not use up backoffLimit: nobody waits for it, and the leader restarts failed ranks itself."""
