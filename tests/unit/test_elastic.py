@@ -325,6 +325,14 @@ def test_a_new_leader_waits_for_no_node_that_was_lost_with_the_last_leader() -> 
     assert Appointment.read(json.dumps(answer).encode()).survivors(Members((0, 1, 2, 3))) == {1, 3}
 
 
+def test_a_new_leader_waits_a_moment_for_the_spare_that_takes_the_place_of_the_last_leader() -> None:
+    """Otherwise the spare would join only after its snooze, and stop all ranks once more."""
+    answer = told(trains_under_ddprun(nodes=2, minNodes=1, spares=1).vanishes(0).settle())
+    leader = Appointment.read(json.dumps(answer).encode())
+    assert (leader.survivors(Members((0, 1))), leader.survivors(Members((0, 1)), has_spares=True)) == ({1}, {1, 2})
+    assert leader.survivors(Members(), has_spares=True) == set(), "a new pod does not know who trained"
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"
