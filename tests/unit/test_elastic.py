@@ -169,6 +169,14 @@ def test_the_others_go_on_while_the_sidecar_of_a_lost_pod_still_runs(lost: int) 
     assert f"digits-1-{lost}-r1" in world.names()
 
 
+def test_fewer_than_minNodes_do_not_count_as_running_while_the_sidecar_of_a_lost_pod_still_runs() -> None:
+    world = trains_under_ddprun(nodes=2, minNodes=2).exits(0, 137, phase="Running").settle()
+    assert (world.status.state, world.status.attempt) == ("Restarting", 1)
+    assert world.status.message.endswith("waiting for digits-1-0 on node-0 to stop")
+    world.stops_all().settle().runs(0).settle()
+    assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
+
+
 @pytest.mark.parametrize(("code", "init"), [(137, ""), (2, ""), (1, "copy")])
 def test_a_pod_that_fails_again_and_again_does_not_end_the_job_of_the_others(code: int, init: str) -> None:
     """A flapping pod must not use up backoffLimit: nobody waits for it, and the leader restarts failed ranks itself."""
@@ -397,6 +405,12 @@ def led_by_node_2() -> World:
     assert world.status.leader is not None
     assert world.status.leader.place == 2
     return world
+
+
+def test_the_status_of_a_job_that_grows_again_names_the_pods_that_still_leave() -> None:
+    world = trains_under_ddprun(minNodes=1).change(nodes=1).settle().change(nodes=3).settle()
+    assert world.status.reason == "EnoughNodesRun"
+    assert world.status.message == "1 of 3 nodes are running, attempt 1; waiting for 2 pods to stop"
 
 
 def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_have_saved() -> None:
