@@ -316,6 +316,26 @@ def test_a_node_that_is_told_to_stop_leaves_and_the_others_go_on(has_operator: b
     assert (found.members, found.charges.restarts) == ((0, 2), 0)
 
 
+@pytest.mark.parametrize("lost", [1, 2], ids=["it was killed at the end of its grace period", "another node died"])
+def test_ranks_do_not_try_to_agree_with_a_lost_node_although_a_node_was_told_to_stop(lost: int) -> None:
+    """Ranks that cannot agree end without their state. If they are stopped at once, their state stays in memory."""
+    found = running(1, 3, 0, 1, 2, has_operator=True)
+    found.termination_requested(1, T0 + 100)
+    found.lost(lost, T0 + 130)
+    stops(found, T0 + 131, patient=False)
+    assert taken(found) == [start(found, 1)]
+    assert found.charges.restarts == 0, "the operator charges the lost pod"
+
+
+def test_a_node_that_finished_after_it_was_told_to_stop_lets_the_others_save() -> None:
+    found = running(1, 3, 0, 1, 2, has_operator=True)
+    found.termination_requested(1, T0 + 100)
+    found.finished(1, T0 + 101)
+    found.orders.clear()
+    found.lost(1, T0 + 101)
+    stops(found, T0 + 102, patient=True)
+
+
 def test_node_0_that_is_told_to_stop_without_an_operator_ends_all() -> None:
     found = running(1, 2, 0, 1)
     found.termination_requested(0, T0 + 100)

@@ -241,6 +241,23 @@ def test_nodes_that_do_not_join_in_time_leave_the_job_to_the_operator(launcher: 
     assert ("nodes 1 did not connect within 1 s" if node == 0 else "node 0 at 127.0.0.1:") in done.stderr
 
 
+def test_a_node_whose_finished_ranks_are_to_start_again_does_not_end_with_0_if_the_leader_is_lost(
+    launcher: Launcher,
+) -> None:
+    """Exit code 0 would tell the operator that this node has completed its training."""
+    script = launcher.script(TRAIN + "if rank == 0: time.sleep(0.3); sys.exit(9)")
+    words = group(launcher, 2, "--rdzv-conf", "timeout=3", "--no-preload", script)
+    leader, follower = (launcher.ddprun(*its) for its in words)
+    pids = [pid for _, _, pid in up(launcher, "1", 2)]
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    time.sleep(0.2)  # time to stop the generation; the back-off takes 1 s
+    leader.kill()
+    leader.communicate()
+    assert list(starts(launcher)) == ["0", "1"], "the leader was lost in the back-off"
+    assert finish(follower).returncode == 75
+    launcher.forget_killed()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_if_an_agent_is_lost_the_others_stop_and_continue_with_its_replacement(launcher: Launcher, lost: int) -> None:
     script = launcher.script(TRAIN + "if not os.path.exists('replaced'): time.sleep(1000)")

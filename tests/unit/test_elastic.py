@@ -158,6 +158,25 @@ def test_the_others_go_on_while_a_pod_is_being_deleted() -> None:
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_others_go_on_while_the_sidecar_of_a_lost_pod_still_runs(lost: int) -> None:
+    world = trains_under_ddprun().exits(lost, 137, phase="Running").settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert world.status.leader == api.JobLeader(term=1 if lost else 2, place=0 if lost else 1)
+    assert world.pods[f"digits-1-{lost}"].deletion_requested_at is not None, "nobody else ends the sidecar"
+    world.stops(lost).settle().runs(lost).settle()
+    assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
+    assert f"digits-1-{lost}-r1" in world.names()
+
+
+def test_fewer_than_minNodes_do_not_count_as_running_while_the_sidecar_of_a_lost_pod_still_runs() -> None:
+    world = trains_under_ddprun(nodes=2, minNodes=2).exits(0, 137, phase="Running").settle()
+    assert (world.status.state, world.status.attempt) == ("Restarting", 1)
+    assert world.status.message.endswith("waiting for digits-1-0 on node-0 to stop")
+    world.stops_all().settle().runs(0).settle()
+    assert (world.status.reason, world.status.attempt) == ("AllNodesRun", 1)
+
+
 @pytest.mark.parametrize(("code", "init"), [(137, ""), (2, ""), (1, "copy")])
 def test_a_pod_that_fails_again_and_again_does_not_end_the_job_of_the_others(code: int, init: str) -> None:
     """A flapping pod must not use up backoffLimit: nobody waits for it, and the leader restarts failed ranks itself."""
@@ -314,6 +333,14 @@ def test_a_new_leader_waits_for_no_node_that_was_lost_with_the_last_leader() -> 
     assert Appointment.read(json.dumps(answer).encode()).survivors(Members((0, 1, 2, 3))) == {1, 3}
 
 
+def test_a_new_leader_waits_a_moment_for_the_spare_that_takes_the_place_of_the_last_leader() -> None:
+    """Otherwise the spare would join only after its snooze, and stop all ranks once more."""
+    answer = told(trains_under_ddprun(nodes=2, minNodes=1, spares=1).vanishes(0).settle())
+    leader = Appointment.read(json.dumps(answer).encode())
+    assert (leader.survivors(Members((0, 1))), leader.survivors(Members((0, 1)), has_spares=True)) == ({1}, {1, 2})
+    assert leader.survivors(Members(), has_spares=True) == set(), "a new pod does not know who trained"
+
+
 def test_nobody_is_told_to_follow_a_pod_that_does_not_run() -> None:
     world = trains_under_ddprun(nodes=2, minNodes=1).vanishes(0).vanishes(1).settle()
     assert world.status.state == "Restarting"
@@ -378,6 +405,12 @@ def led_by_node_2() -> World:
     assert world.status.leader is not None
     assert world.status.leader.place == 2
     return world
+
+
+def test_the_status_of_a_job_that_grows_again_names_the_pods_that_still_leave() -> None:
+    world = trains_under_ddprun(minNodes=1).change(nodes=1).settle().change(nodes=3).settle()
+    assert world.status.reason == "EnoughNodesRun"
+    assert world.status.message == "1 of 3 nodes are running, attempt 1; waiting for 2 pods to stop"
 
 
 def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_have_saved() -> None:

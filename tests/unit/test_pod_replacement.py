@@ -45,6 +45,16 @@ def test_only_the_pod_of_a_killed_agent_is_replaced(rank: int) -> None:
     assert words(world)[-3:] == ["RankFailed", "Replacing", "AllNodesRun"]
 
 
+def test_a_pod_whose_sidecar_outlives_its_killed_agent_is_replaced_too() -> None:
+    """A sidecar (a service mesh, a log shipper) runs on, and the pod must not count as one whose agent waits."""
+    world = trained().exits(1, code=137, phase="Running").settle()
+    deleted = [name for name, pod in world.pods.items() if pod.deletion_requested_at is not None]
+    assert deleted == ["digits-1-1"]
+    assert (world.status.attempt, world.status.replacements) == (1, {"1": 1})
+    world.stops_all().settle().runs(1).settle()
+    assert (world.names(), world.status.reason) == (["digits-1-0", "digits-1-1-r1", "digits-1-2"], "AllNodesRun")
+
+
 def test_under_torchrun_all_pods_of_the_group_are_recreated() -> None:
     world = digits(nodes=3).running().exits(1, code=137).restarted()
     assert (world.status.attempt, world.status.replacements) == (2, {})

@@ -166,6 +166,7 @@ class Follower:
         elif "stop" in message:
             stop = message["stop"]
             if stop["generation"] == self._generation:
+                self._done = False  # ranks that ended with 0 start again, too
                 self._agent.stop(now, patient=stop["patient"] is True, furthest=clock_of(stop))
         elif "ask" in message or "over" in message:
             self._watch(message, now)

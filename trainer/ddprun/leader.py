@@ -65,7 +65,7 @@ class Leader:
             local=options.local,
             leader=options.place,
             turn=agent.turn,
-            survivors=agent.leader.survivors(agent.members),
+            survivors=agent.leader.survivors(agent.members, has_spares=options.spares > 0),
         )
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None

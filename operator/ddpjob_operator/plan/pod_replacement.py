@@ -63,7 +63,9 @@ def going_on(view: View, status: api.Status) -> Decision | None:
 
 
 def _still_ending(view: View, lost: Sequence[int]) -> list[Pod]:
-    return [p for place in lost if (p := view.pods.get(place)) and p.live and p.uid not in view.lost]
+    """Return lost pods in which ranks may be running. Sidecars run until the pod is replaced and deleted."""
+    pods = (p for place in lost if (p := view.pods.get(place)) is not None)
+    return [p for p in pods if p.live and not p.has_failed and p.uid not in view.lost]
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
@@ -75,7 +77,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     # New pods that cannot ask would follow node 0, although another node has led. A new attempt begins with node 0.
     if leadership.leader(view.job, view.recorded).term > 1 and not view.settings.answers_agents:
         return []
-    waiting = {p.place for p in view.active if p.deletion_requested_at is None}
+    waiting = {p.place for p in view.active if p.deletion_requested_at is None and not p.has_failed}
     known = set(view.pods) | status.started
     lost = sorted((known - waiting).intersection(view.spec.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]

@@ -231,12 +231,20 @@ def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
     if not not_running:
-        return None
+        return _waiting_for_places(view, status)
     avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
     unschedulable = any(p.unschedulable for p in not_running)
     again_at = pending.next_creating_text_at(view, status, not_running)
     again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
     return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
+
+
+def _waiting_for_places(view: View, status: api.Status) -> Decision | None:
+    """Wait until earlier pods at places of an elastic job have ended. A new pod at such a place is created then."""
+    earlier = [p for p in view.removed if p.place in view.spec.members]
+    if not earlier:
+        return None
+    return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, f"waiting for {name_pods(earlier)} to stop")
 
 
 def _waiting(

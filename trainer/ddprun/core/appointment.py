@@ -23,9 +23,11 @@ class Appointment(NamedTuple):
     places: Members | None = None
     """Nodes that have started and are not lost; None if nobody has answered yet."""
 
-    def survivors(self, members: Members) -> set[int]:
-        """Return the members of an earlier leader's generation that may still come: not that leader, and no node that
-        is lost or not wanted any more."""
+    def survivors(self, members: Members, *, has_spares: bool = False) -> set[int]:
+        """Return the nodes that may still come: members of an earlier leader's generation without that leader, and
+        spares, one of which takes its place. Omit nodes that are lost or not wanted any more."""
+        if has_spares and members and self.places is not None:
+            return set(self.places)
         return {place for place in members[1:] if self.places is None or place in self.places}
 
     def replaces(self, known: Appointment) -> bool:

@@ -241,11 +241,12 @@ class LeaderState:
             return self._go_on_if_enough_are_here(now)
         if node not in self.members:
             return None
+        has_finished = node in self._current.finished
         self._stopping.discard(node)
         self._current.finished.discard(node)
         vanished = self._lose(node)
         if self.state == "running":
-            self._stop([vanished], now)
+            self._stop([vanished], now, may_agree=has_finished)
         elif self.state == "stopping":
             self._current.failures.append(vanished)
             self._ask_no_more()
@@ -475,12 +476,21 @@ class LeaderState:
         self._enter("running", now, PREFLIGHT_SECONDS if self._current.checking else None)
         self.orders.append(StartOrder(self.generation, self.members, self._current.checking))
 
-    def _stop(self, failures: list[Failure], now: float, *, asks: bool = False, patient: bool = False) -> None:
-        """Enter "stopping". asks: True if a running rank may be the one that a failed rank has waited for."""
+    def _stop(
+        self,
+        failures: list[Failure],
+        now: float,
+        *,
+        asks: bool = False,
+        patient: bool = False,
+        may_agree: bool = True,
+    ) -> None:
+        """Enter "stopping". asks: True if a running rank may be the one that a failed rank has waited for. may_agree:
+        False if running ranks are lost. The others would wait in vain for them, and then end without their state."""
         self._current.failures += failures
         self.charges.ran(now - self._since)
         self._terminations.group_stops()
-        patient |= self._terminations.came_first or any(failure.resumable for failure in failures)
+        patient |= may_agree and (self._terminations.came_first or any(failure.resumable for failure in failures))
         asks = asks and not (patient or self._current.finished or self._current.checking)
         self._stopping = self.nodes.here.intersection(self.members)
         self._enter("stopping", now, None)
