@@ -1936,6 +1936,34 @@ def test_ranks_of_a_lost_node_do_not_get_buffers_that_may_differ_by_rank(
     assert (": each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err) is has_statistics
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_random_states_that_a_rank_has_not_written_are_lost_only_with_its_node(nodes: Node, is_lost: bool) -> None:
+    """A rank that is killed before its first keep() of a generation has not written its random states. If its node
+    lives, the restart must use the folder, which has them. Random numbers of a lost node are lost anyway."""
+
+    def train(until: int) -> int:
+        world = ddpjob.init()
+        objects, snapshot, began = begin()
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, until + 1):
+            make_step(model, objects["optimizer"])
+            if step == 9 and world.rank == 1:
+                return began
+            snapshot.keep(step, **objects, best=0.5)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects, best=0.5)
+        rescue()
+        return began
+
+    assert nodes.run_all(0, lambda: train(8), ranks=2) == [0, 0]
+    assert nodes.run_all(1, lambda: train(9), ranks=2) == [8, 8]
+    assert nodes.step == 9
+    if is_lost:
+        nodes.lose(1)
+    assert nodes.run_all(2, lambda: train(0), ranks=2) == [9 if is_lost else 4] * 2
+
+
 @pytest.mark.parametrize("evaluates", ["once", "a part", "before each step"])
 @pytest.mark.parametrize("ends", ["killed", "by an error"])
 def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluates(
