@@ -1066,6 +1066,42 @@ def test_a_change_through_data_of_any_parameter_is_seen(layers: int) -> None:
     assert len(unseen) <= max(0, 2 * layers - SAMPLES)
 
 
+@pytest.mark.parametrize("frozen", [10, 400])
+def test_the_samples_have_trained_parameters_if_most_are_frozen(frozen: int) -> None:
+    """If only the last layer of a large model is trained, the samples must show its steps: ranks compare them to see if
+    they are at the same step. Frozen parameters are sampled, too, because a script may change them itself."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(frozen)]).requires_grad_(False)
+    head = torch.nn.Linear(2, 2)
+    watch = ChangeWatch(
+        {"optimizer": torch.optim.SGD(head.parameters())}, {}, [*model.parameters(), *head.parameters()]
+    )
+    watch.record()
+    for parameters in (head.parameters(), model.parameters()):
+        before = watch.sampled
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(1)
+        watch.record()
+        assert watch.sampled != before
+
+
+@pytest.mark.parametrize("where", ["in a list", "in a dict", "of no parameter"])
+def test_optimizer_state_within_other_values_is_seen_to_change(where: str) -> None:
+    """A hook of a forward pass may add to statistics that an optimizer has in a list. Then a state that is written
+    within a step would have half of the next step."""
+    parameter, statistics = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    optimizer = torch.optim.SGD([parameter])
+    inner = {"statistics": statistics} if where == "in a dict" else [statistics]
+    optimizer.state[parameter if where.startswith("in") else "all"] = {"inner": inner}
+    watch = ChangeWatch({"optimizer": optimizer}, {}, [parameter])
+    watch.record()
+    before = watch.total()
+    assert not watch.changed()
+    statistics.add_(1)
+    assert watch.changed() == "optimizer"
+    assert watch.total() != before
+
+
 @pytest.mark.parametrize(
     ("first", "by_value", "back"), [(1, {}, "="), (6, {}, "="), (6, {"loss": 0.1}, "="), (6, {}, "copy_")]
 )
@@ -1900,14 +1936,42 @@ def test_ranks_of_a_lost_node_do_not_get_buffers_that_may_differ_by_rank(
     assert (": each rank may have its own, and that of rank 1 is lost" in capfd.readouterr().err) is has_statistics
 
 
-@pytest.mark.parametrize("evaluates", ["once", "before each step"])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_random_states_that_a_rank_has_not_written_are_lost_only_with_its_node(nodes: Node, is_lost: bool) -> None:
+    """A rank that is killed before its first keep() of a generation has not written its random states. If its node
+    lives, the restart must use the folder, which has them. Random numbers of a lost node are lost anyway."""
+
+    def train(until: int) -> int:
+        world = ddpjob.init()
+        objects, snapshot, began = begin()
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, until + 1):
+            make_step(model, objects["optimizer"])
+            if step == 9 and world.rank == 1:
+                return began
+            snapshot.keep(step, **objects, best=0.5)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects, best=0.5)
+        rescue()
+        return began
+
+    assert nodes.run_all(0, lambda: train(8), ranks=2) == [0, 0]
+    assert nodes.run_all(1, lambda: train(9), ranks=2) == [8, 8]
+    assert nodes.step == 9
+    if is_lost:
+        nodes.lose(1)
+    assert nodes.run_all(2, lambda: train(0), ranks=2) == [9 if is_lost else 4] * 2
+
+
+@pytest.mark.parametrize("evaluates", ["once", "a part", "before each step"])
 @pytest.mark.parametrize("ends", ["killed", "by an error"])
 def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluates(
     node: Node, ends: str, evaluates: str
 ) -> None:
     """Rank 0 may be the only one that evaluates: it may draw random numbers, and halve its learning rate afterwards. If
-    it is lost within the evaluation, memory must not be used, although the other ranks have a complete state. A forward
-    pass without gradients before each step, as of a teacher, is no evaluation."""
+    it is lost within the evaluation, also of a part of the model, memory must not be used, although the other ranks
+    have a complete state. A forward pass without gradients before each step, as of a teacher, is no evaluation."""
 
     def train() -> int:
         world = ddpjob.init()
@@ -1915,8 +1979,9 @@ def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluat
         model = world.wrap(objects["model"])
         for step in range(began + 1, 1 if began else 10):
             if (evaluates == "before each step" or step == 9) and world.rank == 0:
+                evaluated = objects["model"][0] if evaluates == "a part" else objects["model"]
                 with torch.no_grad():
-                    objects["model"].eval()(torch.ones(4, 4))
+                    evaluated.eval()(torch.ones(4, 4))
                 objects["model"].train()
             if step == 9:
                 break
@@ -1933,7 +1998,7 @@ def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluat
 
     node.run_all(0, train, ranks=2)
     assert node.step == 8
-    assert node.run_all(1, train, ranks=2) == [4 if evaluates == "once" else 8] * 2
+    assert node.run_all(1, train, ranks=2) == [8 if evaluates == "before each step" else 4] * 2
 
 
 def test_a_kept_model_can_be_pickled_and_scripted_between_two_steps(node: Node) -> None:

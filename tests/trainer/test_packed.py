@@ -181,6 +181,13 @@ def test_an_optimizer_with_its_own_state_dict_is_left_to_the_folder() -> None:
     model, optimizer = model_and_optimizer()
     with pytest.raises(StateError, match="OwnStateDict overrides state_dict"):
         Kept({"optimizer": OwnStateDict(model.parameters(), lr=0.1)})
+    kept, usual = Kept({"optimizer": optimizer}), optimizer.state_dict
+    optimizer.state_dict = lambda: {**usual(), "mine": 1}  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="AdamW overrides state_dict"):
+        Kept({"optimizer": optimizer})
+    with pytest.raises(StateError, match="AdamW overrides state_dict"):
+        kept.settings()
+    del optimizer.state_dict  # type: ignore[method-assign]
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"mine": 1})
     with pytest.raises(StateError, match="AdamW has a hook that changes its state_dict"):
         Kept({"optimizer": optimizer})

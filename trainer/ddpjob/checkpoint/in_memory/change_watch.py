@@ -6,19 +6,19 @@ counter and are seen only in the samples. `views` reads a tensor's memory by its
 
 import ctypes
 import functools
-import itertools
 import operator
 import random
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ddpjob.checkpoint.state import packed
 
-SAMPLES = 32  # number of sampled parameters; 32 are enough, because different models differ in every parameter
+SAMPLES = 32  # number of sampled parameters; 32 are enough, because different steps differ in every trained parameter
+FROZEN_SAMPLES = 8  # number of them without gradients, such as averages; more if few parameters are trained
 SAMPLED_BYTES = 8192  # total size of all samples, in bytes
 REBINDS = 3  # number of steps that are checked again, because the script has assigned `.data` within the step before
 RECORD_STEPS = 64  # steps between two reads of all version counters, because reading all of them is slow
@@ -75,8 +75,9 @@ class ChangeWatch:
         self.averages = {name: (weakref.ref(each), [*each.parameters()][:SAMPLES]) for name, each in averages.items()}
         """Each module that no optimizer trains, and some of its parameters."""
         dense = list(filter(_is_dense, parameters))
-        count = min(SAMPLES, len(dense))
-        self._samples = [dense[number * len(dense) // count] for number in range(count)]
+        trained, frozen = ([each for each in dense if each.requires_grad is is_trained] for is_trained in (True, False))
+        few = _spread(frozen, max(FROZEN_SAMPLES, SAMPLES - len(trained)))
+        self._samples = [*_spread(trained, SAMPLES - len(few)), *few]
         self._first = self._all = NO_VIEWS
         self.sampled = b""
         """Samples of the parameters at the last `record`, also to compare parameters of ranks."""
@@ -151,6 +152,21 @@ class ChangeWatch:
     def _sample_now(self) -> bytes:
         self._first = views(self._first, self._samples, SAMPLED_BYTES // max(1, len(self._samples)))
         return b"".join(self._first.views)
+
+
+def _spread(tensors: Sequence[torch.Tensor], most: int) -> list[torch.Tensor]:
+    """Return at most so many of the tensors, at even distances."""
+    count = min(most, len(tensors))
+    return [tensors[number * len(tensors) // count] for number in range(count)]
+
+
+def _inside(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, also in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _inside(each)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -234,9 +250,7 @@ class _Counters:
     def state_now(self) -> list[torch.Tensor]:
         """Return the tensors of the optimizer's state."""
         optimizer = self.optimizer()
-        states = [] if optimizer is None else list(optimizer.state.values())
-        values = itertools.chain.from_iterable(state.values() for state in states if isinstance(state, dict))
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        return [] if optimizer is None else [*_inside(list(optimizer.state.values()))]
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:

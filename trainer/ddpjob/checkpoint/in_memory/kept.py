@@ -189,10 +189,6 @@ class Kept:
             self._leaves[name] = list(_buffers(name, value))
             self._keys[name] = list(value.state_dict())
         elif isinstance(value, torch.optim.Optimizer):
-            if type(value).state_dict is not torch.optim.Optimizer.state_dict:
-                raise StateError(f"{name}: {type(value).__name__} overrides state_dict(), which is not supported")
-            if value._optimizer_state_dict_post_hooks:
-                raise StateError(f"{name}: {type(value).__name__} has a hook that changes its state_dict()")
             packed.dumps(_setting(value, name))
             self.optimizers.append(name)
         else:
@@ -353,8 +349,13 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, dict[str,
 
 
 def _setting(value: Any, name: str) -> Any:
-    """Return a copy of the value; for an optimizer the settings of its groups, such as learning rates."""
+    """Return a copy of the value; for an optimizer the settings of its groups, such as learning rates. Raises
+    StateError for an optimizer whose state_dict() may have more; a script may replace this method at any time."""
     if isinstance(value, torch.optim.Optimizer):
+        if getattr(value.state_dict, "__func__", None) is not torch.optim.Optimizer.state_dict:
+            raise StateError(f"{name}: {type(value).__name__} overrides state_dict(), which is not supported")
+        if value._optimizer_state_dict_post_hooks:
+            raise StateError(f"{name}: {type(value).__name__} has a hook that changes its state_dict()")
         groups = [{key: each for key, each in group.items() if key != "params"} for group in value.param_groups]
         return copied(groups, name)
     return copied(state_of(value), name)

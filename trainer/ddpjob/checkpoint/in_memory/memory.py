@@ -37,7 +37,6 @@ from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
 from ddpjob.checkpoint.state import half_done, packed, random_states
 from ddpjob.checkpoint.state.alike import moved
 from ddpjob.checkpoint.state.of_each_rank import outermost
-from ddpjob.checkpoint.state.state_dicts import unwrapped
 from ddpjob.errors import StateError
 from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PROOF_STEP, PROVEN, Held
@@ -153,8 +152,8 @@ class Keeper:
             for each in kept.first_gradients
         ]
         models = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
-        # A script may evaluate a model without its wrapper.
-        self._passes.models = {id(each) for model in models for each in (outermost(model), unwrapped(model))}
+        # A script may evaluate a model without its wrapper, or a part of it.
+        self._passes.modules = {id(each) for model in models for each in (outermost(model), *model.modules())}
         if kept.by_value and self.now.has_folder:
             self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so memory has it only until the next optimizer step; "

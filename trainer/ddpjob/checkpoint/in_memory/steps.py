@@ -139,8 +139,9 @@ class Makers:
 
 
 class ForwardPasses:
-    """Notices forward passes of kept models between the end of a step and the next step. With gradients the next step
-    has begun; without them it is an evaluation, unless the step before had the same one, as of a momentum encoder.
+    """Notices forward passes of kept models, or parts of them, between the end of a step and the next step. With
+    gradients the next step has begun; without them it is an evaluation, unless the step before had the same one, as of
+    a momentum encoder.
 
     Only in that time torch's global hook is used. A hook on the model itself would be pickled with it, and
     torch.jit.script refuses a model with hooks.
@@ -149,8 +150,8 @@ class ForwardPasses:
     def __init__(self, begins: Callable[[], None], evaluates: Callable[[], None]) -> None:
         self._begins, self._evaluates = begins, evaluates
         self._handle: Any = None
-        self.models: set[int] = set()
-        """Ids of the kept models, with and without their wrappers."""
+        self.modules: set[int] = set()
+        """Ids of the kept models, with and without their wrappers, and of their parts."""
         self._evaluated: set[int] = set()
         self._evaluated_before: set[int] = set()
 
@@ -171,7 +172,7 @@ class ForwardPasses:
 
     def _calls(self, module: torch.nn.Module, _: Any) -> None:
         number = id(module)
-        if number not in self.models or torch.compiler.is_compiling():
+        if number not in self.modules or torch.compiler.is_compiling():
             return
         if module.training and torch.is_grad_enabled():
             self._begins()
