@@ -47,11 +47,11 @@ check: install ## Check style, types, layers, and that generated files are up to
 	@for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name | diff -u $(DASHBOARDS)/ddpjob-$$name.json - \
 	  || { echo "make generate"; exit 1; }; done
 
-quick: check ## Style, types, and the tests that start no process: a few minutes.
+quick: check ## Style, types, and the tests that start no process but helm: a few minutes.
 	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/simulation tests/chart
 
-test-processes: install ## The tests that start processes: ddprun, local runs, the library with torch.
-	$(PYTEST) -m "not long" --durations 25 tests/agent tests/local tests/trainer tests/truth tests/metrics
+test-processes: install ## The tests that start processes: ddpjob, ddprun, local runs, the library with torch.
+	$(PYTEST) -m "not long" --durations 25 tests/processes tests/agent tests/local tests/trainer tests/truth tests/metrics
 
 test: quick test-processes ## All tests; those that need a cluster run where KUBECONFIG names one, and those that break it one after the other.
 	$(PYTEST) -m "not long and not alone" --durations 25 tests/api

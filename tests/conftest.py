@@ -1,11 +1,13 @@
 """Options and shared fixtures of the whole test suite."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import no_processes
 import pytest
 import real_gpus
 import this_tree
@@ -59,6 +61,12 @@ class Together(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     return Together(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with no_processes.forbidden() if no_processes.is_quick(item) else contextlib.nullcontext():
+        return (yield)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

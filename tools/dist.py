@@ -1,7 +1,7 @@
 """`make dist`: write wheel, sdist, the chart's archive, and an SBOM of each image (CycloneDX) to a folder.
 
-Two builds of one commit are equal byte for byte (tests/unit/test_dist.py): timestamps are the commit's, and hatchling
-sorts files. `helm package` would write the build time, so the chart is packed here, in the same format.
+Two builds of one commit are equal byte for byte (tests/processes/test_dist.py): timestamps are the commit's, and
+hatchling sorts files. `helm package` would write the build time, so the chart is packed here, in the same format.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from agents import Launcher, finish
 from fake_py_spy import path_with_py_spy
 from shell import eventually
 
+from ddpjob_cli.client import stacks
 from ddprun import processes
 from ddprun.core import folded_stacks, idle
 from ddprun.core.folded_stacks import RankStack
@@ -238,3 +239,30 @@ def test_a_pause_is_never_idle_and_its_end_restarts_the_clock() -> None:
     assert clock.look(55.0, {}) == ""
     assert looks(clock, range(60, 120, 5)) == []
     assert looks(clock, range(120, 130, 5)) == [idle.IDLE]
+
+
+def test_the_command_in_a_pod_signals_only_agents(tmp_path: Path) -> None:
+    """Only agents may get the signal: it would kill a shell, a rank without a handler, or PID 1 and thus the pod."""
+    script = tmp_path / "train.py"
+    script.write_text("import time; print('up', flush=True); time.sleep(600)")
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "ddprun", "--no-preload", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "ddprun"])
+    try:
+        assert agent.stdout.readline() == b"up\n"
+        proc = tmp_path / "proc"
+        proc.mkdir()
+        for pid in (other.pid, os.getpid(), *processes.descendants(agent.pid)):
+            (proc / str(pid)).symlink_to(f"/proc/{pid}")
+        in_pod = ["sh", "-c", stacks.ASK.replace("/proc", str(proc))]
+        assert subprocess.run(in_pod, check=False).returncode == stacks.NO_AGENT
+        (proc / str(agent.pid)).symlink_to(f"/proc/{agent.pid}")
+        assert subprocess.run(in_pod, check=False).returncode == 0
+        assert agent.stderr.readline().startswith(b"ddprun: stacks of rank 0")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+        agent.terminate()
+        agent.communicate()

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -1620,7 +1619,6 @@ def test_files_that_are_ignored_hidden_or_installed_are_not_checked_in_a_folder(
     (tmp_path / "env/pyvenv.cfg").touch()
     (tmp_path / "values.yaml").write_text("replicas: {{ .Values.n }}\n")
     (tmp_path / ".gitignore").write_text("ignored/\n")
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     result = ran(".")
     assert [line.split(": ")[0] for line in result.stdout.splitlines()] == ["e.ipynb:cell 1:3", "old/a.py:3"]
     assert result.stderr == "4 files read: 2 errors\n"

@@ -3,7 +3,6 @@
 import ast
 import json
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -209,13 +208,11 @@ def test_braces_outside_f_strings_do_not_slow_down_the_parser(text: str) -> None
 
 
 @pytest.mark.parametrize("link", [".a", "+a", "()", "[0]"])
-def test_a_chain_of_names_that_crashes_the_parser_of_python_3_10_is_refused(tmp_path: Path, link: str) -> None:
+def test_a_chain_of_names_that_crashes_the_parser_of_python_3_10_is_refused(tmp_path, monkeypatch, ddpjob, link):
     (tmp_path / "train.py").write_text(f"return\nx = a{link * 200_000}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpjob_cli", "check", "train.py"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert "train.py:1: error[syntax]: nested too deeply to be read" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    done = ddpjob("check", "train.py", code=2)
+    assert "train.py:1: error[syntax]: nested too deeply to be read" in done.out
 
 
 def test_only_a_limited_number_of_imports_is_searched(tmp_path: Path) -> None:

@@ -2,24 +2,21 @@
 
 import datetime as dt
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
-import pexpect
 import pytest
 import yaml
+from click.testing import CliRunner
 from fake_cluster import FakeCluster, kubeconfig, pod
 from shell import Ddpjob
 from worlds import manifest
 
 from ddpjob_cli.client import watch
+from ddpjob_cli.commands.main import cli
 
 
 def stored(name: str = "digits", state: str | None = "Running", **status: Any) -> dict[str, Any]:
@@ -154,21 +151,6 @@ def test_the_help_of_each_cluster_command_has_its_exit_codes_and_an_example(ddpj
         assert len(text.splitlines()) <= 45, "one screen"
 
 
-@pytest.mark.parametrize(
-    ("command", "says"), [("no-such-plugin", "No such file"), ("false", "returned 1"), ("true", "Expecting value")]
-)
-def test_a_plugin_that_gives_no_credentials_is_reported(cluster, ddpjob, tmp_path, command, says):
-    """If a plugin gives no credentials, the request must not be sent without any."""
-    config = json.loads((tmp_path / "kubeconfig").read_text())
-    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never"}
-    config["users"][0]["user"] = {"exec": plugin}
-    (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    done = ddpjob("get", code=2, says="kubeconfig: no credentials for context test: ")
-    assert says in done.err
-    assert done.err.count("\n") == 1
-    assert cluster.requests == []
-
-
 def test_the_error_without_an_installed_operator_tells_how_to_install_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.crd = False
     for words in (["get"], ["describe", "digits"], ["get", "-A"]):
@@ -193,15 +175,6 @@ def test_other_refusals_give_an_error_of_one_line(cluster: FakeCluster, ddpjob: 
     done = ddpjob("get", code=1)
     assert str(code) in done.err
     assert done.err.count("\n") == 1
-
-
-def test_commands_that_need_no_cluster_do_not_import_its_client() -> None:
-    """`ddpjob --help` and the local run must start without a delay."""
-    slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
-    look = f"import sys; print({slow} & set(sys.modules))"
-    text = f"import ddpjob_cli.commands.main, ddpjob_cli.client.errors; {look}"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 # -------------------------------------------------------------------- looking
@@ -274,9 +247,8 @@ def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
 
     def offered(typed: str) -> list[str]:
         words = {"_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-        argv = [sys.executable, "-c", "from ddpjob_cli.commands.main import main; main()"]
-        done = subprocess.run(argv, env={**os.environ, **words}, capture_output=True, text=True, check=True)
-        assert done.stderr == ""
+        done = CliRunner().invoke(cli, prog_name="ddpjob", env=words)
+        assert (done.exit_code, done.stderr) == (0, "")
         return done.stdout.split()
 
     assert offered("ddpjob describe di") == ["plain,digits", "plain,dinosaurs"]
@@ -779,17 +751,6 @@ def test_a_followed_log_continues_where_its_connection_broke(cluster, ddpjob, br
     assert (done.out, done.err) == ("[0:0] one\n[0:0] two\n[0:0] three\n", told)
 
 
-def test_a_log_keeps_its_bytes_with_and_without_following(cluster: FakeCluster) -> None:
-    """A log in Latin-1 must have the same bytes with -f, without -f, and in kubectl logs."""
-    cluster.add("ddpjobs", stored(state="Succeeded"))
-    cluster.add("pods", pod("digits", exit_code=0))
-    printed = b"caf\xe9 \xff\n"
-    cluster.logs["digits-1-0"] = [printed[:-1].decode(errors="surrogateescape")]
-    argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster"]
-    assert subprocess.run(argv, capture_output=True, check=True).stdout == printed
-    assert subprocess.run([*argv, "-f"], capture_output=True, check=True).stdout == b"[0:0] " + printed
-
-
 def test_a_node_whose_log_cannot_be_read_does_not_hide_the_others(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
     cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
@@ -892,35 +853,3 @@ def test_followed_logs_show_what_the_job_is_waiting_for(cluster, ddpjob, monkeyp
 
 
 # -------------------------------------------------------------------- a terminal
-
-
-@pytest.mark.parametrize("is_drawn", [True, False])
-def test_top_redraws_until_ctrl_c_and_prints_once_on_a_dumb_terminal(cluster, monkeypatch, *, is_drawn):
-    """Ctrl-C must end `ddpjob top` with exit code 0, because this is the normal way to end it."""
-    monkeypatch.setenv("TERM", "xterm" if is_drawn else "dumb")
-    job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
-    argv = ["-m", "ddpjob_cli", "top"]
-    with pexpect.spawn(sys.executable, argv, dimensions=(24, 80), timeout=30, encoding="utf-8") as terminal:
-        terminal.expect_exact("312/1125")
-        if is_drawn:
-            job["status"]["display"]["step"] = "400/1125"
-            terminal.expect_exact("400/1125")
-            cluster.answers["list ddpjobs.training.ddpjob.io"] = 503, {"kind": "Status", "message": "shutting down"}
-            terminal.expect_exact("not ready (503)")
-            terminal.sendintr()
-        terminal.expect(pexpect.EOF)
-    assert terminal.exitstatus == 0
-
-
-def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
-    """Ctrl-C must end only the command. The training continues, so users may close the laptop."""
-    cluster.add("ddpjobs", stored())
-    argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster", "-f"]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
-    # 130 is the exit code of a shell after SIGINT. During an import SIGINT ends Python by the signal.
-    assert process.returncode in (130, -signal.SIGINT), err
-    assert "Traceback" not in err
-    assert cluster.find("ddpjobs", "digits") is not None

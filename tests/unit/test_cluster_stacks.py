@@ -1,19 +1,12 @@
 """`ddpjob stacks` in a cluster: kubectl signals the agent in each pod, which writes to its log."""
 
-import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, pod
-from shell import eventually
 from worlds import manifest
-
-from ddpjob_cli.client import stacks
-from ddprun import processes
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
 
@@ -111,31 +104,3 @@ def test_a_job_without_stacks_gives_one_sentence(cluster, ddpjob, monkeypatch):
     code, _, err = ddpjob("stacks", "digits", "--cluster")
     assert code == 1
     assert "kubectl exec --namespace default digits-1-0 -c trainer -- kill -QUIT 1" in err
-
-
-def test_the_command_in_a_pod_signals_only_agents(tmp_path: Path) -> None:
-    """Only agents may get the signal: it would kill a shell, a rank without a handler, or PID 1 and thus the pod."""
-    script = tmp_path / "train.py"
-    script.write_text("import time; print('up', flush=True); time.sleep(600)")
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "ddprun", "--no-preload", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "ddprun"])
-    try:
-        assert agent.stdout.readline() == b"up\n"
-        proc = tmp_path / "proc"
-        proc.mkdir()
-        for pid in (other.pid, os.getpid(), *processes.descendants(agent.pid)):
-            (proc / str(pid)).symlink_to(f"/proc/{pid}")
-        in_pod = ["sh", "-c", stacks.ASK.replace("/proc", str(proc))]
-        assert subprocess.run(in_pod, check=False).returncode == stacks.NO_AGENT
-        (proc / str(agent.pid)).symlink_to(f"/proc/{agent.pid}")
-        assert subprocess.run(in_pod, check=False).returncode == 0
-        assert agent.stderr.readline().startswith(b"ddprun: stacks of rank 0")
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-        agent.terminate()
-        agent.communicate()
-    eventually(lambda: agent.poll() is not None)

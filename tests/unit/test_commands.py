@@ -1,9 +1,6 @@
 """Help, versions, completion, and the schema for editors."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +36,6 @@ def test_the_list_of_commands_truncates_no_summary() -> None:
     assert "..." not in said("--help").replace("[ARGS]...", "").replace("[OPTIONS] COMMAND", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["-h"]], ids=" ".join)
-def test_help_imports_only_click_and_the_command_line(arguments: list[str]) -> None:
-    """Help must not import YAML, msgspec and the job's types: each help page and each Tab would take twice as long."""
-    code = (
-        "import sys; before = set(sys.modules); from ddpjob_cli.commands.main import main\n"
-        "try: main()\n"
-        "finally: print(*set(sys.modules) - before, file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    imported = {name for name in done.stderr.split() if name.partition(".")[0] not in sys.stdlib_module_names}
-    ours = {name for name in imported if name.startswith("ddpjob")}
-    assert {name.partition(".")[0] for name in imported - ours} == {"click"}
-    assert {name for name in ours if not name.startswith("ddpjob_cli.commands")} == {"ddpjob_cli"}
-    slow = {"asyncio", "http.client", "ipaddress", "json", "pathlib", "ssl", "subprocess", "urllib.parse"}
-    assert not slow & set(done.stderr.split()), "take milliseconds each"
-
-
 def test_the_error_about_an_unknown_command_points_to_the_list_of_commands() -> None:
     result = CliRunner().invoke(cli, ["help", "chekc"], prog_name="ddpjob")
     assert result.exit_code == 2
@@ -66,16 +45,6 @@ def test_the_error_about_an_unknown_command_points_to_the_list_of_commands() -> 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_gets_its_words_from_ddpjob(shell: str) -> None:
     assert f"_DDPJOB_COMPLETE={shell}_complete" in said("completion", shell)
-
-
-def test_a_shell_that_loads_the_script_completes_commands_and_options() -> None:
-    program_ = [sys.executable, "-m", "ddpjob_cli"]
-    for typed, offered in {"ddpjob comp": "plain,completion", "ddpjob check --for": "plain,--format"}.items():
-        environ = os.environ | {
-            "_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))
-        }  # fmt: skip
-        done = subprocess.run(program_, env=environ, capture_output=True, text=True, timeout=60, check=False)
-        assert done.stdout.splitlines() == [offered], done.stderr
 
 
 @pytest.mark.parametrize("command", ["logs", "stacks", "report"])
@@ -162,20 +131,6 @@ def test_the_operator_refuses_an_unknown_argument(capsys: Any) -> None:
         program.start(["--namespace", "team-a"])
     assert ended.value.code == 2
     assert "--namespace" in capsys.readouterr().err
-
-
-def test_the_operator_without_its_packages_names_what_to_install() -> None:
-    """Without its packages the operator must name what to install; "No module named 'kopf'" alone does not."""
-    only_the_base = (
-        "import importlib.util, sys; find = importlib.util.find_spec;"
-        "importlib.util.find_spec = lambda name: None if name == 'kopf' else find(name);"
-        "from ddpjob_operator.kube.program import start; sys.exit(start([]))"
-    )
-    command = [sys.executable, "-c", only_the_base]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (
-        2, "ddpjob-operator: kopf is not installed: pip install 'ddpjob[operator]'\n"
-    )  # fmt: skip
 
 
 def test_the_help_of_run_fits_on_one_screen_with_all_its_options() -> None:

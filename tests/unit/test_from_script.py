@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -362,15 +360,14 @@ def test_code_that_a_notebook_magic_measures_is_run(tmp_path: Path, cell: str, s
         assert Path(source.file or "").read_text() == f"{script}\n"
 
 
-def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
+def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path, monkeypatch, ddpjob):
     """A mistake must be named by its cell. The script made from the notebook is in /tmp, under an unknown name."""
     cells = ["import os", "import torch.distributed as d\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))"]
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
-    words = [sys.executable, "-m", "ddpjob_cli", "run", "try.ipynb", "--nodes", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("try.ipynb:cell 2:2: error[rank-is-local-rank]")
+    monkeypatch.chdir(tmp_path)
+    done = ddpjob("run", "try.ipynb", "--nodes", 2, code=2)
+    assert done.err.startswith("try.ipynb:cell 2:2: error[rank-is-local-rank]")
 
 
 def test_no_yaml_is_written_for_a_command_that_starts_a_notebook(tmp_path: Path) -> None:
@@ -417,12 +414,6 @@ def test_stdin_may_be_a_script_or_a_yaml_file(typed: str) -> None:
     done = CliRunner().invoke(cli, ["run", "-", "--dry-run"], input=typed)
     assert done.exit_code == 0, done.output
     assert ("stdin.py" in done.stdout) == typed.startswith("print")
-
-
-def test_stdin_that_is_not_utf_8_is_an_error_of_one_line(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
-    done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")
 
 
 def test_an_error_in_a_job_made_for_a_script_names_no_line_of_the_script(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import os
 import random
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import tarfile
 import threading
@@ -106,25 +104,6 @@ def test_files_that_git_ignores_or_that_are_no_code_are_not_sent(folder: Path) -
     (folder / "env/pyvenv.cfg").write_text("")
     found = set(unpacked(pack.pack(folder).data))
     assert found == {".gitignore", "train.py", "keep.log", "lib/only-here", "lib/.gitignore", "lib/b.log"}
-
-
-def test_gitignore_has_the_same_meaning_as_in_git(folder: Path) -> None:
-    """.gitignore must mean the same as in git: the files that are sent are compared with git's."""
-    unreadable = "!\n[z-a]\nend\\\n"
-    (folder / ".gitignore").write_text(
-        f"*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n{unreadable}"
-    )
-    (folder / "sub").mkdir()
-    (folder / "sub/.gitignore").write_text("/local\n!x.tmp\n")
-    names = "a.tmp important.tmp build/x docs/a/b/gen docs/gen #yes sub/local sub/x.tmp sub/deep/local sub/build/y"
-    for path in names.split():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(path)
-    subprocess.run(["git", "init", "-q"], check=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--others", "--exclude-standard"], check=True, capture_output=True, text=True
-    )
-    assert set(unpacked(pack.pack(folder).data)) == set(filter(None, listed.stdout.split("\0")))
 
 
 def test_credentials_are_not_sent_and_are_named(folder: Path) -> None:
@@ -596,18 +575,6 @@ def test_the_deletion_of_a_followed_job_is_reported(folder, cluster, ddpjob, wor
     """The deletion of a followed job must be reported, as with ttlSecondsAfterFinished 0."""
     cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
     ddpjob("submit", "train.py", *words, "--follow", code=1, says=says)
-
-
-def test_ctrl_c_ends_following_and_tells_that_the_job_continues(folder: Path, cluster: FakeCluster) -> None:
-    argv = [sys.executable, "-m", "ddpjob_cli", "submit", "train.py", "--follow"]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        cluster.wait_for("get ddpjobs.training.ddpjob.io")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "train goes on in the cluster" in err
-    assert "Traceback" not in err
-    assert cluster.find("ddpjobs", "train") is not None
 
 
 # -------------------------------------------------------------------- documents

@@ -347,12 +347,3 @@ def test_a_job_is_displayed_in_a_notebook_without_executing_its_content(cluster:
     assert "<td>Running</td>" in html
     assert "&lt;script&gt;" in html
     assert "Running" in repr(job)
-
-
-def test_the_library_imports_the_command_line_only_on_request() -> None:
-    """The library must import the command line only on request: a trainer image may lack it."""
-    code = (
-        "import sys, ddpjob; assert not {'ddpjob_cli', 'yaml', 'torch'} & set(sys.modules)\n"
-        "ddpjob.submit; assert not {'torch', 'cloudpickle', 'kopf'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
