@@ -12,8 +12,8 @@ import torch
 from late_device import Host, LateDevice, Mark, Ticket
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory.copies import Boundary
-from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
+from ddpjob.checkpoint.in_memory.by_cadence.copies import Boundary
+from ddpjob.checkpoint.in_memory.by_cadence.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
 from ddpjob.checkpoint.in_memory.places import MARKED
 from ddpjob.checkpoint.in_memory.shared import Shared

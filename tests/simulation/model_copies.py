@@ -1,7 +1,7 @@
 """A model of periodic copies: what ranks do at boundaries (calls of `should_stop`, `save`, `keep`) without failures.
 
 The real rules (`ddpjob_core.copies`) decide when a copy is made, what it overwrites, and which plan applies. The model
-replaces `in_memory/copies.py`. Rank 0 announces its plans in a Store. A copy has a random duration and several actions
+replaces `by_cadence/copies.py`. Rank 0 announces its plans in a Store. A copy has a random duration and several actions
 (WORK), and the job may end between any two. The first rank of a node writes the state, each rank its random states."""
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ import real_gpus
 import torch
 from agents import Launcher, finish
 
-from ddpjob.checkpoint.in_memory.streams import Streams, for_device
+from ddpjob.checkpoint.in_memory.by_cadence.streams import Streams, for_device
 
 on_gpu = pytest.mark.skipif(not real_gpus.count(), reason="needs a CUDA device")
 
 STREAMS = """
 import mmap, os, time
 import torch
-from ddpjob.checkpoint.in_memory.streams import for_device
+from ddpjob.checkpoint.in_memory.by_cadence.streams import for_device
 
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)

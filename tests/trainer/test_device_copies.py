@@ -11,8 +11,8 @@ from memory_node import Node, begin, make_step, parts, rescue, saved, settle
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint.in_memory import streams
-from ddpjob.checkpoint.in_memory.device_copies import would_go_on
+from ddpjob.checkpoint.in_memory.by_cadence import streams
+from ddpjob.checkpoint.in_memory.by_cadence.device_copies import would_go_on
 from ddpjob.checkpoint.state import packed
 from ddpjob.group.join import end_without_abort
 from ddpjob_core import copies

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory import device_copies, recall, streams
+from ddpjob.checkpoint.in_memory import recall
+from ddpjob.checkpoint.in_memory.by_cadence import device_copies, streams
 from ddpjob.checkpoint.in_memory.memory import OTHERWISE, Keeper
 from ddpjob.checkpoint.in_memory.places import KEPT, SAVED
 from ddpjob.checkpoint.in_memory.shared import Shared

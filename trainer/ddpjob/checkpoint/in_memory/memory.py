@@ -23,16 +23,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory import copies
-from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
-from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
+from ddpjob.checkpoint.in_memory.by_cadence import copies
+from ddpjob.checkpoint.in_memory.by_cadence.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.by_cadence.device_copies import DeviceCopies
+from ddpjob.checkpoint.in_memory.by_cadence.streams import Streams
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError, may_be_assumed
 from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.places import MARKED, SAVED
 from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.in_memory.slots import FORWARDED, LEARNED, PLACE, RANDOM, Slots
 from ddpjob.checkpoint.in_memory.steps import ForwardPasses, Makers, Numbers, Unmarked
-from ddpjob.checkpoint.in_memory.streams import Streams
 from ddpjob.checkpoint.in_memory.survivor import Present, Survivor
 from ddpjob.checkpoint.state import half_done, packed, random_states
 from ddpjob.checkpoint.state.alike import moved

@@ -24,7 +24,7 @@ class Mode(enum.Enum):
     READY = enum.auto()
     """A restart loads the state that a surviving rank writes; the agent waits for that rank."""
     COPYING = enum.auto()
-    """A restart loads the last copy (`copies.py`), because a state that a survivor writes may be wrong."""
+    """A restart loads the last copy (`by_cadence/`), because a state that a survivor writes may be wrong."""
     OFF = enum.auto()
     """A restart loads from the folder, until this process ends."""
 

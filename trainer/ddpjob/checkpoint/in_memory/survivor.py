@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ddpjob import process, threads
-from ddpjob.checkpoint.in_memory.copies import Copies
+from ddpjob.checkpoint.in_memory.by_cadence.copies import Copies
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
 from ddpjob.checkpoint.in_memory.places import Places

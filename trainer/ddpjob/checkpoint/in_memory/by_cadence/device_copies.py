@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.by_cadence.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.by_cadence.streams import StreamMark, Streams, Ticket
 from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.streams import StreamMark, Streams, Ticket
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
