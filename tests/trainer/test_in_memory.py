@@ -2045,6 +2045,20 @@ def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_tra
     assert (node.step == 8) is not trains
 
 
+def test_a_rank_that_gives_up_the_agreement_on_a_step_leaves_its_state_in_memory(node: Node) -> None:
+    """If a rank is lost while all are told to stop, the others cannot agree, and no agent asks for their state."""
+
+    def train() -> None:
+        objects, _snapshot, _ = begin()
+        steps(0, 20, **objects)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "_exit", lambda _: None)
+            process.current.agreement._give_up()
+
+    node.run(0, train, ends=False)
+    assert node.step == 20
+
+
 class Metric:
     """An object of the script that knows no position."""
 
