@@ -122,13 +122,14 @@ class Keeper:
         if kept is None:
             self._register(objects, was_assumed, loaded)
         elif kept is not self.now.kept:
-            self._use(kept)
+            self.now.living = None
+            with self.now.lock:
+                self._use(kept)
 
     def _use(self, kept: Kept) -> None:
-        self.now.living = None
-        with self.now.lock:
-            self.now.kept, self._outgrown, self._stepped = kept, None, True
-            self._shared.cells[CLOCK] |= 1
+        """Keep these objects; called with the lock held."""
+        self.now.kept, self._outgrown, self._stepped = kept, None, True
+        self._shared.cells[CLOCK] |= 1
 
     def _register(self, objects: Mapping[str, Any], was_assumed: bool, loaded: Mapping[str, Any] | None = None) -> None:
         kept = Kept(objects, loaded)
@@ -140,8 +141,9 @@ class Keeper:
             kept.watch = self.now.kept.watch
         if self.now.kept is None or not kept.has_parts_of(self.now.kept):  # otherwise only plain values are new
             self._slots.forget_early()
-        self._use(kept)
+        self.now.living = None
         with self.now.lock:
+            self._use(kept)
             self.now.to("named")
             if not self._proofs_left:
                 self.now.to("proven")
