@@ -51,6 +51,15 @@ TOGETHER = (
 )
 
 
+@pytest.fixture(autouse=True)
+def handlers_of_signals() -> Iterator[None]:
+    """Restore the handlers that a command sets in this process: processes of later tests would inherit them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Together(LoadScopeScheduling):
     """Give each process one test at a time. Tests that belong together go to one process, before all other tests."""
 
