@@ -2092,13 +2092,14 @@ class Metric:
         pass
 
 
-def test_a_sampler_in_a_value_of_the_script_is_saved(node: Node) -> None:
+@pytest.mark.parametrize("more", [{}, {"shard": 3}])
+def test_a_sampler_in_a_value_of_the_script_is_saved(node: Node, more: dict[str, int]) -> None:
     def train() -> None:
         objects, snapshot, _ = begin()
         sampler = ddpjob.GlobalBatchSampler(64, global_batch=8, seed=1)
         for step, _batch in enumerate(sampler.epoch(0), start=1):
             make_step(**objects)
-            snapshot.keep(step, **objects, trainer={"data": [sampler.state_dict()]})
+            snapshot.keep(step, **objects, trainer={"data": [sampler.state_dict() | more]})
             settle()
         rescue()
 
