@@ -25,9 +25,10 @@ class Node:
         self.folder, self.run_ranks = folder, run_ranks
         self._memories = [Memory(RANKS) for _ in range(nodes)]
 
-    def lose(self, node: int) -> None:
-        """Replace a node by a new one with empty memory."""
-        self._memories[node] = Memory(RANKS)
+    def lose(self, node: int, by: Memory | None = None) -> Memory:
+        """Replace a node by another one, by default a new one with empty memory. Return the lost memory."""
+        lost, self._memories[node] = self._memories[node], by or Memory(RANKS)
+        return lost
 
     def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1, **more: Any) -> Any:
         """Return what the body returns on rank 0. more: as for `run_all`."""

@@ -1964,6 +1964,29 @@ def test_random_states_that_a_rank_has_not_written_are_lost_only_with_its_node(n
     assert nodes.run_all(2, lambda: train(0), ranks=2) == [9 if is_lost else 4] * 2
 
 
+def test_a_node_that_takes_part_again_has_lost_no_random_states_of_the_steps_without_it(nodes: Node) -> None:
+    """A node that was cut off keeps its memory, and may later take the place of another one that is lost."""
+
+    def train(until: int) -> int:
+        world = ddpjob.init()
+        objects, snapshot, began = begin()
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, until + 1):
+            make_step(model, objects["optimizer"])
+            snapshot.keep(step, **objects)
+            settle()
+            if step == 4:
+                saved(snapshot, step, **objects)
+        rescue()
+        return began
+
+    assert nodes.run_all(0, lambda: train(8), ranks=2) == [0, 0]
+    cut_off = nodes.lose(1)
+    assert nodes.run_all(1, lambda: train(12), ranks=2) == [8, 8]
+    nodes.lose(1, cut_off)
+    assert nodes.run_all(2, lambda: train(0), ranks=2) == [12, 12]
+
+
 @pytest.mark.parametrize("evaluates", ["once", "a part", "before each step"])
 @pytest.mark.parametrize("ends", ["killed", "by an error"])
 def test_what_an_evaluation_leads_to_is_not_lost_with_the_only_rank_that_evaluates(
@@ -2069,13 +2092,14 @@ class Metric:
         pass
 
 
-def test_a_sampler_in_a_value_of_the_script_is_saved(node: Node) -> None:
+@pytest.mark.parametrize("more", [{}, {"shard": 3}])
+def test_a_sampler_in_a_value_of_the_script_is_saved(node: Node, more: dict[str, int]) -> None:
     def train() -> None:
         objects, snapshot, _ = begin()
         sampler = ddpjob.GlobalBatchSampler(64, global_batch=8, seed=1)
         for step, _batch in enumerate(sampler.epoch(0), start=1):
             make_step(**objects)
-            snapshot.keep(step, **objects, trainer={"data": [sampler.state_dict()]})
+            snapshot.keep(step, **objects, trainer={"data": [sampler.state_dict() | more]})
             settle()
         rescue()
 

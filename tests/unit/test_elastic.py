@@ -413,6 +413,20 @@ def test_the_status_of_a_job_that_grows_again_names_the_pods_that_still_leave() 
     assert world.status.message == "1 of 3 nodes are running, attempt 1; waiting for 2 pods to stop"
 
 
+def test_a_job_does_not_wait_for_a_lost_pod_that_comes_back_after_another_pod_has_taken_its_place() -> None:
+    """A finalizer may keep the lost pod until its node is ready again."""
+    world = trains_under_ddprun()
+    lost = world.pods["digits-1-2"]
+    world.node_lost(2).after(31).settle().runs(2).settle()
+    assert world.status.reason == "AllNodesRun"
+    assert world.nodes is not None
+    del world.nodes[lost.node]
+    world.pods[lost.name] = lost
+    world.settle()
+    assert world.pods[lost.name].deletion_requested_at is not None
+    assert world.status.reason == "AllNodesRun"
+
+
 def test_the_lead_moves_from_a_node_above_the_smaller_number_after_its_ranks_have_saved() -> None:
     """The lead must move only after the ranks have saved, because an appointment ends all ranks at once."""
     world = led_by_node_2().runs(0, 1).settle().change(nodes=2).settle()

@@ -33,12 +33,13 @@ EVERY_MAX = 1 << 20
 """Stands for an unknown number of steps between two copies, if the script's calls decide when a copy is made."""
 EVERY_SAVED = EVERY_MAX + 1
 """The same for a copy made for `save` without a folder: it may lack random states of ranks that had not called it."""
-(GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
+(GENERATION, SINCE, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(8)
 RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
 NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS
 """Cells of the node.
 
 GENERATION      of the ranks that are running here; only they write
+SINCE           first generation from which on the node has taken part in each one
 PROVEN          1 + the generation whose ranks have proved that nothing large changes between a boundary and the next
                 step; 0: none. One rank's proof is enough, because equal sums show that all ranks hold the same
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
@@ -113,6 +114,11 @@ def numbered(turn: int, generation: int) -> int:
     last generation. The later leader's is newer: a snapshot folder refuses the old one's writes too.
     """
     return (turn << 32) + generation
+
+
+def is_next(generation: int, before: int) -> bool:
+    """True if the generation is the next one after `before`, perhaps under another leader."""
+    return generation % (1 << 32) == before % (1 << 32) + 1
 
 
 class Held(NamedTuple):

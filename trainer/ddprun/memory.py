@@ -41,11 +41,14 @@ class Memory:
 
     def begin(self, generation: int) -> None:
         """Prepare the memory for a new generation of ranks. Raise OSError if no file descriptor is left."""
+        is_first = self._read < 0
         self.order()
         self._close_read()
         for cells in self._cells:
             cells[memory.PID] = cells[memory.CLOCK] = cells[memory.ANSWER] = 0
         self._node[memory.FURTHEST] = 0
+        if is_first or not memory.is_next(generation, self._node[memory.GENERATION]):
+            self._node[memory.SINCE] = generation
         self._node[memory.GENERATION] = generation
         self._read, self._write = os.pipe()
 

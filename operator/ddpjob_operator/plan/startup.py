@@ -241,7 +241,7 @@ def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
 
 def _waiting_for_places(view: View, status: api.Status) -> Decision | None:
     """Wait until earlier pods at places of an elastic job have ended. A new pod at such a place is created then."""
-    earlier = [p for p in view.removed if p.place in view.spec.members]
+    earlier = [p for p in view.removed if p.place in view.spec.members and p.place not in view.pods]
     if not earlier:
         return None
     return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, f"waiting for {name_pods(earlier)} to stop")

@@ -114,7 +114,7 @@ def fetch(
     # Random states that rank 0 gives up, too, are named in its log. A rank that takes over slots of another is seeded.
     is_named = (early is not None and rows[0][4]) or found.held.every > memory.EVERY_MAX
     has_left = shared is not None and shared.has_left(version)
-    was_here = shared is not None and (rank in found.ranks or (shared.was_used and not found.held.every))
+    was_here = shared is not None and (rank in found.ranks or (shared.was_here(version) and not found.held.every))
     lacks = numbering.counts[rank] and not is_named if has_left else was_here
     if why := _why_not_random(shared, version, own, source, lacks=lacks and rng is None and not numbering.resized):
         trouble.append(why)

@@ -274,10 +274,9 @@ class Shared:
         versions = map(self.slot_version, range(memory.SLOTS))
         return any(each is not None and each[:2] == version[:2] for each in versions)
 
-    @property
-    def was_used(self) -> bool:
-        """True if a rank has written here, so that the node is not a new one."""
-        return any(self.slot_version(slot) is not None for slot in range(memory.SLOTS))
+    def was_here(self, version: Version) -> bool:
+        """True if this node took part in the generation of this version."""
+        return self.node[memory.SINCE] <= version.generation
 
     def record(self, first: int, step: int, value: int) -> None:
         """Write a mark (first: MARK_STEP; value: the step before) or a proof (PROOF_STEP; the sum of all bits)."""

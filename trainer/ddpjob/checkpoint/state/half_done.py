@@ -69,7 +69,7 @@ def has_position(value: Any, depth: int = 0) -> bool:
     if depth > NESTED_MAX:
         return False
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    is_position = isinstance(value, dict) and value.keys() == _POSITION
+    is_position = isinstance(value, dict) and value.keys() >= _POSITION
     return is_position or any(has_position(each, depth + 1) for each in inner)
 
 
