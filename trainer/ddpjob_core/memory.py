@@ -43,8 +43,8 @@ SINCE           first generation from which on the node has taken part in each o
 PROVEN          1 + the generation whose ranks have proved that nothing large changes between a boundary and the next
                 step; 0: none. One rank's proof is enough, because equal sums show that all ranks hold the same
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
-                copied; PLACED: in addition, `should_stop` finds the same state as `save`; MISPLACED: in addition,
-                neither `should_stop` nor `keep` does
+                copied; PLACED: in addition, `should_stop` finds the same state as `save`; SHOWN: `keep` does;
+                MISPLACED: neither does
 MISCOUNTED      1: `should_stop` and `save` count differently, so no state is kept until `save` has passed it
 FURTHEST        highest CLOCK on the node of the rank that failed, sent by the agent there; 0: not known
 WROTE           grows with each piece that a survivor writes; the agent waits while it grows
@@ -59,7 +59,7 @@ AREA_BYTES, AREA_SUM  length of the state, and the sum of its bits
 AREA_ASSUMED    1: the state is assumed (see Held)
 AREA_EVERY      maximum number of steps until the next copy; 0: the state was written after a failure
 """
-CHANGED, PLACED, MISPLACED = 1, 2, 3
+CHANGED, PLACED, MISPLACED, SHOWN = 1, 2, 3, 4
 
 PID, CLOCK, ANSWER, PROOF_STEP, PROOF_GENERATION, PROOF_SUM, FIRST_SLOT = range(7)
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES = range(3)

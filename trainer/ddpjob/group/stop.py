@@ -235,7 +235,7 @@ class Agreement:
     def _give_up(self) -> None:
         if self.decided.is_set() and self._at != NEVER:
             return
-        process.log(f"rank {self._rank} got SIGTERM and ends without saving: a rank that must agree on a step is gone")
+        process.log(f"rank {self._rank} got SIGTERM and ends without a save: a rank that must agree on a step is gone")
         if process.current.keeper is not None:  # the agent asks for no state, because it expects the agreement
             process.current.keeper.survivor.save()
         os._exit(128 + signal.SIGTERM)  # a thread cannot restore the signal's default action

@@ -6,6 +6,7 @@ counter and are seen only in the samples. `views` reads a tensor's memory by its
 
 import ctypes
 import functools
+import itertools
 import operator
 import random
 import weakref
@@ -250,7 +251,16 @@ class _Counters:
     def state_now(self) -> list[torch.Tensor]:
         """Return the tensors of the optimizer's state."""
         optimizer = self.optimizer()
-        return [] if optimizer is None else [*_inside(list(optimizer.state.values()))]
+        states = [] if optimizer is None else list(optimizer.state.values())
+        found = []
+        for value in itertools.chain.from_iterable(
+            each.values() if isinstance(each, dict) else [each] for each in states
+        ):
+            if isinstance(value, torch.Tensor):  # nearly always, so no generator is made
+                found.append(value)
+            else:
+                found += _inside(value)
+        return found
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:

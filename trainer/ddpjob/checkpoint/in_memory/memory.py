@@ -76,7 +76,8 @@ class Keeper:
         # (step, sum of all bits of its state, number of backward passes that check it); the next step checks it, too
         self._sum: tuple[int, int, int] | None = None
         self._room: threading.Thread | None = None
-        self._has_told_of_saves = self._has_looked = False
+        self._has_told_of_saves = False
+        self._looks = 0  # 1: no loader was found while nothing was kept, so look once more; 2: do not look again
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
         self._passes = ForwardPasses(self._forward_begins, self._evaluates)
@@ -233,12 +234,13 @@ class Keeper:
     def _look_around(self, by: int) -> None:
         """After the first optimizer step look for what the script has made after load(): a model's wrapper, and the
         DataLoader that provides the batches. by: the call that marks the step. Raises ReplacedError."""
-        if not self._slots.made or self._has_looked:
+        kept = self.now.kept
+        if not self._slots.made or self._looks > (kept is not None):
             return
-        kept, self._has_looked = self.now.kept, True
         if kept is not None and kept.was_wrapped():
             self._register(kept.objects, was_assumed=False)
         within = half_done.is_within_epoch()
+        self._looks = 1 if kept is None and within is None else 2
         self._places.has_plain_loader = within is not None
         self._places.saves_within_epoch |= by != MARKED and within is True
         if self._lacks_position and kept is not None:

@@ -23,7 +23,7 @@ from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
 from ddpjob_core.copies import CopyPlan, CopySchedule
-from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, MISPLACED, PID, PLACED, UNABLE, Held, Version
+from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, MISPLACED, PID, PLACED, SHOWN, UNABLE, Held, Version
 
 ALONE = "there is no other rank that could write it"
 IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, a killed rank does not"
@@ -103,7 +103,7 @@ class Copies:
             raise StateError(why)
         known = self._shared.node[COPIES]
         self.changes = self.instead = True
-        self._is_placed, self._is_shown = known == PLACED, known in (PLACED, MISPLACED)
+        self._is_placed, self._is_shown = known == PLACED, known > CHANGED
         self._trusted = SAVED if known == MISPLACED else MARKED
         self._shared.node[COPIES] = max(CHANGED, known)
         self.forget()
@@ -169,8 +169,9 @@ class Copies:
         if self._trusted <= least < most:
             if self._versions_of(at.kept) != versions:
                 self._misplaced(most)
-            elif least == MARKED and most >= self._shows:
-                self._is_placed, self._shared.node[COPIES] = True, PLACED
+            elif most >= self._shows:
+                self._is_placed |= least == MARKED
+                self._shared.node[COPIES] = PLACED if self._is_placed else SHOWN
         self._copy_if_due(at)
         self._ended = time.perf_counter()
 
