@@ -19,7 +19,7 @@ def end(*_):
     print("helper ends", flush=True)
     os._exit(0)
 signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
+os.write(1, b"ready" + bytes([10]))  # print() could be interrupted by the handler
 time.sleep(100)
 '''
 helper = subprocess.Popen([sys.executable, "-c", HELPER])
@@ -109,7 +109,7 @@ def save(*_):
     for _ in range(50): print("saved", flush=True)
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
-print("ready", flush=True)
+os.write(1, b"ready" + bytes([10]))  # print() could be interrupted by the handler
 while True: time.sleep(0.05)
 """
 
@@ -139,7 +139,7 @@ def train():
         os._exit(75)
     signal.signal(signal.SIGTERM, save)
     ddpjob.progress(step=1)
-    print("ready", flush=True)
+    os.write(1, b"ready" + bytes([10]))  # print() could be interrupted by the handler
     while True: time.sleep(0.05)
 if __name__ == "__main__":
     children = [multiprocessing.get_context("spawn").Process(target=train) for _ in range(2)]
