@@ -15,6 +15,7 @@ import ddpjob
 from ddpjob import limits, process
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.state import packed
+from ddpjob.errors import StateError
 from ddpjob_core import memory
 
 
@@ -290,3 +291,17 @@ def test_a_script_whose_step_needs_its_peers_is_told_in_time_that_memory_lacks_s
     why = "as with LBFGS or a second optimizer: a rank that fails there leaves no complete state"
     assert (why in not_kept) == (kind != "plain")
     assert capfd.readouterr().err.count(why) == int(kind != "plain")
+
+
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_an_embedding_whose_rows_differ_by_rank_is_not_kept_and_named(
+    monkeypatch: pytest.MonkeyPatch, world_size: str
+) -> None:
+    """With `max_norm` a rank scales the rows that it looks up. A survivor must not give its rows to a lost rank."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    model = torch.nn.Sequential(torch.nn.Embedding(2, 4, max_norm=0.1))
+    if world_size == "1":
+        assert Kept({"model": model}).models == ["model"]
+        return
+    with pytest.raises(StateError, match=r"model: each rank may have its own 0\.weight, which .* has max_norm"):
+        Kept({"model": model})

@@ -198,6 +198,26 @@ def test_buffers_and_parameters_that_ddp_ignores_belong_to_each_rank(run_ranks, 
     assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.1, 0.0, 0.0, 0.0, 0.0], of_rank_1]
 
 
+def test_rows_that_max_norm_changes_on_the_rank_that_reads_them_belong_to_each_rank(run_ranks, tmp_path):
+    """`Embedding(max_norm=…)` scales the rows that a rank looks up, so ranks with the same gradients differ."""
+
+    def made() -> torch.nn.Module:
+        return DistributedDataParallel(torch.nn.Sequential(torch.nn.Embedding(2, 4, max_norm=0.1)))
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        model = made()
+        model(torch.tensor([world.rank]))
+        saved(snapshot, 1, model=model)
+
+    def load(world: Any, snapshot: ddpjob.Snapshot) -> list[bool]:
+        model = made()
+        snapshot.load(model=model)
+        return (model.module[0].weight.norm(dim=1) <= 0.11).tolist()
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[True, False], [False, True]]
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_a_file_without_the_reader_of_a_late_rank_is_skipped(run_ranks, tmp_path, capfd, keep):
     """A file without the reader of a rank that was killed just before save(2) must be skipped, and step 1 be loaded."""

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, version_of, views
 from ddpjob.checkpoint.state import packed
-from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders, uses_all
+from ddpjob.checkpoint.state.of_each_rank import outermost, own_parameters, send_those_of_0, senders, uses_all
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -181,10 +181,10 @@ class Kept:
         if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
         if isinstance(value, torch.nn.Module):
-            if own := ignored(value):
+            if own := own_parameters(value):
                 raise StateError(
-                    f"{name}: DistributedDataParallel ignores {own[0]}: each rank may train its own, and the "
-                    f"surviving ranks do not have that of a lost rank"
+                    f"{name}: each rank may have its own {own[0]}, which DistributedDataParallel ignores or which has "
+                    f"max_norm: the surviving ranks do not have that of a lost rank"
                 )
             self._leaves[name] = list(_buffers(name, value))
             self._keys[name] = list(value.state_dict())
