@@ -145,6 +145,8 @@ def _kill(chance: random.Random, recipe: Recipe, before: list[Kill], left: int) 
         steps = [_evaluated_once(recipe)]
     elif recipe["surgery"].endswith("_once") and chance.random() < 0.3:
         steps = [26, 27]
+    if at == "epoch_end" and not {*steps} <= {*ends}:
+        steps = ends
     # A kill may follow right after the resume, but there a `raise` is taken for a mistake of the script.
     # ddprun gives up after three restarts without a new step.
     soonest = (
