@@ -157,9 +157,9 @@ def added(kept: int) -> tuple[float, float, float]:
         place.clear()
     agent = Memory(1)
     agent.begin(0)
-    keeper = process.current.keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, None, None, has_folder=True)
+    watch, shared = SinceLastStep(0), Shared(agent.where(0), 1, 0)
+    keeper = process.current.keeper = Keeper(shared, 0, 2, None, None, watch.pending, has_folder=True)
     keeper.register(dict(zip(("model", "optimizer", "scheduler"), trainings[kept], strict=True)))
-    watch = SinceLastStep(0)
     own = [dict(place) for place in places]
     spent: list[list[float]] = [[], []]
     for step in range(1, STEPS + 1):

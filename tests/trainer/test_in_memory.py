@@ -991,6 +991,33 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
     assert node.step == 10
 
 
+@pytest.mark.parametrize(
+    ("by", "each", "kept"), [("should_stop", 4, 32), ("should_stop", 3, None), ("keep", 3, None), ("save", 3, None)]
+)
+def test_a_step_that_ends_while_gradients_wait_for_the_optimizer_is_not_kept(
+    node: Node, capfd: pytest.CaptureFixture[str], by: str, each: int, kept: int | None
+) -> None:
+    """A script may count micro-batches as steps. A restart within an accumulation would lose its first gradients."""
+
+    def train() -> None:
+        objects, snapshot, _ = begin()
+        model, optimizer = objects["model"], objects["optimizer"]
+        mark = {"should_stop": lambda step, **_: ddpjob.should_stop(step)}.get(by) or getattr(snapshot, by)
+        for step in range(1, 34):
+            model(torch.randn(4, 4)).square().sum().backward()
+            if step % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % each == 0:
+                mark(step, **objects)
+                settle()
+        rescue()
+
+    node.run(0, train)
+    assert node.step == kept
+    assert capfd.readouterr().err.count("gradients wait for optimizer.step() at the end of step") == (kept is None)
+
+
 @pytest.mark.parametrize("place", ["at the top", "after the mark"])
 def test_a_restart_does_not_repeat_a_rate_change_made_before_the_next_batch(
     node: Node, capfd: pytest.CaptureFixture[str], place: str

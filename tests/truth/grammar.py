@@ -1004,7 +1004,7 @@ class _Writer:
             "stop": ["stop = ddpjob.should_stop(step)"],
             "stop_top": [],
             "stop_keep": ["stop = ddpjob.should_stop(step)", f"snapshot.keep(step, {self._state()})"],
-            "stop_some": ["if step % 2 == 0: stop = ddpjob.should_stop(step)"],
+            "stop_some": ["if step % 3 == 0: stop = ddpjob.should_stop(step)"],
             "keep": [f"snapshot.keep(step, {self._state()})"],
             "none": [],
             "rank_0": ["if world.rank == 0: ddpjob.should_stop(step)"],

@@ -159,6 +159,8 @@ WERE_WRONG = (
     "buffers=of_each_rank",
     "data=generator mark=keep",
     "accumulation=counted every=7",
+    "accumulation=counted mark=stop_some",
+    "accumulation=counted every=7 mark=none",
     "optimizer=momentum surgery=momentum_corrected",
     "parameters=ignored_by_ddp",
     "model=layers hook=power_sgd",

@@ -157,8 +157,9 @@ class Snapshot:
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self.state: dict[str, Any] = {}
-        self._memory = InMemory(self._world, self._own_claim.version(0), wanted=memory, has_folder=folder is not None)
         self._since_step = half_done.SinceLastStep(self.rank)
+        present, pending = self._own_claim.version(0), self._since_step.pending
+        self._memory = InMemory(self._world, present, pending, wanted=memory, has_folder=folder is not None)
         _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(functools.partial(_write_at_end, weakref.ref(self)), 15)

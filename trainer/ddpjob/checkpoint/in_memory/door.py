@@ -7,7 +7,7 @@ from typing import Any
 from ddpjob import process
 from ddpjob.checkpoint.in_memory import recall
 from ddpjob.checkpoint.in_memory.by_cadence import device_copies, streams
-from ddpjob.checkpoint.in_memory.memory import OTHERWISE, Keeper
+from ddpjob.checkpoint.in_memory.memory import OTHERWISE, Keeper, Pending
 from ddpjob.checkpoint.in_memory.places import KEPT, SAVED
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.errors import StateError
@@ -55,9 +55,11 @@ class InMemory:
     """Access of a Snapshot to the node's memory. Memory is turned off if a script loads from two Snapshots: a state in
     memory and a state in the other Snapshot's folder could have different steps."""
 
-    def __init__(self, world: World | None, present: Version, *, wanted: bool, has_folder: bool) -> None:
+    def __init__(
+        self, world: World | None, present: Version, pending: Pending, *, wanted: bool, has_folder: bool
+    ) -> None:
         """present: version of this generation, with step 0."""
-        self._present = present
+        self._present, self._pending = present, pending
         self._has_folder = has_folder
         self._keeper: Keeper | None = None
         self._shared: Shared | None = None
@@ -102,7 +104,7 @@ class InMemory:
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
             own = self._shared, world.rank, world.world_size, store_of(world), device
-            self._keeper = Keeper(*own, has_folder=self._has_folder)
+            self._keeper = Keeper(*own, self._pending, has_folder=self._has_folder)
         except (OSError, ValueError) as error:
             process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {otherwise}")
             return

@@ -45,6 +45,8 @@ PROOF_STEPS = 3
 SUMS_IN_BACKWARD = 2  # a step may have many micro-batches, and a sum reads the whole state
 OTHERWISE = ["a restart begins at step 0", "a restart goes on from the last save"]
 """What the log says of a restart if memory has no state: without a folder, and with one."""
+Pending = Callable[[Mapping[str, Any]], str]
+"""Returns the name of a model with gradients that wait for an optimizer step; "" if there is none."""
 LOOSE_STEPS = 2  # log a change after should_stop() after this many steps in a row; one step may be the end of an epoch
 
 
@@ -52,7 +54,15 @@ class Keeper:
     """Keeps the objects of one `Snapshot` in memory, for one process."""
 
     def __init__(
-        self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams | None, *, has_folder: bool
+        self,
+        shared: Shared,
+        rank: int,
+        world_size: int,
+        store: Any,
+        streams: Streams | None,
+        pending: Pending,
+        *,
+        has_folder: bool,
     ) -> None:
         """store: the group's store. streams: CUDA streams of the rank's device, None for the CPU. has_folder: False if
         states are kept only in memory.
@@ -67,7 +77,7 @@ class Keeper:
         if (learned := self._slots.learned()) is not None:
             self._places.goes_on_from(learned)
         self._stepped = True  # True if an optimizer has stepped, but the script has not reported the end of the step
-        self._numbers, self._makers = Numbers(0), Makers()
+        self._numbers, self._makers, self._pending = Numbers(0), Makers(), pending
         # [0] counts optimizer steps between calls of should_stop(), keep() and save(), [1] those without should_stop().
         # The two counts are needed only if there is no folder.
         self._unmarked = [] if has_folder else [Unmarked(), Unmarked()]
@@ -287,6 +297,12 @@ class Keeper:
 
     def _take_in(self, kept: Kept, step: int, by: int, must_copy: bool) -> None:
         self.now.thread = threading.get_ident()
+        if self._stepped and self._makers.has_hooked and not must_copy and (waits := self._pending(kept.objects)):
+            self._tell_not_kept(
+                f"{waits}: gradients wait for optimizer.step() at the end of step {step}: such a step is not kept. "
+                f"Call should_stop(), keep() or save() right after an optimizer's step"
+            )
+            return
         if self._slots.made:
             kept.loaded = {}
         settings, named = kept.settings(), by != MARKED

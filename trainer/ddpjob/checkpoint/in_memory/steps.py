@@ -88,7 +88,8 @@ class Makers:
         self._has_mixed = False  # True if a backward pass followed a kept optimizer's step
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped while nothing was kept
         self._first: int | None = None  # id of the optimizer that stepped first after the last should_stop()
-        self._has_hooked = False  # True if a backward pass followed the last optimizer step
+        self.has_hooked = False
+        """True if a backward pass followed the last optimizer step."""
         self._passes = self._passes_most = 0  # number of backward passes in this step, and in any step before
         self.has_more_passes = False
         """True if the last step had more backward passes than any step before, as when adversarial training begins."""
@@ -106,7 +107,7 @@ class Makers:
 
     def backward(self, *, has_stepped: bool) -> None:
         """Record that a backward pass has begun. has_stepped: True if an optimizer has stepped after should_stop()."""
-        self._has_hooked, self._passes = True, self._passes + 1
+        self.has_hooked, self._passes = True, self._passes + 1
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
@@ -129,12 +130,12 @@ class Makers:
 
     def first(self, optimizer: Any) -> None:
         """Record the optimizer that steps first after should_stop()."""
-        self._first, self._has_hooked = id(optimizer), False
+        self._first, self.has_hooked = id(optimizer), False
 
     def again(self, optimizer: Any) -> bool:
         """True if this optimizer stepped first after should_stop(), and now steps again without a backward pass."""
-        is_again = self._first == id(optimizer) and not self._has_hooked
-        self._first, self._has_hooked = None if is_again else self._first, False
+        is_again = self._first == id(optimizer) and not self.has_hooked
+        self._first, self.has_hooked = None if is_again else self._first, False
         return is_again
 
 
