@@ -224,6 +224,31 @@ class Stream(torch.utils.data.IterableDataset[int]):
         return iter(range(4))
 
 
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_optimizer_state_that_is_the_memory_of_a_parameter_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_copied: bool
+) -> None:
+    """`p.float()` copies nothing for float32. After a restart the two differ if the script then normalizes weights."""
+
+    class Master(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("master", p.detach().clone() if is_copied else p.detach().float())
+            return super().step(closure)
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = Master(model.parameters(), lr=0.1)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    for step in (1, 2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        snapshot.save(step, model=model, optimizer=optimizer)
+    snapshot.close()
+    assert capfd.readouterr().err.count("optimizer: its state master is the memory of a parameter") == int(
+        not is_copied
+    )
+
+
 def test_a_plain_loader_is_known_to_be_within_an_epoch_or_at_its_end() -> None:
     """A script that saves only at the ends of epochs may be unable to resume within one."""
     assert half_done.is_within_epoch() is None

@@ -114,6 +114,7 @@ _SENTENCES = (
     _Sentence(r".*: a rank that is killed between its backward pass and .* loses its random nu", _all_generators),
     _Sentence(r".*: a rank that is killed between its backward pass and .* loses its .*buffers", _gradients),
     _Sentence(r"random numbers: changed between should_stop\(\) or keep\(\) and each .* as in an eval", _evaluation),
+    _Sentence(r"\w+: its state \w+ is the memory of a parameter: a restart separates them", _gradients),
     _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(
         r"(?P<model>\w+): its parameters differ between the ranks: a restart does not give each",

@@ -285,6 +285,12 @@ class Snapshot:
                     f"{name}: its {schedule} is not saved: a restart begins that schedule again, unless the script "
                     f"sets it from the step. Give the scheduler to load() and save(), too."
                 )
+            name, key = half_done.shared_state(objects)
+            if name:
+                process.log(
+                    f"{name}: its state {key} is the memory of a parameter: a restart separates them, so a change of "
+                    f"the parameter outside of the optimizer no longer changes both. Copy it, as by p.detach().clone()."
+                )
         if step:
             self._since_step.name_loader()
 

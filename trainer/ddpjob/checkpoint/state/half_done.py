@@ -96,6 +96,22 @@ def schedule_not_saved(objects: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+def shared_state(objects: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name of an optimizer, and the key of a state tensor that is the memory of its parameter, as
+    `p.float()` is for float32; ("", "") if there is none. A load gives the state its own memory."""
+    for name, optimizer in objects.items():
+        for parameter, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Optimizer) else ():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if _address(value) == _address(parameter) != 0:
+                    return name, str(key)
+    return "", ""
+
+
+def _address(value: Any) -> int:
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.data_ptr() if is_dense else 0
+
+
 def _iterations() -> list[tuple[Any, Any]]:
     """Return the DataLoaders that are being iterated, with their iterators, except those with a GlobalBatchSampler.
     Takes about 50 ms: it reads all objects."""
