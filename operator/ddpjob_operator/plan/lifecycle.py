@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX
+from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import invalid_spec, kept_log, pending
+from ddpjob_operator.plan import invalid_job, pending
 from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
-from ddpjob_operator.plan.transitions import enter, new_attempt
+from ddpjob_operator.plan.settlement import failure_of, stop_but_keep_log, with_log
+from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure
 from ddpjob_operator.plan.view import View, name_pods, owned
 
 STOPPING_ALL = "; stopping all nodes"
@@ -41,10 +43,10 @@ def _unwanted(view: View) -> list[Pod]:
 
 
 def invalid(view: View, status: api.Status) -> Decision | None:
-    """Start nothing for a spec that cannot run. A running job continues (invalid_spec.py)."""
+    """Start nothing for a spec that cannot run. A running job continues (invalid_job.py)."""
     if not view.problems or status.attempt:
         return None
-    text = invalid_spec.sentence(view.problems)
+    text = invalid_job.sentence(view.problems)
     return Decision(enter(status, "Pending", reasons.INVALID_SPEC, text, view.now))
 
 
@@ -88,9 +90,9 @@ def failing(view: View, status: api.Status) -> Decision | None:
         return None
     active = view.active_of_all_attempts
     if any(p.uid not in view.lost for p in active):
-        actions, again_at = kept_log.stop(view, view.recorded.last_failure, active, None)
+        actions, again_at = stop_but_keep_log(view, view.recorded.last_failure, active, None)
         return Decision(status, actions, again_at)
-    status = kept_log.with_end_at_deadline(view, status)
+    status = _with_end_at_deadline(view, status)
     text = view.recorded.message.removesuffix(STOPPING_ALL)
     failed = enter(status, "Failed", reasons.named(view.recorded.reason), text, view.now)
     return Decision(replace(failed, completion_time=view.now))
@@ -100,7 +102,7 @@ def suspended(view: View, status: api.Status) -> Decision | None:
     """Stop the pods with their full grace. Deadlines start again on resume. An invalid spec is not resumed."""
     if not view.spec.suspend and not (view.problems and view.recorded.state == "Suspended"):
         return None
-    reason, text = reasons.INVALID_SPEC, f"{invalid_spec.sentence(view.problems)}; suspended until the spec is fixed"
+    reason, text = reasons.INVALID_SPEC, f"{invalid_job.sentence(view.problems)}; suspended until the spec is fixed"
     if active := view.active_of_all_attempts:
         reason, text = reasons.SUSPENDING, f"suspended; {name_pods(active)} still stopping"
     elif view.spec.suspend:
@@ -156,8 +158,30 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
         return None
     limit = view.spec.active_deadline_seconds
     text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"
-    status = kept_log.with_deadline(view, status)
+    status = _with_deadline(view, status)
     return Decision(enter(status, "Failing", reasons.DEADLINE_EXCEEDED, text, view.now))
+
+
+def _with_deadline(view: View, status: api.Status) -> api.Status:
+    """Record the rank furthest behind at the deadline. An unsettled failure is kept, as it explains more."""
+    running = {p.place: p for p in view.active if p.trainer.state == "running"}
+    if not running or view.recorded.is_broken:
+        return status
+    steps = {
+        place: t.step for t in view.trackers.values() if (place := view.spec.members.place(t.node_rank)) in running
+    }
+    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.spec.members.node_rank(p)))
+    failure = failure_of(view, status, place, root_cause.DEADLINE)
+    return with_failure(status, failure, sentences.sentence(failure))
+
+
+def _with_end_at_deadline(view: View, status: api.Status) -> api.Status:
+    """Add the end of the log to the failure that `_with_deadline` recorded, once its pod has ended."""
+    failure = view.recorded.last_failure
+    if failure is None or failure.reason != root_cause.DEADLINE or failure.failure_class:
+        return status
+    failure = replace(with_log(view, failure), failure_class="permanent")
+    return with_failure(status, failure, sentences.sentence(failure))
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:

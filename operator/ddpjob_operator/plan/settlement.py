@@ -14,7 +14,7 @@ from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, podspec
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.plan.actions import DeletePod, EndPod, Settings
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
@@ -22,6 +22,10 @@ from ddpjob_operator.pods import naming
 # Failures on one node within `avoid_node_seconds`, after which a job avoids the node. One failure may be chance.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
+# Seconds for a kubelet to receive the deadline of a pod whose log is kept, and to report that the pod has ended.
+KUBELET_SECONDS = 10
+# Seconds; a job with an hour of grace to save must not wait that long for a rank that hangs.
+GRACE_SECONDS_MAX = 60
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,33 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     if pod is None or not is_wanted or pod.name != failure.pod or pod.trainer.exit_code is None:
         return failure
     return replace(failure, log_tail=root_cause.tail_of(pod))
+
+
+def stop_but_keep_log(
+    view: View, first: api.JobFailure | None, pods: Sequence[Pod], grace_seconds: int | None
+) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
+    """Return the actions that stop these pods, and when to check again. first: the failure that is the reason. The one
+    pod whose log explains a stall or a deadline keeps its object, so that `kubectl logs` still works.
+
+    A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the
+    object, as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod
+    (pkg/apis/core/validation, ValidatePodUpdate)."""
+    kept = first.pod if first is not None and first.reason in root_cause.KEEPS_ITS_LOG else None
+    last = next(
+        (p for p in pods if p.name == kept and p.deletion_requested_at is None and p.uid not in view.lost), None
+    )
+    if first is None or last is None:
+        return view.stop(pods, grace_seconds), None
+    grace = view.spec.facts.grace_seconds
+    grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
+    # The clock may have been set back after the failure; times.py ensures that state_time is not in the future.
+    until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
+    if view.now >= until:
+        # Neither the kubelet nor the process has answered: give up the log and delete the pod.
+        return view.stop(pods, view.spec.grace_after_failure), None
+    others = view.stop([p for p in pods if p is not last], grace_seconds)
+    end = EndPod(last.name, last.uid, view.spec.grace_after_failure if grace_seconds is not None else None)
+    return (*others, *(() if last.deadline_set else (end,))), until
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:

@@ -13,9 +13,9 @@ from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import gang, invalid_spec, leadership, lifecycle, pending
+from ddpjob_operator.plan import gang, invalid_job, leadership, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision
-from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
+from ddpjob_operator.plan.record import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods, owned
 from ddpjob_operator.pods import build, naming
@@ -112,9 +112,9 @@ def backing_off(view: View, status: api.Status) -> Decision | None:
 
 def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
     """Wait if the fields that pods are made from cannot be read. Running pods continue, and none is added."""
-    if not invalid_spec.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
+    if not invalid_job.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
         return None
-    text = f"no pod can be created while the spec is invalid: {invalid_spec.sentence(view.problems)}"
+    text = f"no pod can be created while the spec is invalid: {invalid_job.sentence(view.problems)}"
     return _waiting(view, status, "Pending", reasons.INVALID_SPEC, text)
 
 

@@ -14,7 +14,7 @@ from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import groups, stall
 from ddpjob_operator.observed.cluster import ConflictingObject, Node, Observed, Pod
-from ddpjob_operator.plan import invalid_spec
+from ddpjob_operator.plan import invalid_job
 from ddpjob_operator.plan.actions import DeletePod, Settings
 from ddpjob_operator.pods import naming
 
@@ -199,7 +199,7 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     # A status that was lost, as in a backup, is that of a suspended job: no attempt number may be used twice.
     if recorded.state is None and (last := max((recorded.attempt, *(p.attempt for p in owned(job, seen))))):
         recorded = replace(recorded, state="Suspended", attempt=last)
-    read = invalid_spec.as_it_was(replace(job, status=recorded), problems)
+    read = invalid_job.as_it_was(replace(job, status=recorded), problems)
     return _sorted(read.status, read, read.spec.nodes, job.status, seen, now, problems, settings)
 
 
