@@ -169,9 +169,8 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
 
 
 def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
-    if new.state == "Restarting" and new.reason in _ON_THE_WAY:
-        return
-    if _is_news(old, new) and new.reason in reasons.ALL:
+    is_on_the_way = new.state == "Restarting" and new.reason in _ON_THE_WAY
+    if not is_on_the_way and _is_news(old, new) and new.reason in reasons.ALL:
         reason = reasons.ALL[new.reason]
         # If no pod was left to stop, this is the failure's first Event.
         is_first = new.state == "Restarting" != old.state

@@ -72,9 +72,8 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     """Yield reasons to doubt this success."""
     if status.save_failed:  # after os._exit the last save is missing; any other exit saves again, or fails
         yield reasons.SAVE_FAILED, status.save_failed
-    spec, progress, group = view.spec, status.progress, view.seen.group_size
-    if progress is not None and progress.attempt == status.attempt:
-        group = progress.world_size
+    spec, progress = view.spec, status.attempt_progress
+    group = view.seen.group_size if progress is None else progress.world_size
     ranks, nproc = spec.world_size, spec.facts.nproc_per_node
     why = launcher.apart(spec) if group != ranks else []
     yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
@@ -124,31 +123,22 @@ def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decis
 
 def waiting_for_room(view: View, status: api.Status) -> Decision | None:
     """Begin no attempt while the operator has no memory for the job (job/storage.py). No deadline runs."""
-    may_begin = not status.attempt or status.state == "Suspended"
-    if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
+    if not view.seen.no_room or status.is_begun or view.active_of_all_attempts:
         return None
     state: api.State = "Suspended" if status.attempt else "Pending"
     text = f"waiting for room: {view.seen.no_room}. The job starts when other jobs have ended or are suspended"
     return Decision(replace(enter(status, state, reasons.WAITING_FOR_ROOM, text, view.now), start_time=None))
 
 
-def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended. Wait for that end, because agents
-    report some of their restarts only then, and reports count only for the recorded attempt."""
-    if status.state != "Suspended" or not status.attempt:
+def beginning(view: View, status: api.Status) -> Decision | None:
+    """Begin the first attempt, or when the job is resumed the next one. Wait for the last pod of the previous attempt:
+    agents report some of their restarts only at their end, and reports count only for the recorded attempt."""
+    if status.is_begun:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start
-    if not ending:
-        return _begin(view, status)
-    text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
-    return stop_all(view, status, reasons.WAITING_FOR_OLD_PODS, f"{text}{pending.unreachable_nodes(view)}")
-
-
-def starting(view: View, status: api.Status) -> Decision | None:
-    return None if status.attempt else _begin(view, status)
-
-
-def _begin(view: View, status: api.Status) -> Decision:
+    if ending:
+        text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
+        return stop_all(view, status, reasons.WAITING_FOR_OLD_PODS, f"{text}{pending.unreachable_nodes(view)}")
     return Decision(replace(new_attempt(status, view.now), start_time=view.now), goes_on=True)
 
 
@@ -188,9 +178,9 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
     """Record that all trainers are running or have completed. missing: why an elastic job runs without some nodes."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
-    if stopping := [p for p in view.active if p.deletion_requested_at is not None]:
-        are = "is" if len(stopping) == 1 else "are"
-        missing = "; ".join(filter(None, (missing, f"{name_pods(stopping)} {are} stopping")))
+    if view.stopping:
+        are = "is" if len(view.stopping) == 1 else "are"
+        missing = "; ".join(filter(None, (missing, f"{name_pods(view.stopping)} {are} stopping")))
     if missing:
         reason, text = reasons.ENOUGH_NODES_RUN, f"{text}; {missing}"
     long_completed, again_at = pending.completed_long_ago(view, status)
@@ -208,8 +198,7 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
 
 
 def _how_many_run(view: View, status: api.Status) -> str:
-    stopping = {p.place for p in view.active if p.deletion_requested_at is not None}
-    count, nodes = len(status.completed), len(view.participants(status) - stopping)
+    count, nodes = len(status.completed), len(view.participants(status) - {p.place for p in view.stopping})
     done = f" and {count} completed" if count else ""
     restarts = status.restarted_in_place
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""

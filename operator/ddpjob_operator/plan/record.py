@@ -79,7 +79,7 @@ def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
     is too early, because pulling an image may exceed the limit. It is kept in the status, because leaders change."""
     if any(root_cause.lacks_configuration(pod) for pod in view.active):
         return status.unconfigured_since or view.now
-    is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
+    is_started_again = status.start_retries > 0 and len(view.waiting) == len(view.pods)
     return status.unconfigured_since if is_started_again else None
 
 
@@ -132,38 +132,30 @@ def _not_kept(view: View, status: api.Status) -> str:
     lacking = _lacking(view, status)
     if not lacking:
         return ""
-    first = lacking[0]
-    why = f"{_where(view, status, lacking)}{first.not_kept}"
-    needed = max((one.limit_needed for one in lacking if one.limit_needed is not None), default=None)
-    if first.limit_needed is None or needed is None:
-        return why[: bounds.ADVICE_MAX]
-    facts = view.spec.facts
-    path = facts.trainer_path if facts.trainer else ("trainer",)
-    field = dotted((*path, "resources", "limits", "memory"))
-    return f"{why}; set {field} to {-(-needed // _MIB)}Mi or more"[: bounds.ADVICE_MAX]
+    places, first = sorted({place for place, _ in lacking}), lacking[0][1]
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    pod = naming.present_pod_name(view.job, status, places[0])
+    why = f"in pod {pod}{more}: {first.not_kept}" if len(view.spec.members) > 1 else first.not_kept
+    needed = max((report.limit_needed for _, report in lacking if report.limit_needed is not None), default=None)
+    if first.limit_needed is not None and needed is not None:
+        facts = view.spec.facts
+        path = facts.trainer_path if facts.trainer else ("trainer",)
+        field = dotted((*path, "resources", "limits", "memory"))
+        why = f"{why}; set {field} to {-(-needed // _MIB)}Mi or more"
+    return why[: bounds.ADVICE_MAX]
 
 
-def _lacking(view: View, status: api.Status) -> list[Report]:
-    """Return the reports with `not_kept`, by rank. Reports of generations before rank 0's do not count."""
+def _lacking(view: View, status: api.Status) -> list[tuple[int, Report]]:
+    """Return place and report of the ranks with `not_kept`, by rank. Generations before rank 0's do not count."""
     zero = view.seen.reports.get(0)
-    if zero is None:
-        return []
     return [
-        report
+        (place, report)
         for _, report in sorted(view.seen.reports.items())
         if report.not_kept
         and report.attempt in (0, status.attempt)
-        and report.generation == zero.generation
-        and view.spec.members.place(report.node_rank) is not None
+        and (zero is not None and report.generation == zero.generation)
+        and (place := view.spec.members.place(report.node_rank)) is not None
     ]
-
-
-def _where(view: View, status: api.Status, lacking: list[Report]) -> str:
-    places = sorted({place for one in lacking if (place := view.spec.members.place(one.node_rank)) is not None})
-    if len(view.spec.members) == 1:
-        return ""
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-    return f"in pod {naming.present_pod_name(view.job, status, places[0])}{more}: "
 
 
 def _late(view: View, status: api.Status) -> Set[int]:
@@ -177,9 +169,8 @@ def _late(view: View, status: api.Status) -> Set[int]:
         # If a user scales away nodes that have trained, too few are left. The waiting nodes end with 0 as well.
         return (started | completed) - members if view.is_enough(members) else set()
     # A node that failed before enough others completed may have trained with them.
-    if not view.is_elastic or not view.is_enough(status.completed) or view.recorded.is_broken:
-        return set()
-    if not completed <= set(view.known_pods):
+    is_over = view.is_elastic and view.is_enough(completed) and not view.recorded.is_broken
+    if not is_over or not completed <= set(view.known_pods):
         return set()
     others = [view.known_pods[place] for place in sorted(completed)]
     # If a rank of a node has reported, the node had joined a group.
@@ -238,9 +229,8 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
         return status
-    made = counted.progress
-    last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
-    status = with_idle(counted, last_step_time)
+    made = counted.attempt_progress
+    status = with_idle(counted, None if made is None else made.updated)
     # Record that all first pods have run: ranks start only after all nodes have joined, except in an elastic job.
     # Without this record, a second pod of the same name would count as the first, and start again at generation 0.
     leads = {leader} if agent.replacement == leadership.turn(view.job, status) else set()

@@ -107,8 +107,7 @@ def idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.da
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
     """Recreate all pods if running pods gave up waiting for late pods (after 600 s, or JOIN_SECONDS if elastic).
     This is no failure, and startDeadlineSeconds still counts from the first try."""
-    started = status.started
-    late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
+    late = [p for p in view.waiting if p.place not in status.started]
     if not late or view.is_enough(status.started) or view.spec.facts.restarts_in_place:
         return None
     trigger = next(triggers(view, status), None)
@@ -276,7 +275,7 @@ def triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
 def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     if failed := view.failed(status):
         # The operator has deleted no pod in this attempt, so a deletion by somebody else may explain the failure.
-        pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
+        pods = [*failed, *view.stopping]
         failure = root_cause.root_cause(context(view, status), pods)
         reason = reasons.NODE_LOST if failure.reason == "DeletionByPodGC" else reasons.RANK_FAILED
         yield reason, with_limit(view, with_last_step(status, failure))

@@ -227,9 +227,8 @@ def _has_trained_before(status: api.Status) -> bool:
 
 
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
-    progress = status.progress
-    step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    step = max(step, failure.step or 0)  # the last reports may be missing
+    progress = status.attempt_progress
+    step = max(progress.step if progress is not None else 0, failure.step or 0)  # the last reports may be missing
     # Lost connections are explained if a node did not report for a while, or if too few nodes ever ran.
     # If too few nodes ran, a rank waited in vain for a node that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
@@ -257,8 +256,8 @@ def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:
-    progress = status.progress
-    if progress is None or progress.attempt != status.attempt:
+    progress = status.attempt_progress
+    if progress is None:
         return failure
     step = progress.step if failure.step is None else failure.step
     generation = progress.generation if failure.generation is None else failure.generation

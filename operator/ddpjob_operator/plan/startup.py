@@ -193,7 +193,7 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
 
 
 def _unschedulable(view: View) -> list[Pod]:
-    return [p for _, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and p.unschedulable and p.live]
+    return [p for p in view.waiting if p.unschedulable and p.live]
 
 
 def _made_again(view: View, status: api.Status, waiting: Sequence[Pod]) -> api.Status:
@@ -225,14 +225,13 @@ def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
-    not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
-    if not not_running:
+    if not view.waiting:
         return _waiting_for_places(view, status)
     avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
-    unschedulable = any(p.unschedulable for p in not_running)
-    again_at = pending.next_creating_text_at(view, status, not_running)
+    unschedulable = any(p.unschedulable for p in view.waiting)
+    again_at = pending.next_creating_text_at(view, status, view.waiting)
     again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
-    return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
+    return _waiting(view, status, *_why_waiting(view, status, view.waiting), again_at=again_at)
 
 
 def _waiting_for_places(view: View, status: api.Status) -> Decision | None:

@@ -103,6 +103,16 @@ class View:
         return [p for p in (*self.pods.values(), *self.older, *self.removed) if p.live]
 
     @cached_property
+    def waiting(self) -> list[Pod]:
+        """The pods of the current attempt whose trainers have not started, by place."""
+        return [p for _, p in sorted(self.pods.items()) if p.trainer.state == "waiting"]
+
+    @cached_property
+    def stopping(self) -> list[Pod]:
+        """The active pods that are being deleted."""
+        return [p for p in self.active if p.deletion_requested_at is not None]
+
+    @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
         return stall.find(self.trackers, self.spec.stall, self.now)
 
