@@ -14,7 +14,8 @@ from ddpjob_operator.failures.log_lines import TAIL_MAX
 from ddpjob_operator.failures.redaction import clean, mask, shown, shown_pair
 from ddpjob_operator.failures.root_cause import EXCEPTION_MAX, WORD_MAX
 from ddpjob_operator.gangs import choice
-from ddpjob_operator.job import api, bounds, budgets, launcher, podspec, reasons, shells, variables
+from ddpjob_operator.job import api, bounds, budgets, launcher, podspec, reasons, variables
+from ddpjob_operator.job.launch import shells
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, exit_codes, times
+from ddpjob_operator.job import api, times
+from ddpjob_operator.job.launch import exit_codes
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import groups, stall

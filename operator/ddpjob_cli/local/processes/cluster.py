@@ -24,7 +24,8 @@ from ddpjob_cli.local.processes import ranks
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_cli.local.run_files import run_folder
 from ddpjob_core.findings import NamedFinding
-from ddpjob_operator.job import api, command, launcher, reasons, wording
+from ddpjob_operator.job import api, launcher, reasons, wording
+from ddpjob_operator.job.launch import command
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report, latest
