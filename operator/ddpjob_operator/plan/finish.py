@@ -272,17 +272,16 @@ def redacted(new: api.Status, old: api.Status) -> api.Status:
         last_failure=new.last_failure if new.last_failure == old.last_failure else _redacted_failure(new.last_failure),
         failures=[line if line in old.failures else _redacted_line(line) for line in new.failures],
         findings=[replace(one, message=shown(one.message, EXCEPTION_MAX)) for one in new.findings],
-        avoided_nodes=[node if node in old.avoided_nodes else _redacted_node(node) for node in new.avoided_nodes],
+        avoided_nodes=[
+            node if node in old.avoided_nodes else replace(node, message=shown(node.message, EXCEPTION_MAX))
+            for node in new.avoided_nodes
+        ],
         conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
     )
 
 
 def redacted_events(new: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(replaced(event, message=shown(event.message, MESSAGE_MAX)) for event in new)
-
-
-def _redacted_node(node: api.AvoidedNode) -> api.AvoidedNode:
-    return replace(node, message=shown(node.message, EXCEPTION_MAX))
 
 
 def _redacted_progress(progress: api.Progress | None, old: api.Progress | None) -> api.Progress | None:

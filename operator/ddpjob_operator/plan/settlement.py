@@ -90,9 +90,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """True if torchrun of an elastic job ended with 1 for a failed rank, after all restarts that it may make."""
-    if not view.is_elastic or view.spec.facts.restarts_in_place:
-        return False
-    pod = view.known_pod(cause.node_rank)
+    pod = view.known_pod(cause.node_rank) if view.is_elastic and not view.spec.facts.restarts_in_place else None
     return pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1 and root_cause.is_own(cause)
 
 

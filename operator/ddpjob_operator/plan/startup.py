@@ -226,20 +226,15 @@ def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     if not view.waiting:
-        return _waiting_for_places(view, status)
+        # If an earlier pod at a place of an elastic job is still stopping, the next pod is created after its end.
+        earlier = [p for p in view.removed if p.place in view.spec.members and p.place not in view.pods]
+        text = f"waiting for {name_pods(earlier)} to stop"
+        return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, text) if earlier else None
     avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
     unschedulable = any(p.unschedulable for p in view.waiting)
     again_at = pending.next_creating_text_at(view, status, view.waiting)
     again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
     return _waiting(view, status, *_why_waiting(view, status, view.waiting), again_at=again_at)
-
-
-def _waiting_for_places(view: View, status: api.Status) -> Decision | None:
-    """Wait until earlier pods at places of an elastic job have ended. A new pod at such a place is created then."""
-    earlier = [p for p in view.removed if p.place in view.spec.members and p.place not in view.pods]
-    if not earlier:
-        return None
-    return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, f"waiting for {name_pods(earlier)} to stop")
 
 
 def _waiting(

@@ -119,9 +119,9 @@ class View:
 
     def failed(self, status: api.Status) -> list[Pod]:
         """Return pods, also deleted ones, that ended without completing and are not recorded as completed."""
-        completed = status.completed
-        failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
-        return [p for p in failed if not self.comes_too_late(status, p.place)]
+        failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in status.completed]
+        # When an elastic job completes its training, a node that has not started finds no group to join.
+        return [p for p in failed if p.place in status.started] if self.is_elastic and status.completed else failed
 
     @cached_property
     def hands_over_exit_code(self) -> bool | None:
@@ -165,11 +165,6 @@ class View:
     def participants(self, status: api.Status) -> Set[int]:
         """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""
         return status.started.intersection(self.spec.members) if self.is_elastic else set(self.spec.members)
-
-    def comes_too_late(self, status: api.Status, place: int) -> bool:
-        """True if an elastic job completed its training before this node started, so it finds no group to join."""
-        has_started = place in status.started
-        return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Return deletes of pods that are not terminating. On a lost node the grace is 0, because no kubelet
