@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX
-from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL
@@ -161,8 +161,7 @@ def _with_deadline(view: View, status: api.Status) -> api.Status:
         place: t.step for t in view.trackers.values() if (place := view.spec.members.place(t.node_rank)) in running
     }
     place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.spec.members.node_rank(p)))
-    failure = failure_of(view, status, place, root_cause.DEADLINE)
-    return with_failure(status, failure, sentences.sentence(failure))
+    return with_failure(status, failure_of(view, status, place, root_cause.DEADLINE))
 
 
 def _with_end_at_deadline(view: View, status: api.Status) -> api.Status:
@@ -170,8 +169,7 @@ def _with_end_at_deadline(view: View, status: api.Status) -> api.Status:
     failure = view.recorded.last_failure
     if failure is None or failure.reason != root_cause.DEADLINE or failure.failure_class:
         return status
-    failure = replace(with_log(view, failure), failure_class="permanent")
-    return with_failure(status, failure, sentences.sentence(failure))
+    return with_failure(status, replace(with_log(view, failure), failure_class="permanent"))
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:

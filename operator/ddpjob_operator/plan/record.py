@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ddpjob_core.budget import Spent, newly_spent, with_newly_spent
 from ddpjob_core.failures import Failure, Precedence
 from ddpjob_core.findings import FINDINGS_MAX, NamedFinding, trained_alone
-from ddpjob_operator.failures import root_cause, sentences, termination_message
+from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, bounds, budgets, ranges, reasons
 from ddpjob_operator.job.validation import dotted
@@ -242,8 +242,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     if status.is_broken:
         return status  # lastFailure stays the failure that is being classified
     for reported in agent.failures[-number:]:
-        failure = _failure(status, reported, view)
-        status = with_failure(status, failure, sentences.sentence(failure))
+        status = with_failure(status, _failure(status, reported, view))
     return status
 
 

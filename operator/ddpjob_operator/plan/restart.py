@@ -81,7 +81,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
         return None
     reason, failure = trigger
     text = sentences.sentence(failure)
-    status = with_failure(with_idle(status, idle_since(view, status, failure)), failure, text)
+    status = with_failure(with_idle(status, idle_since(view, status, failure)), failure)
     agents_wait = view.spec.facts.restarts_in_place
     if not view.active and not agents_wait:
         # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event.
@@ -146,11 +146,10 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
     # A pod that is deleted from outside gets its full grace to save.
     # The peers of a pod that is deleted from outside get their full grace too: all ranks stop after the same step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else view.spec.grace_after_failure
-    text = sentences.sentence(settled.cause)
     actions, again_at = stop_but_keep_log(view, first, view.active, grace)
     # Record the cause at each reconcile: a pod's evidence disappears with its object.
-    message = _ending(view, text, settled.cause)
-    return Decision(replace(with_failure(status, settled.cause, text), message=message), actions, again_at)
+    message = _ending(view, settled.text, settled.cause)
+    return Decision(replace(with_failure(status, settled.cause), message=message), actions, again_at)
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
@@ -176,7 +175,7 @@ def replacing(view: View, status: api.Status) -> Decision | None:
         return restart_all(view, status, first, settled)  # stops the other pods too, then fails the job
     if ending := _still_ending(view, lost):
         message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
-        return Decision(replace(with_failure(status, settled.cause, settled.text), message=message))
+        return Decision(replace(with_failure(status, settled.cause), message=message))
     status, wait = settled.status(view, status), settled.verdict.wait_seconds
     status = with_new_ranks(status, view.now + dt.timedelta(seconds=wait))
     others = len(view.staying) if view.is_elastic else view.spec.nodes - len(lost)

@@ -40,7 +40,7 @@ class Settled:
         return sentences.sentence(self.failure)
 
     def status(self, view: View, status: api.Status) -> api.Status:
-        status = with_failure(status, self.failure, self.text)
+        status = with_failure(status, self.failure)
         if not self.verdict.restart:
             return status
         return replace(

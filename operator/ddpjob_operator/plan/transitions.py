@@ -7,7 +7,7 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_core.failures import BRIEF_MAX, abridged
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.observed.reports import Report
@@ -198,11 +198,11 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
     return 0 if is_earlier else failure.step or 0
 
 
-def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
+def with_failure(status: api.Status, failure: api.JobFailure) -> api.Status:
     """Return the status with a failure. It replaces a failure of the same attempt whose cause is not final."""
     line = api.FailureLine(
         attempt=failure.attempt,
-        message=abridged(message, BRIEF_MAX),
+        message=abridged(sentences.sentence(failure), BRIEF_MAX),
         reason="" if failure.init_container else failure.reason,
         time=failure.time,
         failure_class=failure.failure_class,
