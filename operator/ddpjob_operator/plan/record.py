@@ -224,7 +224,8 @@ def newest_agent(view: View) -> AgentReport | None:
 
 
 def with_agent(status: api.Status, view: View) -> api.Status:
-    """Return the status with the restarts that the leader's agent has made but the status does not count yet."""
+    """Return the status with the restarts in place that the leader's agent (ddprun) has made, but the status does not
+    count yet. `ddpjob_core.budget` counts them."""
     agent, leader = newest_agent(view), view.leader
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:

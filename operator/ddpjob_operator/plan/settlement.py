@@ -1,4 +1,5 @@
-"""Settles a failure once no more evidence can come: its cause, what it counts against, and if the job continues."""
+"""Settles a failure once no more evidence can come: its cause, what it counts against, and if the job continues. Until
+then the pods stop, but the log that explains the failure is kept."""
 
 from __future__ import annotations
 
