@@ -12,7 +12,7 @@ from ddpjob_check.ranks import at
 from ddpjob_check.rule import CheckedJob, Found, rule
 from ddpjob_check.script import DDP, Script
 from ddpjob_check.values import STARTERS
-from ddpjob_operator.job import command
+from ddpjob_operator.job.launch import command
 
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
 _ANY_FAILURE = {

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ddpjob_check.schedulers import COUNTERPARTS
-from ddpjob_operator.job import api, command, launcher, programs, shell_text, variables
+from ddpjob_operator.job import api, launcher, variables
 from ddpjob_operator.job.facts import JobFacts
+from ddpjob_operator.job.launch import command, programs, shell_text
 from ddpjob_operator.job.podspec import mappings
 
 # Variables that every rank has, but the pod only if it has one rank; the value is the pod's variable to use instead.

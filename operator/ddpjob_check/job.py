@@ -13,8 +13,9 @@ from ddpjob_check import groups, in_command
 from ddpjob_check.rule import CheckedJob, Severity, command_line
 from ddpjob_check.starting import DEPRECATED
 from ddpjob_core import memory
-from ddpjob_operator.job import api, command, launcher, podspec, shells, variables
+from ddpjob_operator.job import api, launcher, podspec, variables
 from ddpjob_operator.job import template as templates
+from ddpjob_operator.job.launch import command, shells
 from ddpjob_operator.job.podspec import (
     claims_devices,
     gpus,

@@ -13,7 +13,7 @@ from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import CheckedJob, Found, Severity, command_line, rule
 from ddpjob_check.script import INIT, Script
-from ddpjob_operator.job.command import arguments_behind_script
+from ddpjob_operator.job.launch.command import arguments_behind_script
 
 _LAUNCH = "torch.distributed.launch"
 _OLD, _NEW = "--local_rank", "--local-rank"

@@ -15,8 +15,9 @@ from typing import Any
 from ddpjob_convert import pytorchjob, trainjob
 from ddpjob_convert.fields import ConvertError, walk
 from ddpjob_convert.result import Converted
-from ddpjob_operator.job import api, podspec, programs
-from ddpjob_operator.job.command import PYTHON
+from ddpjob_operator.job import api, podspec
+from ddpjob_operator.job.launch import programs
+from ddpjob_operator.job.launch.command import PYTHON
 from ddpjob_operator.job.wording import say
 
 KINDS = ("PyTorchJob", "TrainJob")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpjob_convert.fields import walk
 from ddpjob_convert.result import Converted, Path
-from ddpjob_operator.job.command import shell_script
+from ddpjob_operator.job.launch.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
 
 # The job sets these variables for each node or rank. A value in the template would override the job's value.

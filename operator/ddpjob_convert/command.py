@@ -12,8 +12,9 @@ from ddpjob_convert import address, common
 from ddpjob_convert.address import VARIABLES
 from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError
 from ddpjob_convert.result import Converted
-from ddpjob_operator.job import bounds, programs
-from ddpjob_operator.job.command import (
+from ddpjob_operator.job import bounds
+from ddpjob_operator.job.launch import programs
+from ddpjob_operator.job.launch.command import (
     LAUNCHERS,
     SHELLS,
     arguments_behind_script,

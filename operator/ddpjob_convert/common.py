@@ -9,7 +9,7 @@ from typing import Any
 from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError, Fields, walk
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.job.command import by_torchrun, options_begin, split_options
+from ddpjob_operator.job.launch.command import by_torchrun, options_begin, split_options
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, gpus, mapping
 
 NO_ELASTIC = "an elastic job needs torchrun or ddprun in the command: this one always has spec.nodes nodes"

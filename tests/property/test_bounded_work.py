@@ -11,8 +11,9 @@ import pytest
 from hostile_specs import PUTS, SHELL, STATUSES, calls, job, steps, warm
 from worlds import START, manifest
 
-from ddpjob_operator.job import command, ranges, storage, validation
-from ddpjob_operator.job.command import SCRIPT_READ_MAX
+from ddpjob_operator.job import ranges, storage, validation
+from ddpjob_operator.job.launch import command
+from ddpjob_operator.job.launch.command import SCRIPT_READ_MAX
 from ddpjob_operator.kube.api.client import READ_AT_ONCE, Page, read_json
 from ddpjob_operator.kube.watch import listing
 from ddpjob_operator.kube.watch.store import Jobs

@@ -4,7 +4,7 @@ import cProfile
 
 import pytest
 
-from ddpjob_operator.job import exit_codes, shell
+from ddpjob_operator.job.launch import exit_codes, shell
 
 CALLS_MAX = 1_500_000
 FILL = shell.SCRIPT_MAX - 100

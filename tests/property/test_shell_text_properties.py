@@ -5,7 +5,7 @@ import shlex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob_operator.job.shell_text import references
+from ddpjob_operator.job.launch.shell_text import references
 
 PIECES = [
     *"'\"$`\\(){}#<>;&|\n\t -=",

@@ -19,7 +19,7 @@ from ddpjob_operator.kube.watch import listing, observe
 from ddpjob_operator.kube.work import executor as execute
 from ddpjob_operator.kube.work import lookup
 from ddpjob_operator.observed import cluster, facts
-from ddpjob_operator.plan import agent_restarts, leadership, lifecycle, pod_replacement, settlement, startup
+from ddpjob_operator.plan import leadership, lifecycle, record, restart, settlement, startup
 from ddpjob_operator.plan import plan as planning
 from ddpjob_operator.plan.actions import CreatePod, CreateService, Decision, DeletePod, Plan
 from ddpjob_operator.plan.view import View
@@ -172,11 +172,11 @@ def replaced_at_once() -> contextlib.AbstractContextManager[Any]:
 
     def at_once(view: View, status: api.Status) -> Decision | None:
         first = view.recorded.unsettled_failure
-        lost = pod_replacement.lost_alone(view, status, first) if first is not None else []
+        lost = restart.lost_alone(view, status, first) if first is not None else []
         settled = settlement.settle(view, status, first) if lost and first is not None else None
         if settled is None or not settled.verdict.restart:
             return None
-        return Decision(pod_replacement._replaced(view, status, "Restarting", settled, lost, ""))
+        return Decision(restart._replaced(view, status, "Restarting", settled, lost, ""))
 
     def of_older_attempts(view: View, status: api.Status) -> Decision | None:
         older = tuple(p for p in view.older if p.attempt < status.attempt)
@@ -193,15 +193,13 @@ def all_replaced_in_turn() -> contextlib.AbstractContextManager[Any]:
 
 def words_added_up() -> contextlib.AbstractContextManager[Any]:
     """Bug: the total in each report of an agent is added again."""
-    with_agent = agent_restarts.with_agent
-    return mock.patch.object(
-        agent_restarts, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest)
-    )
+    with_agent = record.with_agent
+    return mock.patch.object(record, "with_agent", lambda s, *rest: with_agent(replace(s, in_place=None), *rest))
 
 
 def words_dropped() -> contextlib.AbstractContextManager[Any]:
     """Bug: the operator ignores restarts in place that agents report."""
-    return mock.patch.object(agent_restarts, "with_agent", lambda status, *_: status)
+    return mock.patch.object(record, "with_agent", lambda status, *_: status)
 
 
 def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:

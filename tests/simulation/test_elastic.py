@@ -17,7 +17,7 @@ from simulation import Simulation, simulate
 
 from ddpjob_core import memory
 from ddpjob_core.members import Members
-from ddpjob_operator.plan import leadership, pod_replacement, startup
+from ddpjob_operator.plan import leadership, restart, startup
 from ddpjob_operator.pods import agent_environment
 from ddprun.core.appointment import Appointment
 from ddprun.core.connected import Connected
@@ -108,7 +108,7 @@ def numbers_of_another_leader() -> contextlib.AbstractContextManager[Any]:
 
 def replaced_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:
     """Bug: a lost pod that is still stopping is replaced in the status. If it leads, its last report is lost."""
-    return mock.patch.object(pod_replacement, "_still_ending", return_value=[])
+    return mock.patch.object(restart, "_still_ending", return_value=[])
 
 
 def created_before_the_pod_has_ended() -> contextlib.AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.job_state import JobStates
 from ddpjob_operator.kube.work.reconcile import is_large
 from ddpjob_operator.observed.cluster import Observed
-from ddpjob_operator.plan import unreadable
+from ddpjob_operator.plan import invalid_job
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import build
 
@@ -169,7 +169,7 @@ def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
 
     yield "parse", parse
     if not parsed:
-        yield "unreadable", lambda: unreadable.with_condition(stored, "x" * 300, START)
+        yield "unreadable", lambda: invalid_job.unreadable_status(stored, "x" * 300, START)
         return
     ((read_job, problems),) = parsed
     if is_large(read_job):  # a large job is planned in a thread

@@ -22,7 +22,7 @@ from ddpjob_check.notebook import parts as read_notebook
 from ddpjob_cli.commands import check_files, main, sources
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_operator.job import validation
-from ddpjob_operator.job.command import by_torchrun, read
+from ddpjob_operator.job.launch.command import by_torchrun, read
 from ddpjob_operator.plan import finish
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from ddpjob_operator.kube.work.executor import Executor
 from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
-from ddpjob_operator.plan.kept_log import GRACE_SECONDS_MAX, KUBELET_SECONDS
+from ddpjob_operator.plan.settlement import GRACE_SECONDS_MAX, KUBELET_SECONDS
 
 LOG = "step 60\nwaiting for shard-7 of the data set"
 

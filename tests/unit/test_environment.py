@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from worlds import job
 
-from ddpjob_operator.job import command, launcher, variables
+from ddpjob_operator.job import launcher, variables
+from ddpjob_operator.job.launch import command
 from ddpjob_operator.pods import build, environment, naming
 
 GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}

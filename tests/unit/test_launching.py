@@ -7,7 +7,8 @@ import pytest
 import yaml
 from worlds import manifest
 
-from ddpjob_operator.job import command, launcher, validation
+from ddpjob_operator.job import launcher, validation
+from ddpjob_operator.job.launch import command
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ddpjob_operator.failures.redaction import MASK, clean, mask, shown, shown_pair
 from ddpjob_operator.job import api
-from ddpjob_operator.plan import redacted
+from ddpjob_operator.plan.finish import redacted
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
@@ -261,7 +261,7 @@ def test_a_metric_named_like_a_credential_is_masked(name: str, value: str) -> No
     """A name and a value may look like a credential only together, so both must be checked at once."""
     assert shown_pair(name, value, 64) == (name, MASK)
     reported = api.Status(progress=api.Progress(step=1, updated=NOW, metrics={name: value, "loss": "0.25"}))
-    kept = redacted.status(reported, api.Status()).progress
+    kept = redacted(reported, api.Status()).progress
     assert kept.metrics == {name: MASK, "loss": "0.25"}
 
 

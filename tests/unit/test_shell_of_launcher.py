@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_operator.job import exit_codes, shell, shells
+from ddpjob_operator.job.launch import exit_codes, shell, shells
 
 FIXTURES = Path(__file__).parent / "check/fixtures"
 

@@ -8,7 +8,7 @@ from worlds import job, manifest
 
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_operator.job import launcher, validation
-from ddpjob_operator.job.command import script_of
+from ddpjob_operator.job.launch.command import script_of
 
 
 def problems(**spec: Any) -> list[str]:

@@ -13,7 +13,8 @@ from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import state_of
 from ddpjob_core.findings import FINDINGS_MAX
 from ddpjob_operator.failures import termination_message
-from ddpjob_operator.job import api, exit_codes
+from ddpjob_operator.job import api
+from ddpjob_operator.job.launch import exit_codes
 
 PODS_MAX = 16
 LINES_MAX = 200

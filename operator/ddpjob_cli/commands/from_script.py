@@ -20,7 +20,7 @@ from ddpjob_cli.commands.options import Source, range_of, refuse_other_bytes
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
-from ddpjob_operator.job.command import arguments_behind_script
+from ddpjob_operator.job.launch.command import arguments_behind_script
 from ddpjob_operator.job.wording import name_of
 
 NODES = 1  # the default number of nodes, as in torchrun

@@ -163,7 +163,7 @@ def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -
 def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
     """Return the words in click's order if the file is a script or a module. is_explicit: `--` was before the file."""
     from ddpjob_cli.commands import declared_options
-    from ddpjob_operator.job.command import Command
+    from ddpjob_operator.job.launch.command import Command
 
     is_module = line.named[0] == "-m"
     line.after = [] if is_explicit else line.take(rest, behind=True)
@@ -206,7 +206,7 @@ def without_command(words: Sequence[str]) -> str:
 
 
 def _unknown(line: _Line, rest: Sequence[str]) -> str:
-    from ddpjob_operator.job import command
+    from ddpjob_operator.job.launch import command
 
     name = rest[0].partition("=")[0]
     if meant := close(name, list(line.options)):
@@ -238,7 +238,7 @@ def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
 
 def is_program(word: str) -> bool:
     """True for a program that starts scripts: torchrun, python, accelerate, nohup."""
-    from ddpjob_operator.job import command, programs
+    from ddpjob_operator.job.launch import command, programs
 
     name = programs.name(word)
     others = name in programs.FRAMEWORKS or name in programs.WRAPPERS or name in command.SHELLS
@@ -249,7 +249,7 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
     """Return a sentence with what to type instead of a launcher, or python, with its script."""
     from ddpjob_convert.command import convert
     from ddpjob_convert.fields import ConvertError
-    from ddpjob_operator.job import command, programs
+    from ddpjob_operator.job.launch import command, programs
 
     # The launcher, or Python, may follow programs such as nohup.
     at = next((i for i, word in enumerate(words) if command.starts_scripts(programs.name(word))), 0)

@@ -22,7 +22,8 @@ from ddpjob_cli.local.preparation import suggestions
 from ddpjob_cli.local.run_files.files import read_script
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
-from ddpjob_operator.job import api, command, validation, wording
+from ddpjob_operator.job import api, validation, wording
+from ddpjob_operator.job.launch import command
 from ddpjob_operator.job.podspec import trainer_container
 
 PROCESSES_MAX = 64  # more are started and printed only with --yes; a machine may start one per core

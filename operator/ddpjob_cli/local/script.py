@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from ddpjob_check.parsing import TooLongError, parse
 from ddpjob_cli.local.run_files.files import read_script
-from ddpjob_operator.job import api, command, exit_codes, programs
+from ddpjob_operator.job import api
+from ddpjob_operator.job.launch import command, exit_codes, programs
 from ddpjob_operator.job.podspec import trainer_container
 
 _STARTERS = ("spawn", "start_processes", "Process")  # names in torch.multiprocessing

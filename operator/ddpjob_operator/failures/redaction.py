@@ -1,6 +1,6 @@
 """Cleans texts of programs and clients before they reach a status, an Event or a terminal, and masks credentials.
 
-`shown` handles every text for people (plan/redacted.py, the local run's screen), after all decoding: JSON turns
+`shown` handles every text for people (plan/finish.py, the local run's screen), after all decoding: JSON turns
 `\\u001b` into an escape character long after a log was cleaned. Credentials are masked because more people can read a
 status than a log. Names, sentences and numbers stay readable: `password=***`, `max_tokens: 512`. All repetitions in the
 patterns are bounded or consume their input, so the time is linear in the text (measured in a test).

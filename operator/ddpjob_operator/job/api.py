@@ -282,6 +282,16 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
         return ranges.parse(self.completed_nodes)
 
     @property
+    def is_begun(self) -> bool:
+        """True if the job has an attempt, and is not suspended."""
+        return self.attempt > 0 and self.state != "Suspended"
+
+    @property
+    def attempt_progress(self) -> Progress | None:
+        """The progress if it is of the current attempt, else None."""
+        return self.progress if self.progress is not None and self.progress.attempt == self.attempt else None
+
+    @property
     def furthest(self) -> int | None:
         """The furthest step so far; None if none was reported."""
         now = self.progress.step if self.progress is not None and self.progress.step else None

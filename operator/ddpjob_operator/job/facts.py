@@ -6,8 +6,9 @@ import re
 from functools import cached_property
 from typing import Any, Literal
 
-from ddpjob_operator.job import bounds, command, exit_codes, programs
-from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
+from ddpjob_operator.job import bounds
+from ddpjob_operator.job.launch import command, exit_codes, programs
+from ddpjob_operator.job.launch.command import SCRIPT_READ_MAX, Command
 from ddpjob_operator.job.podspec import command_of, gpus, mapping, mappings, mounts, trainer_container, trainer_path
 
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from ddpjob_operator.job import api, bounds, command, exit_codes, programs
-from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
+from ddpjob_operator.job import api, bounds
+from ddpjob_operator.job.launch import command, exit_codes, programs
+from ddpjob_operator.job.launch.command import SCRIPT_READ_MAX, Command
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 

@@ -25,12 +25,10 @@ def ranks_since(status: api.Status) -> dt.datetime | None:
 
 def present_progress(status: api.Status) -> api.Progress | None:
     """Return the progress of the current ranks; None before their first step, or if no rank is training."""
-    progress, since = status.progress, ranks_since(status)
-    if progress is None or status.state not in ("Running", *TERMINAL) or progress.attempt != status.attempt:
+    progress, since = status.attempt_progress, ranks_since(status)
+    if progress is None or not progress.step or status.state not in ("Running", *TERMINAL):
         return None
-    if not progress.step or (since is not None and progress.updated < since):
-        return None
-    return progress
+    return None if since is not None and progress.updated < since else progress
 
 
 def saved_step(status: api.Status) -> int | None:

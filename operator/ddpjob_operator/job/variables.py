@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.command import Command, nodes_range
+from ddpjob_operator.job.launch.command import Command, nodes_range
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
 BREAKS_RENDEZVOUS = frozenset(

@@ -129,6 +129,16 @@ def read_report(body: bytes, received_at: dt.datetime) -> Report:
     return msgspec.structs.replace(report, received_at=received_at)
 
 
+def latest(known: Report | None, new: Report) -> Report | None:
+    """Return the newer report of a leader's agent, because it contains all restarts so far."""
+    return known if known is not None and _age(new) < _age(known) else new
+
+
+def _age(report: Report) -> tuple[int, int, int]:
+    agent = report.agent
+    return (report.attempt, agent.replacement, agent.restarts.total) if agent is not None else (0, 0, 0)
+
+
 def check_rank(spec: api.Spec, rank: int, node_rank: int | None = None) -> None:
     """Raise BadReportError if the pod of a node may not report for a rank. node_rank None: the node is unknown."""
     nproc, world = spec.facts.nproc_per_node, spec.world_size

@@ -33,7 +33,7 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
     """Choose who admits an attempt's pods before the first one is created. A waiting job may still leave its queue."""
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
-    is_in_queue = gang is not None and _is_queue(view, gang.kind) and not _is_begun(status)
+    is_in_queue = gang is not None and _is_queue(view, gang.kind) and not status.is_begun
     may_leave = is_in_queue and not view.active_of_all_attempts
     is_later = status.attempt_time is not None and status.attempt_time > view.now
     has_pods = attempt == status.attempt and bool(view.pods or view.deleted_pods or status.started)
@@ -53,7 +53,7 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
     leaves loses its quota, and a job that enters loses its nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
-    if not _is_begun(status) or kind == had:
+    if not status.is_begun or kind == had:
         return kind, why
     if _is_queue(view, had) and had in view.seen.gang_apis:
         return had, "a restart keeps its place in the queue"
@@ -65,13 +65,9 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
 
 def evicted(view: View, status: api.Status) -> Decision | None:
     """Stop all pods, as for a suspension, if the queue revoked its admission; not if the queue's API is unavailable."""
-    if not _decides(view, status):
-        return None
-    was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
-    is_admitted = group is not None and _is_admitted(group)
-    active = view.active_of_all_attempts
+    group, active = group_of(view, status), view.active_of_all_attempts
     # A job that is admitted again while its pods are stopping continues as if resumed: its pods stop first.
-    if is_admitted or (was_suspended and not active):
+    if not is_to_stop(view, status) or (view.recorded.state == "Suspended" and not active):
         return None
     why = "its Workload was deleted" if group is None else group.admission.why
     stopping = f"; {name_pods(active)} still stopping" if active else ""
@@ -79,26 +75,23 @@ def evicted(view: View, status: api.Status) -> Decision | None:
 
 
 def is_to_stop(view: View, status: api.Status) -> bool:
-    group = group_of(view, status)
-    return _decides(view, status) and (group is None or not _is_admitted(group))
-
-
-def _decides(view: View, status: api.Status) -> bool:
-    queue = _queue_of(view, status)
-    return queue is not None and status.attempt > 0 and not _is_away(view, queue)
+    """True if the job's queue has revoked its admission. Without the queue's API that is unknown."""
+    queue, group = _queue_of(view, status), group_of(view, status)
+    is_known = queue is not None and status.attempt > 0 and not _is_away(view, queue)
+    return is_known and (group is None or not _is_admitted(group))
 
 
 def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     """Create no pod before the queue admits the job. No deadline runs meanwhile."""
     adapter = _queue_of(view, status)
-    if adapter is None or _is_begun(status):
+    if adapter is None or status.is_begun:
         return None
     group = group_of(view, status)
     # Without the API we cannot know whether the admission was revoked.
     if group is not None and _is_admitted(group) and not _is_away(view, adapter):
         return None
     text, again_at, actions = _requested(view, adapter, group, CreateGroup(adapter.name, _upcoming(status)))
-    if group is None and any(g.number > 1 for g in _of_adapter(view, adapter)):
+    if group is None and any(g.number > 1 for g in _of_adapter(view, adapter.name)):
         actions = ()  # otherwise the job would request the same nodes twice until its further groups are deleted
     state: api.State = "Suspended" if status.attempt else "Pending"
     gang = status.gang or api.Gang(kind="none")
@@ -121,8 +114,8 @@ def growing(view: View, status: api.Status) -> Decision | None:
     stays = not _is_away(view, adapter) and first.asked == kueue.asks(view.job) and not first.placement.by_topology
     if not stays or view.problems or status.completed_nodes:
         return None
-    number = len(groups.admitted(_of_adapter(view, adapter))) + 1
-    group = next((g for g in _of_adapter(view, adapter) if g.number == number), None)
+    number = len(groups.admitted(_of_adapter(view, adapter.name))) + 1
+    group = next((g for g in _of_adapter(view, adapter.name) if g.number == number), None)
     wanted = CreateGroup(adapter.name, status.attempt, number, missing)
     text, again_at, actions = _requested(view, adapter, group, wanted)
     text = f"waiting in the queue for {wording.count(missing, 'more node')}: {text or ASKED}"
@@ -170,8 +163,8 @@ def group_of(view: View, status: api.Status) -> ObservedGroup | None:
     return next(own, None)
 
 
-def _of_adapter(view: View, adapter: Adapter) -> list[ObservedGroup]:
-    return [group for group in _own(view) if group.adapter == adapter.name]
+def _of_adapter(view: View, name: str) -> list[ObservedGroup]:
+    return [group for group in _own(view) if group.adapter == name]
 
 
 def is_forgotten(view: View, status: api.Status) -> bool:
@@ -203,7 +196,7 @@ def unavailable(view: View, status: api.Status) -> str:
 def upkeep(view: View) -> tuple[tuple[Action, ...], dt.datetime | None]:
     """Return the groups to delete, the reports to the queue, and when to repeat a refused report."""
     adapter = adapter_of(view, view.recorded)
-    own = [] if adapter is None else [_refused(view, adapter, group.name) for group in _of_adapter(view, adapter)]
+    own = [] if adapter is None else [_refused(view, adapter, group.name) for group in _of_adapter(view, adapter.name)]
     return (*unneeded(view), *to_tell(view)), earliest(*(refused.retry_at for refused in own if refused is not None))
 
 
@@ -213,7 +206,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
     # A spec with problems cannot start. Its group would hold quota that nobody can use until the spec is fixed.
-    is_held |= bool(view.problems) and not _is_begun(recorded)
+    is_held |= bool(view.problems) and not recorded.is_begun
     over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
     active = [p for p in view.active_of_all_attempts if p.uid not in view.lost]
@@ -241,7 +234,7 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 def _first_place(view: View, group: ObservedGroup) -> int:
     """Return the first place whose pod uses the quota of this group of a queue."""
-    earlier = groups.admitted(g for g in _own(view) if g.adapter == group.adapter)
+    earlier = groups.admitted(_of_adapter(view, group.adapter))
     return groups.size(g for g in earlier if g.number < group.number)
 
 
@@ -251,9 +244,9 @@ def _is_surplus(view: View, group: ObservedGroup) -> bool:
     if group.number == 1:
         return False
     first, state, recorded = _first_place(view, group), group.admission.state, view.recorded
-    admitted = groups.admitted(g for g in _own(view) if g.adapter == group.adapter)
+    admitted = groups.admitted(_of_adapter(view, group.adapter))
     is_wanted = first < view.asked_nodes and group.number <= len(admitted) + 1 and state != "evicted"
-    may_have_pods = state != "waiting" and _is_begun(recorded) and (recorded.attempt_nodes or 0) > first
+    may_have_pods = state != "waiting" and recorded.is_begun and (recorded.attempt_nodes or 0) > first
     return not is_wanted and not may_have_pods
 
 
@@ -264,7 +257,7 @@ def to_tell(view: View) -> tuple[TellGroup, ...]:
         return ()
     gone = {group.uid for group in unneeded(view)}
     told = []
-    for group in _of_adapter(view, adapter):
+    for group in _of_adapter(view, adapter.name):
         news = _news(view, group)
         if news and not (group.deletion_requested or group.uid in gone or _refused(view, adapter, group.name)):
             pods = _pods_in_use(view, group) if news == "smaller" else 0
@@ -281,8 +274,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
         # No pod uses the quota: before the suspension was recorded, pods of unanswered create requests were looked up.
-        is_stopped = recorded.state == "Suspended" or not recorded.attempt
-        return "quota returned" if is_stopped and not view.active_of_all_attempts else None
+        return None if recorded.is_begun or view.active_of_all_attempts else "quota returned"
     if group.admission.state != "admitted":
         return None
     if (recorded.state == "Running") != group.is_ready:
@@ -370,8 +362,4 @@ def _own(view: View) -> list[ObservedGroup]:
 
 def _upcoming(status: api.Status) -> int:
     """Return the current attempt; the next one if the job has not started or is suspended."""
-    return status.attempt if status.attempt and status.state != "Suspended" else status.attempt + 1
-
-
-def _is_begun(status: api.Status) -> bool:
-    return status.attempt > 0 and status.state != "Suspended"
+    return status.attempt if status.is_begun else status.attempt + 1

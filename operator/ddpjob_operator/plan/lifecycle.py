@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX
+from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import invalid_spec, kept_log, pending
+from ddpjob_operator.plan import invalid_job, pending
 from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
-from ddpjob_operator.plan.transitions import enter, new_attempt
+from ddpjob_operator.plan.settlement import failure_of, stop_but_keep_log, with_log
+from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure
 from ddpjob_operator.plan.view import View, name_pods, owned
 
 STOPPING_ALL = "; stopping all nodes"
@@ -41,10 +43,10 @@ def _unwanted(view: View) -> list[Pod]:
 
 
 def invalid(view: View, status: api.Status) -> Decision | None:
-    """Start nothing for a spec that cannot run. A running job continues (invalid_spec.py)."""
+    """Start nothing for a spec that cannot run. A running job continues (invalid_job.py)."""
     if not view.problems or status.attempt:
         return None
-    text = invalid_spec.sentence(view.problems)
+    text = invalid_job.sentence(view.problems)
     return Decision(enter(status, "Pending", reasons.INVALID_SPEC, text, view.now))
 
 
@@ -70,9 +72,8 @@ def _doubts(view: View, status: api.Status) -> Iterator[tuple[Reason, str]]:
     """Yield reasons to doubt this success."""
     if status.save_failed:  # after os._exit the last save is missing; any other exit saves again, or fails
         yield reasons.SAVE_FAILED, status.save_failed
-    spec, progress, group = view.spec, status.progress, view.seen.group_size
-    if progress is not None and progress.attempt == status.attempt:
-        group = progress.world_size
+    spec, progress = view.spec, status.attempt_progress
+    group = view.seen.group_size if progress is None else progress.world_size
     ranks, nproc = spec.world_size, spec.facts.nproc_per_node
     why = launcher.apart(spec) if group != ranks else []
     yield from ((reasons.LAUNCHER_OPTION, text) for text in why)
@@ -88,9 +89,9 @@ def failing(view: View, status: api.Status) -> Decision | None:
         return None
     active = view.active_of_all_attempts
     if any(p.uid not in view.lost for p in active):
-        actions, again_at = kept_log.stop(view, view.recorded.last_failure, active, None)
+        actions, again_at = stop_but_keep_log(view, view.recorded.last_failure, active, None)
         return Decision(status, actions, again_at)
-    status = kept_log.with_end_at_deadline(view, status)
+    status = _with_end_at_deadline(view, status)
     text = view.recorded.message.removesuffix(STOPPING_ALL)
     failed = enter(status, "Failed", reasons.named(view.recorded.reason), text, view.now)
     return Decision(replace(failed, completion_time=view.now))
@@ -100,7 +101,7 @@ def suspended(view: View, status: api.Status) -> Decision | None:
     """Stop the pods with their full grace. Deadlines start again on resume. An invalid spec is not resumed."""
     if not view.spec.suspend and not (view.problems and view.recorded.state == "Suspended"):
         return None
-    reason, text = reasons.INVALID_SPEC, f"{invalid_spec.sentence(view.problems)}; suspended until the spec is fixed"
+    reason, text = reasons.INVALID_SPEC, f"{invalid_job.sentence(view.problems)}; suspended until the spec is fixed"
     if active := view.active_of_all_attempts:
         reason, text = reasons.SUSPENDING, f"suspended; {name_pods(active)} still stopping"
     elif view.spec.suspend:
@@ -122,31 +123,22 @@ def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decis
 
 def waiting_for_room(view: View, status: api.Status) -> Decision | None:
     """Begin no attempt while the operator has no memory for the job (job/storage.py). No deadline runs."""
-    may_begin = not status.attempt or status.state == "Suspended"
-    if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
+    if not view.seen.no_room or status.is_begun or view.active_of_all_attempts:
         return None
     state: api.State = "Suspended" if status.attempt else "Pending"
     text = f"waiting for room: {view.seen.no_room}. The job starts when other jobs have ended or are suspended"
     return Decision(replace(enter(status, state, reasons.WAITING_FOR_ROOM, text, view.now), start_time=None))
 
 
-def resuming(view: View, status: api.Status) -> Decision | None:
-    """Begin a new attempt when the last pod of the previous one has ended. Wait for that end, because agents
-    report some of their restarts only then, and reports count only for the recorded attempt."""
-    if status.state != "Suspended" or not status.attempt:
+def beginning(view: View, status: api.Status) -> Decision | None:
+    """Begin the first attempt, or when the job is resumed the next one. Wait for the last pod of the previous attempt:
+    agents report some of their restarts only at their end, and reports count only for the recorded attempt."""
+    if status.is_begun:
         return None
     ending = view.active_of_all_attempts  # pods on lost nodes too: they are deleted at once, before new ones start
-    if not ending:
-        return _begin(view, status)
-    text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
-    return stop_all(view, status, reasons.WAITING_FOR_OLD_PODS, f"{text}{pending.unreachable_nodes(view)}")
-
-
-def starting(view: View, status: api.Status) -> Decision | None:
-    return None if status.attempt else _begin(view, status)
-
-
-def _begin(view: View, status: api.Status) -> Decision:
+    if ending:
+        text = f"resumes when {name_pods(ending)} {'has' if len(ending) == 1 else 'have'} ended"
+        return stop_all(view, status, reasons.WAITING_FOR_OLD_PODS, f"{text}{pending.unreachable_nodes(view)}")
     return Decision(replace(new_attempt(status, view.now), start_time=view.now), goes_on=True)
 
 
@@ -156,17 +148,37 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
         return None
     limit = view.spec.active_deadline_seconds
     text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"
-    status = kept_log.with_deadline(view, status)
+    status = _with_deadline(view, status)
     return Decision(enter(status, "Failing", reasons.DEADLINE_EXCEEDED, text, view.now))
+
+
+def _with_deadline(view: View, status: api.Status) -> api.Status:
+    """Record the rank furthest behind at the deadline. An unsettled failure is kept, as it explains more."""
+    running = {p.place: p for p in view.active if p.trainer.state == "running"}
+    if not running or view.recorded.is_broken:
+        return status
+    steps = {
+        place: t.step for t in view.trackers.values() if (place := view.spec.members.place(t.node_rank)) in running
+    }
+    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.spec.members.node_rank(p)))
+    return with_failure(status, failure_of(view, status, place, root_cause.DEADLINE))
+
+
+def _with_end_at_deadline(view: View, status: api.Status) -> api.Status:
+    """Add the end of the log to the failure that `_with_deadline` recorded, once its pod has ended."""
+    failure = view.recorded.last_failure
+    if failure is None or failure.reason != root_cause.DEADLINE or failure.failure_class:
+        return status
+    return with_failure(status, replace(with_log(view, failure), failure_class="permanent"))
 
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
     """Record that all trainers are running or have completed. missing: why an elastic job runs without some nodes."""
     last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
-    if stopping := [p for p in view.active if p.deletion_requested_at is not None]:
-        are = "is" if len(stopping) == 1 else "are"
-        missing = "; ".join(filter(None, (missing, f"{name_pods(stopping)} {are} stopping")))
+    if view.stopping:
+        are = "is" if len(view.stopping) == 1 else "are"
+        missing = "; ".join(filter(None, (missing, f"{name_pods(view.stopping)} {are} stopping")))
     if missing:
         reason, text = reasons.ENOUGH_NODES_RUN, f"{text}; {missing}"
     long_completed, again_at = pending.completed_long_ago(view, status)
@@ -184,8 +196,7 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
 
 
 def _how_many_run(view: View, status: api.Status) -> str:
-    stopping = {p.place for p in view.active if p.deletion_requested_at is not None}
-    count, nodes = len(status.completed), len(view.participants(status) - stopping)
+    count, nodes = len(status.completed), len(view.participants(status) - {p.place for p in view.stopping})
     done = f" and {count} completed" if count else ""
     restarts = status.restarted_in_place
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""

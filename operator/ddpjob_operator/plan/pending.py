@@ -34,8 +34,7 @@ def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datet
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
-    waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
-    if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
+    if reason is reasons.STARTING_TRAINERS and _slowest(status, view.waiting) is not None:
         return status, None  # the reason becomes CannotStart within a second, so this Warning is not needed
     # Each attempt's wait counts from its own start, which is in the future during a back-off.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
@@ -75,12 +74,10 @@ def why_unschedulable(pods: Sequence[Pod]) -> str:
 def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, bool]:
     """Return as text the pod whose container is being created longest, and True if that takes unusually long."""
     slow = _slowest(status, pods)
-    if slow is None:
+    reached = 0.0 if slow is None else _named(slow[1], view.now)[0]
+    if slow is None or not reached:
         return "", False
-    pod, since = slow
-    reached, _ = _named(since, view.now)
-    if not reached:
-        return "", False
+    pod = slow[0]
     reason, where = pod.trainer.reason or "ContainerCreating", f" on {pod.node}" if pod.node else ""
     how = f"kubectl describe pod --namespace {view.job.metadata.namespace} {pod.name}"
     text = f"{pod.name}{where} has been in {reason} for more than {wording.duration(reached)}: `{how}` shows why"
@@ -164,8 +161,8 @@ def name_nodes(places: Sequence[int]) -> str:
 
 def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
     """Return when rank 0 last reported in this attempt; None if no report is expected from it."""
-    progress, report, tracker = status.progress, seen.reports.get(0), seen.trackers.get(0)
-    if progress is None or progress.attempt != status.attempt or 0 in status.completed:
+    progress, report, tracker = status.attempt_progress, seen.reports.get(0), seen.trackers.get(0)
+    if progress is None or 0 in status.completed:
         return None
     if report is not None and (report.final or report.phase is None):
         return None

@@ -12,7 +12,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.job.times import earliest
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import Observed
-from ddpjob_operator.plan import gang, group_restart, lifecycle, pod_replacement, startup
+from ddpjob_operator.plan import gang, lifecycle, restart, startup
 from ddpjob_operator.plan.actions import Decision, Plan, Settings
 from ddpjob_operator.plan.finish import finish
 from ddpjob_operator.plan.record import record
@@ -32,22 +32,17 @@ RULES: tuple[Rule, ...] = (
     gang.evicted,
     gang.waiting_for_admission,
     lifecycle.waiting_for_room,
-    lifecycle.resuming,
-    lifecycle.starting,
+    lifecycle.beginning,
     lifecycle.past_deadline,
     startup.attempt_still_ending,
-    pod_replacement.replacing,
-    group_restart.restarting,
-    group_restart.gave_up_waiting,
-    pod_replacement.going_on,
-    group_restart.attempt_broken,
+    restart.replacing,
+    restart.restarting,
+    restart.gave_up_waiting,
+    restart.going_on,
+    restart.attempt_broken,
     startup.rescaled,
     startup.start_overdue,
     startup.backing_off,
-    startup.no_pod_can_be_made,
-    startup.gang_unavailable,
-    startup.name_taken,
-    startup.create_refused,
     startup.nodes_missing,
     startup.avoidance_over,
     startup.waiting_for_nodes,
@@ -82,7 +77,7 @@ def decide(view: View, status: api.Status) -> Decision:
         if not decision.goes_on:
             groups, retry_at = gang.upkeep(view)
             actions = (*view.clear_garbage(), *groups, *decision.actions)
-            again_at = earliest(decision.requeue_at, next_loss(view), group_restart.next_check(view, status), retry_at)
+            again_at = earliest(decision.requeue_at, next_loss(view), restart.next_check(view, status), retry_at)
             return replace(decision, actions=actions, requeue_at=again_at)
         view = in_attempt(view, decision.status)
         status = record(view, decision.status)

@@ -1,4 +1,5 @@
-"""Settles a failure once no more evidence can come: its cause, what it counts against, and if the job continues."""
+"""Settles a failure once no more evidence can come: its cause, what it counts against, and if the job continues. Until
+then the pods stop, but the log that explains the failure is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, podspec
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.plan.actions import DeletePod, EndPod, Settings
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
@@ -22,6 +23,10 @@ from ddpjob_operator.pods import naming
 # Failures on one node within `avoid_node_seconds`, after which a job avoids the node. One failure may be chance.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
+# Seconds for a kubelet to receive the deadline of a pod whose log is kept, and to report that the pod has ended.
+KUBELET_SECONDS = 10
+# Seconds; a job with an hour of grace to save must not wait that long for a rank that hangs.
+GRACE_SECONDS_MAX = 60
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Settled:
         return sentences.sentence(self.failure)
 
     def status(self, view: View, status: api.Status) -> api.Status:
-        status = with_failure(status, self.failure, self.text)
+        status = with_failure(status, self.failure)
         if not self.verdict.restart:
             return status
         return replace(
@@ -86,9 +91,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """True if torchrun of an elastic job ended with 1 for a failed rank, after all restarts that it may make."""
-    if not view.is_elastic or view.spec.facts.restarts_in_place:
-        return False
-    pod = view.known_pod(cause.node_rank)
+    pod = view.known_pod(cause.node_rank) if view.is_elastic and not view.spec.facts.restarts_in_place else None
     return pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1 and root_cause.is_own(cause)
 
 
@@ -120,6 +123,33 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     if pod is None or not is_wanted or pod.name != failure.pod or pod.trainer.exit_code is None:
         return failure
     return replace(failure, log_tail=root_cause.tail_of(pod))
+
+
+def stop_but_keep_log(
+    view: View, first: api.JobFailure | None, pods: Sequence[Pod], grace_seconds: int | None
+) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
+    """Return the actions that stop these pods, and when to check again. first: the failure that is the reason. The one
+    pod whose log explains a stall or a deadline keeps its object, so that `kubectl logs` still works.
+
+    A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the
+    object, as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod
+    (pkg/apis/core/validation, ValidatePodUpdate)."""
+    kept = first.pod if first is not None and first.reason in root_cause.KEEPS_ITS_LOG else None
+    last = next(
+        (p for p in pods if p.name == kept and p.deletion_requested_at is None and p.uid not in view.lost), None
+    )
+    if first is None or last is None:
+        return view.stop(pods, grace_seconds), None
+    grace = view.spec.facts.grace_seconds
+    grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
+    # The clock may have been set back after the failure; times.py ensures that state_time is not in the future.
+    until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
+    if view.now >= until:
+        # Neither the kubelet nor the process has answered: give up the log and delete the pod.
+        return view.stop(pods, view.spec.grace_after_failure), None
+    others = view.stop([p for p in pods if p is not last], grace_seconds)
+    end = EndPod(last.name, last.uid, view.spec.grace_after_failure if grace_seconds is not None else None)
+    return (*others, *(() if last.deadline_set else (end,))), until
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
@@ -196,9 +226,8 @@ def _has_trained_before(status: api.Status) -> bool:
 
 
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
-    progress = status.progress
-    step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    step = max(step, failure.step or 0)  # the last reports may be missing
+    progress = status.attempt_progress
+    step = max(progress.step if progress is not None else 0, failure.step or 0)  # the last reports may be missing
     # Lost connections are explained if a node did not report for a while, or if too few nodes ever ran.
     # If too few nodes ran, a rank waited in vain for a node that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
@@ -226,8 +255,8 @@ def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
 
 
 def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:
-    progress = status.progress
-    if progress is None or progress.attempt != status.attempt:
+    progress = status.attempt_progress
+    if progress is None:
         return failure
     step = progress.step if failure.step is None else failure.step
     generation = progress.generation if failure.generation is None else failure.generation

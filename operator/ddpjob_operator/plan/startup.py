@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 
 from msgspec.structs import replace
@@ -12,10 +12,10 @@ from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
-from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import gang, invalid_spec, leadership, lifecycle, pending
+from ddpjob_operator.observed.cluster import ConflictingObject, Pod
+from ddpjob_operator.plan import gang, invalid_job, leadership, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision
-from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
+from ddpjob_operator.plan.record import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods, owned
 from ddpjob_operator.pods import build, naming
@@ -110,55 +110,9 @@ def backing_off(view: View, status: api.Status) -> Decision | None:
     return Decision(status, requeue_at=earliest(status.attempt_time, view.active_deadline(status)))
 
 
-def no_pod_can_be_made(view: View, status: api.Status) -> Decision | None:
-    """Wait if the fields that pods are made from cannot be read. Running pods continue, and none is added."""
-    if not invalid_spec.keeps_pods_from_being_made(view.problems) or not _to_create(view, status):
-        return None
-    text = f"no pod can be created while the spec is invalid: {invalid_spec.sentence(view.problems)}"
-    return _waiting(view, status, "Pending", reasons.INVALID_SPEC, text)
-
-
-def gang_unavailable(view: View, status: api.Status) -> Decision | None:
-    """Wait if nothing here can place the job's gang. Otherwise some of its pods could hold nodes forever."""
-    why = gang.unavailable(view, status)
-    if not why or not _to_create(view, status):
-        return None
-    return _waiting(view, status, "Pending", reasons.GANG_UNAVAILABLE, f"no pod is created without its gang: {why}")
-
-
-def name_taken(view: View, status: api.Status) -> Decision | None:
-    """Wait if another owner's object has a needed name; never take it over. A deleted job's objects disappear soon."""
-    if not view.conflicts or not _to_create(view, status):
-        return None
-    first = view.conflicts[0]
-    more = f" and {len(view.conflicts) - 1} more" if len(view.conflicts) > 1 else ""
-    if all(c.of_deleted_job for c in view.conflicts):
-        text = f"waiting for the deletion of {first.kind.lower()} {first.name}{more} of the deleted job of this name"
-        return _waiting(view, status, "Pending", reasons.WAITING_FOR_DELETED_JOB, text)
-    text = f"a {first.kind} named {first.name}{more} is not this job's. Delete it, or give the job another name"
-    return _waiting(view, status, "Pending", reasons.NAME_TAKEN, text)
-
-
-def create_refused(view: View, status: api.Status) -> Decision | None:
-    if not view.seen.refusals:
-        return None
-    missing = _to_create(view, status)
-    wanted = [a for a in missing if isinstance(a, CreatePod)]
-    named = {("Pod", naming.pod_name(view.job, a.attempt, a.place, a.replacement)) for a in wanted}
-    named |= set() if view.seen.service else {("Service", view.job.metadata.name)}
-    groups = [(view.settings.adapters[a.adapter], a.attempt) for a in missing if isinstance(a, CreateGroup)]
-    named |= {(adapter.resource, adapter.group_name(view.job, attempt)) for adapter, attempt in groups}
-    refused = [r for r in view.seen.refusals if (r.kind, r.name) in named and r.retry_at > view.now]
-    if not refused:
-        return None
-    first = min(refused, key=lambda r: (r.retry_at, r.name))
-    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-    text = f"{first.name}{more} was refused: {first.message}"
-    return _waiting(view, status, "Pending", reasons.CREATE_REFUSED, text, again_at=first.retry_at)
-
-
 def nodes_missing(view: View, status: api.Status) -> Decision | None:
-    """Create missing objects, but never again the pod of a node that has run in this attempt."""
+    """Create missing objects, unless something prevents it. Never create a pod again for a node that has run in this
+    attempt. Running pods continue in any case."""
     missing = _to_create(view, status)
     if not missing and (later := {at: place for place in _absent(view, status) if (at := _waits(view, status, place))}):
         at = min(later)
@@ -166,6 +120,9 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
         return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, again_at=at)
     if not missing:
         return None
+    if obstacle := next(_obstacles(view, status, missing), None):
+        reason, text, again_at = obstacle
+        return _waiting(view, status, "Pending", reason, text, again_at=again_at)
     # Keep the API server's message about a refused object until a retry gets a different answer.
     retried = status.reason == reasons.CREATE_REFUSED.name and bool(view.seen.refusals)
     only_group = all(isinstance(action, CreateGroup) for action in missing)
@@ -175,6 +132,45 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
     text = f"attempt {status.attempt}: creating {count} of {view.spec.pods} pods"
     more = count + len(status.started | set(view.pods)) < view.spec.pods
     return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing, view.now if more else None)
+
+
+def _obstacles(
+    view: View, status: api.Status, missing: Sequence[Action]
+) -> Iterator[tuple[Reason, str, dt.datetime | None]]:
+    """Yield what prevents the missing objects, the first obstacle first: reason, message, and when to try again."""
+    if invalid_job.keeps_pods_from_being_made(view.problems):
+        text = f"no pod can be created while the spec is invalid: {invalid_job.sentence(view.problems)}"
+        yield reasons.INVALID_SPEC, text, None
+    if why := gang.unavailable(view, status):  # some pods without their gang could hold nodes forever
+        yield reasons.GANG_UNAVAILABLE, f"no pod is created without its gang: {why}", None
+    if view.conflicts:
+        yield *_name_taken(view.conflicts), None
+    refusals = [r for r in view.seen.refusals if r.retry_at > view.now]
+    named = _names(view, missing) if refusals else set()
+    if refused := [r for r in refusals if (r.kind, r.name) in named]:
+        first = min(refused, key=lambda r: (r.retry_at, r.name))
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        yield reasons.CREATE_REFUSED, f"{first.name}{more} was refused: {first.message}", first.retry_at
+
+
+def _names(view: View, missing: Sequence[Action]) -> set[tuple[str, str]]:
+    """Return kind and name of each object that is to be created."""
+    pods = [a for a in missing if isinstance(a, CreatePod)]
+    groups = [(view.settings.adapters[a.adapter], a.attempt) for a in missing if isinstance(a, CreateGroup)]
+    named = {("Pod", naming.pod_name(view.job, a.attempt, a.place, a.replacement)) for a in pods}
+    named |= {(adapter.resource, adapter.group_name(view.job, attempt)) for adapter, attempt in groups}
+    return named if view.seen.service else {("Service", view.job.metadata.name), *named}
+
+
+def _name_taken(conflicts: Sequence[ConflictingObject]) -> tuple[Reason, str]:
+    """Return why no object is created. Another owner's object is never taken over; a deleted job's disappear soon."""
+    first = conflicts[0]
+    more = f" and {len(conflicts) - 1} more" if len(conflicts) > 1 else ""
+    if all(c.of_deleted_job for c in conflicts):
+        text = f"waiting for the deletion of {first.kind.lower()} {first.name}{more} of the deleted job of this name"
+        return reasons.WAITING_FOR_DELETED_JOB, text
+    text = f"a {first.kind} named {first.name}{more} is not this job's. Delete it, or give the job another name"
+    return reasons.NAME_TAKEN, text
 
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
@@ -197,7 +193,7 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
 
 
 def _unschedulable(view: View) -> list[Pod]:
-    return [p for _, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and p.unschedulable and p.live]
+    return [p for p in view.waiting if p.unschedulable and p.live]
 
 
 def _made_again(view: View, status: api.Status, waiting: Sequence[Pod]) -> api.Status:
@@ -229,22 +225,16 @@ def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
-    not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
-    if not not_running:
-        return _waiting_for_places(view, status)
+    if not view.waiting:
+        # If an earlier pod at a place of an elastic job is still stopping, the next pod is created after its end.
+        earlier = [p for p in view.removed if p.place in view.spec.members and p.place not in view.pods]
+        text = f"waiting for {name_pods(earlier)} to stop"
+        return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, text) if earlier else None
     avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
-    unschedulable = any(p.unschedulable for p in not_running)
-    again_at = pending.next_creating_text_at(view, status, not_running)
+    unschedulable = any(p.unschedulable for p in view.waiting)
+    again_at = pending.next_creating_text_at(view, status, view.waiting)
     again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
-    return _waiting(view, status, *_why_waiting(view, status, not_running), again_at=again_at)
-
-
-def _waiting_for_places(view: View, status: api.Status) -> Decision | None:
-    """Wait until earlier pods at places of an elastic job have ended. A new pod at such a place is created then."""
-    earlier = [p for p in view.removed if p.place in view.spec.members and p.place not in view.pods]
-    if not earlier:
-        return None
-    return _waiting(view, status, "Pending", reasons.WAITING_FOR_OLD_PODS, f"waiting for {name_pods(earlier)} to stop")
+    return _waiting(view, status, *_why_waiting(view, status, view.waiting), again_at=again_at)
 
 
 def _waiting(

@@ -7,7 +7,7 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_core.failures import BRIEF_MAX, abridged
-from ddpjob_operator.failures import root_cause
+from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.observed.reports import Report
@@ -131,10 +131,10 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
 
 
 def _with_steps_of_new_ranks(status: api.Status, report: Report, at: dt.datetime) -> api.Status:
-    before = status.progress
+    before = status.attempt_progress
     if report.step and status.first_step_time is None:
         return replace(_with_lost_steps(status, report), first_step_time=at)
-    if before is None or before.attempt != status.attempt or not report.step:
+    if before is None or not report.step:
         return status
     if report.step < before.step:
         return replace(_with_lost_steps(status, report), furthest_step=status.furthest)
@@ -147,8 +147,8 @@ def _is_of_these_ranks(report: Report, received_at: dt.datetime, status: api.Sta
     # Ranks that ran before a pod was replaced sent this report.
     if status.attempt_time is not None and received_at < status.attempt_time:
         return False
-    known = status.progress
-    if known is None or known.attempt != status.attempt or not known.step or status.first_step_time is not None:
+    known = status.attempt_progress
+    if known is None or not known.step or status.first_step_time is not None:
         return True
     # After a pod was replaced, earlier ranks have a lower generation and may run for a while.
     # Some senders report no generation: their report is of new ranks if its step differs.
@@ -198,11 +198,11 @@ def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
     return 0 if is_earlier else failure.step or 0
 
 
-def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> api.Status:
+def with_failure(status: api.Status, failure: api.JobFailure) -> api.Status:
     """Return the status with a failure. It replaces a failure of the same attempt whose cause is not final."""
     line = api.FailureLine(
         attempt=failure.attempt,
-        message=abridged(message, BRIEF_MAX),
+        message=abridged(sentences.sentence(failure), BRIEF_MAX),
         reason="" if failure.init_container else failure.reason,
         time=failure.time,
         failure_class=failure.failure_class,

@@ -9,12 +9,13 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, exit_codes, times
+from ddpjob_operator.job import api, times
+from ddpjob_operator.job.launch import exit_codes
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import groups, stall
 from ddpjob_operator.observed.cluster import ConflictingObject, Node, Observed, Pod
-from ddpjob_operator.plan import invalid_spec
+from ddpjob_operator.plan import invalid_job
 from ddpjob_operator.plan.actions import DeletePod, Settings
 from ddpjob_operator.pods import naming
 
@@ -103,14 +104,24 @@ class View:
         return [p for p in (*self.pods.values(), *self.older, *self.removed) if p.live]
 
     @cached_property
+    def waiting(self) -> list[Pod]:
+        """The pods of the current attempt whose trainers have not started, by place."""
+        return [p for _, p in sorted(self.pods.items()) if p.trainer.state == "waiting"]
+
+    @cached_property
+    def stopping(self) -> list[Pod]:
+        """The active pods that are being deleted."""
+        return [p for p in self.active if p.deletion_requested_at is not None]
+
+    @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
         return stall.find(self.trackers, self.spec.stall, self.now)
 
     def failed(self, status: api.Status) -> list[Pod]:
         """Return pods, also deleted ones, that ended without completing and are not recorded as completed."""
-        completed = status.completed
-        failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
-        return [p for p in failed if not self.comes_too_late(status, p.place)]
+        failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in status.completed]
+        # When an elastic job completes its training, a node that has not started finds no group to join.
+        return [p for p in failed if p.place in status.started] if self.is_elastic and status.completed else failed
 
     @cached_property
     def hands_over_exit_code(self) -> bool | None:
@@ -155,11 +166,6 @@ class View:
         """Return the numbers of the pods that training needs: all, or in an elastic job the started ones."""
         return status.started.intersection(self.spec.members) if self.is_elastic else set(self.spec.members)
 
-    def comes_too_late(self, status: api.Status, place: int) -> bool:
-        """True if an elastic job completed its training before this node started, so it finds no group to join."""
-        has_started = place in status.started
-        return self.is_elastic and bool(status.completed_nodes) and not has_started
-
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
         """Return deletes of pods that are not terminating. On a lost node the grace is 0, because no kubelet
         answers. Elsewhere 0 would remove the object while its processes run, next to those of the next attempt."""
@@ -199,7 +205,7 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     # A status that was lost, as in a backup, is that of a suspended job: no attempt number may be used twice.
     if recorded.state is None and (last := max((recorded.attempt, *(p.attempt for p in owned(job, seen))))):
         recorded = replace(recorded, state="Suspended", attempt=last)
-    read = invalid_spec.as_it_was(replace(job, status=recorded), problems)
+    read = invalid_job.as_it_was(replace(job, status=recorded), problems)
     return _sorted(read.status, read, read.spec.nodes, job.status, seen, now, problems, settings)
 
 

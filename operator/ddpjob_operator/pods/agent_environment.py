@@ -34,14 +34,14 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
 
 def grant(job: api.DDPJob) -> Grant:
     """Return the restarts that are left now."""
-    status, made = job.status, job.status.progress
+    status, made = job.status, job.status.attempt_progress
     return Grant.of(
         budgets.history(status),
         budgets.limits(job.spec),
         status.attempt_time,
         step=status.furthest or 0,
         replaced=sum(status.replacements.values()),
-        generations=made.generation + 1 if made is not None and made.attempt == status.attempt else 0,
+        generations=0 if made is None else made.generation + 1,
         known=budgets.known(status),
     )
 

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from ddpjob_cli.local.preparation import pod_process
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, command, wording
+from ddpjob_operator.job import api, wording
+from ddpjob_operator.job.launch import command
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"

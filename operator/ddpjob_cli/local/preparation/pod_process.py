@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_cli.local.preparation import suggestions
-from ddpjob_operator.job import command
+from ddpjob_operator.job.launch import command
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.validation import Problem

@@ -24,11 +24,12 @@ from ddpjob_cli.local.processes import ranks
 from ddpjob_cli.local.processes.logs import Log
 from ddpjob_cli.local.run_files import run_folder
 from ddpjob_core.findings import NamedFinding
-from ddpjob_operator.job import api, command, launcher, reasons, wording
+from ddpjob_operator.job import api, launcher, reasons, wording
+from ddpjob_operator.job.launch import command
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
-from ddpjob_operator.observed.reports import Report
-from ddpjob_operator.plan import agent_restarts, leadership
+from ddpjob_operator.observed.reports import Report, latest
+from ddpjob_operator.plan import leadership
 from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.pods import build, environment, naming
 from ddprun import ports, processes
@@ -175,7 +176,7 @@ class LocalCluster:
     def take(self, report: Report, place: int | None) -> None:
         """Store the report of a rank or an agent. place: number of the sending node, if known."""
         if report.agent is not None:
-            self.agent = agent_restarts.latest(self.agent, report)
+            self.agent = latest(self.agent, report)
             return
         self.reports[report.rank] = report
         dated = replace(report, attempt=report.attempt or max(self._ports, default=0))

@@ -34,7 +34,6 @@ from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.job_state import UNDELETABLE_SECONDS, JobState
 from ddpjob_operator.kube.work.lookup import Caches, Lookup, is_absent
 from ddpjob_operator.metrics.meter import Meter
-from ddpjob_operator.plan import redacted
 from ddpjob_operator.plan.actions import (
     Action,
     CreateGroup,
@@ -48,6 +47,7 @@ from ddpjob_operator.plan.actions import (
     Plan,
     TellGroup,
 )
+from ddpjob_operator.plan.finish import redacted_events
 from ddpjob_operator.pods import build, naming
 
 # Strict makes a typo in the template an error that the user sees (KEP-2885). By default unknown fields are dropped.
@@ -147,7 +147,7 @@ class Executor:
 
     def send_event(self, job: api.Metadata, event: Event) -> None:
         """Send an Event that no plan contains."""
-        self.events.send(job, redacted.events((event,)), self.runtime.now())
+        self.events.send(job, redacted_events((event,)), self.runtime.now())
 
     async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> str:
         """Write the condition and send the Event of a job that cannot be read. Raise as `execute`.

@@ -36,7 +36,7 @@ from ddpjob_operator.kube.work.lookup import Caches, Lookup
 from ddpjob_operator.kube.work.queue import RetryError, back_off
 from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
-from ddpjob_operator.plan import unreadable
+from ddpjob_operator.plan import invalid_job
 from ddpjob_operator.plan.actions import (
     Action,
     CreateGroup,
@@ -242,7 +242,7 @@ class Reconciler:
         try:
             job, problems = self.states.parse(key, raw)
         except validation.UnreadableJobError as error:
-            if not unreadable.is_managed(raw):
+            if not invalid_job.is_managed(raw):
                 return None
             return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
         if why := next((why for copy in self._copies() if (why := copy.unreadable(key))), ""):
@@ -265,10 +265,10 @@ class Reconciler:
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
         """Write a condition with the reason why the job is unreadable. Return why the server refused it, or ""."""
-        status = unreadable.with_condition(raw, why, self.runtime.now())
-        if status is None and unreadable.is_reported(raw):
+        status = invalid_job.unreadable_status(raw, why, self.runtime.now())
+        if status is None and invalid_job.is_reported_unreadable(raw):
             return ""
-        return await self.executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
+        return await self.executor.report_unreadable(raw["metadata"], status, invalid_job.unreadable_event(why))
 
     async def _observe(self, key: Key, job: api.DDPJob, state: JobState) -> Observed:
         now = self.runtime.now()

@@ -11,8 +11,7 @@ from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Jobs, Key
 from ddpjob_operator.kube.work.job_state import JobState, JobStates
 from ddpjob_operator.observed import stall
-from ddpjob_operator.observed.reports import Report, check_rank
-from ddpjob_operator.plan import agent_restarts
+from ddpjob_operator.observed.reports import Report, check_rank, latest
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
@@ -49,7 +48,7 @@ class Reports:
         # Keep the report even before the job's first reconcile, because a confirmed report is not sent again.
         state = self._states.of(key, raw["metadata"]["uid"])
         if report.agent is not None:
-            known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
+            known, state.agent = state.agent, latest(state.agent, report)
             is_news = state.agent is report and (known is None or known.agent != report.agent)
             return FIRST_REPORT_SECONDS if is_news else None
         check_rank(spec, report.rank, report.node_rank)

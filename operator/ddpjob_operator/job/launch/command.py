@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import bounds, programs, shell
+from ddpjob_operator.job import bounds
+from ddpjob_operator.job.launch import programs, shell
 
 LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ddpjob_operator.job import command, programs, shell, withheld
-from ddpjob_operator.job.shell_state import FAILED, JOB, ShellState, replace
+from ddpjob_operator.job.launch import command, programs, shell, withheld
+from ddpjob_operator.job.launch.shell_state import FAILED, JOB, ShellState, replace
 
 PATHS_MAX = 64
 RANK = "a rank"

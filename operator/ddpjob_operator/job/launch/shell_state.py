@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpjob_operator.job import shell
-from ddpjob_operator.job.withheld import NOTHING, Withheld
+from ddpjob_operator.job.launch import shell
+from ddpjob_operator.job.launch.withheld import NOTHING, Withheld
 
 FAILED = "failed"
 JOB = "job "  # begins the value of `$!`; the index of the background job follows

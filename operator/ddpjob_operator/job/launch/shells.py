@@ -7,8 +7,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from ddpjob_operator.job import command, exit_codes, programs, shell
-from ddpjob_operator.job.exit_codes import LauncherExit
+from ddpjob_operator.job.launch import command, exit_codes, programs, shell
+from ddpjob_operator.job.launch.exit_codes import LauncherExit
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15 EXIT 0".split())

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ddpjob_operator.job import command, programs
+from ddpjob_operator.job.launch import command, programs
 
 # Variables that torchrun and ddprun need to find the other nodes, with the options that replace each variable.
 # The rendezvous port is left out, because its default is the same on all nodes.

@@ -1,10 +1,14 @@
-"""The group restart: when one rank is lost, all pods stop; then the next attempt starts, or the job fails.
+"""Restarts after the loss of a rank: of the group in all pods, or under `ddprun` in the lost pods alone.
 
-It takes three reconciles, each driven by the recorded status:
+The group restart: all pods stop; then the next attempt starts, or the job fails. It takes three reconciles, each driven
+by the recorded status:
 1. `attempt_broken` records the trigger.
 2. `restarting` stops the other pods. After the last pod has ended, or its node is lost, the rule finds the cause.
    It waits because other ranks often report "connection closed" before the out-of-memory kill of a rank is known.
 3. The status has the next attempt, and the rules of startup.py create its pods.
+
+The replacement of lost pods: agents of the other pods end the ranks, keep the fork servers warm, and wait for the new
+pods. Then all ranks start as a new generation.
 """
 
 from __future__ import annotations
@@ -16,19 +20,36 @@ from msgspec.structs import replace
 
 from ddpjob_core import budget, rules
 from ddpjob_core.failures import abridged
-from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, podspec, reasons, wording
+from ddpjob_operator.job import api, budgets, podspec, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, saved_step
 from ddpjob_operator.job.times import after, is_past
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import kept_log, pending
+from ddpjob_operator.plan import gang, leadership, pending
 from ddpjob_operator.plan.actions import Decision
-from ddpjob_operator.plan.settlement import Settled, context, failure_of, is_again, settle, with_last_step, with_limit
-from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
+from ddpjob_operator.plan.settlement import (
+    Settled,
+    context,
+    failure_of,
+    is_again,
+    settle,
+    stop_but_keep_log,
+    with_last_step,
+    with_limit,
+)
+from ddpjob_operator.plan.transitions import (
+    enter,
+    new_attempt,
+    with_failure,
+    with_goodput,
+    with_idle,
+    with_new_ranks,
+)
 from ddpjob_operator.plan.view import View, name_pods
+from ddpjob_operator.pods import naming
 
 # Time for agents in the pods to find a stall and restart the ranks in place, before the operator restarts the job.
 AGENT_FIRST = dt.timedelta(seconds=60)
@@ -36,6 +57,8 @@ AGENT_FIRST = dt.timedelta(seconds=60)
 UNHEARD = dt.timedelta(seconds=60)
 # Seconds after an attempt's start. Earlier lost connections count as failures, so that backoffLimit ends a broken job.
 GIVES_UP_AFTER_SECONDS = 60
+# Failures that a new pod cannot fix while the others wait.
+_OF_ALL_PODS = (root_cause.STALLED, root_cause.CONFIG_ERROR)
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
     "NoProgress": (
@@ -58,14 +81,14 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
         return None
     reason, failure = trigger
     text = sentences.sentence(failure)
-    status = with_failure(with_idle(status, idle_since(view, status, failure)), failure, text)
+    status = with_failure(with_idle(status, idle_since(view, status, failure)), failure)
     agents_wait = view.spec.facts.restarts_in_place
     if not view.active and not agents_wait:
         # No other pod must end first, so no more evidence will come: settle in one reconcile, with one Event.
         # End the attempt first, because its training time is counted when the state changes.
         ended = enter(status, "Restarting", reason, text, view.now)
         return _next_attempt(view, ended, settle(view, ended, failure))
-    # If agents are waiting in the other pods, the next reconcile decides if these pods stop (pod_replacement.py).
+    # If agents are waiting in the other pods, the next reconcile decides if these pods stop (`replacing`).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
 
@@ -84,8 +107,7 @@ def idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.da
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
     """Recreate all pods if running pods gave up waiting for late pods (after 600 s, or JOIN_SECONDS if elastic).
     This is no failure, and startDeadlineSeconds still counts from the first try."""
-    started = status.started
-    late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
+    late = [p for p in view.waiting if p.place not in status.started]
     if not late or view.is_enough(status.started) or view.spec.facts.restarts_in_place:
         return None
     trigger = next(triggers(view, status), None)
@@ -124,11 +146,10 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
     # A pod that is deleted from outside gets its full grace to save.
     # The peers of a pod that is deleted from outside get their full grace too: all ranks stop after the same step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else view.spec.grace_after_failure
-    text = sentences.sentence(settled.cause)
-    actions, again_at = kept_log.stop(view, first, view.active, grace)
+    actions, again_at = stop_but_keep_log(view, first, view.active, grace)
     # Record the cause at each reconcile: a pod's evidence disappears with its object.
-    message = _ending(view, text, settled.cause)
-    return Decision(replace(with_failure(status, settled.cause, text), message=message), actions, again_at)
+    message = _ending(view, settled.text, settled.cause)
+    return Decision(replace(with_failure(status, settled.cause), message=message), actions, again_at)
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
@@ -141,6 +162,95 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
     kept = podspec.files_outlive_a_pod(view.spec.template, elsewhere=view.settings.keeps_files)
     text = _going_on(view, settled, later.attempt) + from_step(charged, kept=kept)
     return Decision(enter(later, "Restarting", reasons.RESTARTING, text, view.now))
+
+
+def replacing(view: View, status: api.Status) -> Decision | None:
+    """Wait until the lost pods have ended, count the failure, and return the status in which they are replaced."""
+    first = view.recorded.unsettled_failure
+    lost = [] if first is None else lost_alone(view, status, first)
+    if first is None or not lost:
+        return None
+    settled = settle(view, status, first)
+    if not settled.verdict.restart:
+        return restart_all(view, status, first, settled)  # stops the other pods too, then fails the job
+    if ending := _still_ending(view, lost):
+        message = f"{settled.text}; {name_pods(ending)} still stopping, the other nodes wait"
+        return Decision(replace(with_failure(status, settled.cause), message=message))
+    status, wait = settled.status(view, status), settled.verdict.wait_seconds
+    status = with_new_ranks(status, view.now + dt.timedelta(seconds=wait))
+    others = len(view.staying) if view.is_elastic else view.spec.nodes - len(lost)
+    kept = f"the other {others} nodes wait" if others != 1 else "the other node waits"
+    kept = "the others go on" if view.is_enough(view.staying) else kept
+    when = f" in {wording.duration(wait)}" if wait else ""
+    return Decision(_replaced(view, status, "Restarting", settled, lost, f"{when}, {kept}"))
+
+
+def going_on(view: View, status: api.Status) -> Decision | None:
+    """Replace the pods that an elastic job has lost, while its other nodes train. No agent waits, so the job stays
+    Running, and other pods bring no more evidence."""
+    trigger = next(triggers(view, status), None)
+    if trigger is None or not view.goes_on(status):
+        return None
+    lost = lost_alone(view, status, trigger[1])
+    lost = sorted(set(lost).difference(p.place for p in _still_ending(view, lost)))
+    if not lost or not (settled := settle(view, status, trigger[1], others_go_on=True)).verdict.restart:
+        return None
+    # Add up the goodput first: once a pod is replaced, time before the first step counts as restart and not as start.
+    since = idle_since(view, status, trigger[1])
+    status = with_goodput(with_idle(status, since), view.now)
+    status = settled.status(view, with_idle(status, since and view.now))  # idle until the next step
+    # Remember the furthest step: if the other nodes make no step until the next loss, both losses count as in a row.
+    status = replace(status, furthest_step=status.furthest)
+    return Decision(_replaced(view, status, "Running", settled, lost, ", the others go on"))
+
+
+def _still_ending(view: View, lost: Sequence[int]) -> list[Pod]:
+    """Return lost pods in which ranks may be running. Sidecars run until the pod is replaced and deleted."""
+    pods = (p for place in lost if (p := view.pods.get(place)) is not None)
+    return [p for p in pods if p.live and not p.has_failed and p.uid not in view.lost]
+
+
+def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
+    """Return the numbers of lost pods that are replaced while agents elsewhere wait; [] if all restart or stop."""
+    all_stop = view.spec.suspend or gang.is_to_stop(view, status)
+    all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
+    if all_stop or all_start or not view.spec.facts.restarts_in_place:
+        return []
+    # New pods that cannot ask would follow node 0, although another node has led. A new attempt begins with node 0.
+    if leadership.leader(view.job, view.recorded).term > 1 and not view.settings.answers_agents:
+        return []
+    waiting = {p.place for p in view.active if p.deletion_requested_at is None and not p.has_failed}
+    known = set(view.pods) | status.started
+    lost = sorted((known - waiting).intersection(view.spec.members))
+    ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
+    messages = [termination_message.read_message(p.trainer.message) for p in ended]
+    # An agent that ended together with its group cannot restart ranks in place, and the other agents end as well.
+    group_ended = any(message is not None and message.ended for message in messages)
+    # A waiting pod of the last group shows that no older group still trains.
+    # In a partition the nodes of a group may be lost one by one while their ranks train.
+    if group_ended or not leadership.in_last_group(view, status, waiting, lost):
+        return []
+    return lost
+
+
+def _replaced(
+    view: View, status: api.Status, state: api.State, settled: Settled, lost: list[int], what_others_do: str
+) -> api.Status:
+    numbers = {str(place): naming.replacement(status, place) + 1 for place in lost}
+    status = replace(
+        status,
+        replacements={**status.replacements, **numbers},
+        started_nodes=ranges.text(status.started - set(lost)),
+    )
+    status = leadership.after_loss(view, status, lost)
+    names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
+    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    cost = charge(view, settled.verdict)
+    where = from_step(status, kept=False)  # the pods that stay may have a later step in memory
+    is_its = [view.spec.members.node_rank(place) for place in lost] == [settled.failure.node_rank]
+    how = "takes its place" if is_its else "replaces a lost pod" if len(lost) == 1 else "replace the lost pods"
+    text = f"{settled.text}; {names}{more} {how}{what_others_do} ({cost}){where}"
+    return enter(status, state, reasons.REPLACING, text, view.now)
 
 
 def triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
@@ -164,7 +274,7 @@ def triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
 def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     if failed := view.failed(status):
         # The operator has deleted no pod in this attempt, so a deletion by somebody else may explain the failure.
-        pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
+        pods = [*failed, *view.stopping]
         failure = root_cause.root_cause(context(view, status), pods)
         reason = reasons.NODE_LOST if failure.reason == "DeletionByPodGC" else reasons.RANK_FAILED
         yield reason, with_limit(view, with_last_step(status, failure))
