@@ -40,14 +40,7 @@ from ddpjob_operator.plan.settlement import (
     with_last_step,
     with_limit,
 )
-from ddpjob_operator.plan.transitions import (
-    enter,
-    new_attempt,
-    with_failure,
-    with_goodput,
-    with_idle,
-    with_new_ranks,
-)
+from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_goodput, with_idle, with_new_ranks
 from ddpjob_operator.plan.view import View, name_pods
 from ddpjob_operator.pods import naming
 
