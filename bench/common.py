@@ -1,7 +1,5 @@
 """What the benches share: the tests' helpers on the path, the command line, and how scripts and figures are handled."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -7,8 +7,6 @@
 so with `--after 1` each restart also waits for the forks.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

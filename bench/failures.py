@@ -6,8 +6,6 @@ Prints a CSV: number of lines on the screen, seconds until the prompt is back (h
 from the end of the line with cause and rank; empty if no single line has both, as in torchrun's table.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

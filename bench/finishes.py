@@ -15,8 +15,6 @@ torch._dynamo no model is trained. --torch-alone leaves the group to torch. With
 from this process, with the imports done (tests/support/warm.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
@@ -73,23 +71,19 @@ class Job:
         self.number = number
         self._until = time.monotonic() + SECONDS_MAX
         self._held = ports.hold() if asked.nodes > 1 else None
-        words = words_of(asked)
-        if self._held is not None:
-            words += ["--nnodes", str(asked.nodes), "--master-port", str(ports.number(self._held)), "--node-rank"]
-        script = [str(folder / "train.py"), str(number)]
-        self._nodes = [
-            start([*words, *([str(node)] if self._held else []), *script], folder, warmly=asked.from_one_process)
-            for node in range(asked.nodes)
-        ]
+        group = [f"--nnodes={asked.nodes}", f"--master-port={ports.number(self._held)}"] if self._held else []
+        self._nodes = []
+        for node in range(asked.nodes):
+            words = [*words_of(asked), *group, *([f"--node-rank={node}"] if group else []), "train.py", str(number)]
+            self._nodes.append(start(words, folder, warmly=asked.from_one_process))
 
     def bad(self) -> str | None:
         """Return None while the job is running; then what was wrong with its end, "" if nothing."""
         late = time.monotonic() > self._until
-        running = [node for node in self._nodes if node.poll() is None]
-        for node in running if late else ():
-            node.terminate()
-        if running and not late:
+        if not late and any(node.poll() is None for node in self._nodes):
             return None
+        for node in self._nodes:
+            node.terminate()  # does nothing to a process that has ended
         said = "".join(text for node in self._nodes for text in node.communicate())
         if self._held is not None:
             self._held.close()
@@ -119,18 +113,17 @@ def words_of(asked: argparse.Namespace) -> list[str]:
 
 def run(asked: argparse.Namespace, folder: Path) -> int:
     """Run all jobs, `at_once` at a time. Return how many were bad."""
-    waiting, bad = list(range(asked.jobs)), 0
-    running: list[Job] = []
-    while waiting or running:
-        while waiting and len(running) < asked.at_once:
-            running.append(Job(folder, waiting.pop(0), asked))
-        for job in list(running):
-            said = job.bad()
-            if said is not None:
-                running.remove(job)
-                bad += bool(said)
-                if said:
-                    print(f"job {job.number}: {said}", flush=True)
+    running, started, bad = list[Job](), 0, 0
+    while running or started < asked.jobs:
+        if started < asked.jobs and len(running) < asked.at_once:
+            running.append(Job(folder, started, asked))
+            started += 1
+        ended = [(job, said) for job in running if (said := job.bad()) is not None]
+        for job, said in ended:
+            running.remove(job)
+            bad += bool(said)
+            if said:
+                print(f"job {job.number}: {said}", flush=True)
         time.sleep(0.01)
     return bad
 
@@ -145,8 +138,7 @@ def main() -> None:
     with common.script(TRAIN + (LEAVES_NOTHING if asked.torch_alone else LEAVES)) as folder:
         bad = run(asked, folder)
     how = " ".join(words_of(asked)) + (", from one process" if asked.from_one_process else "")
-    seconds = time.monotonic() - began
-    print(f"{how}: {asked.jobs - bad} of {asked.jobs} jobs ended well, in {seconds:.0f} s")
+    print(f"{how}: {asked.jobs - bad} of {asked.jobs} jobs ended well, in {time.monotonic() - began:.0f} s")
     print(common.machine())
     sys.exit(1 if bad else 0)
 

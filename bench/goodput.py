@@ -2,15 +2,12 @@
 
     python bench/goodput.py                                     # 120 s of examples/digits.py, a kill every 10 s
     python bench/goodput.py --seconds 1000 --every 60
-    python bench/goodput.py --restart --nodes 4                 # the launcher alone: no imports, no data, no state
     python bench/goodput.py --launchers ddprun --script 'train.py --epochs 9'   # another training that reports steps
 
 A local run (`ddpjob run --fail every=…`), by default of two nodes with a rank each. A kill costs the time from the last
 new step before the kill to the first new step after it, minus the median time of a step: detection, restart, imports,
 load and repeated steps. Goodput is the rest of the time from the first step to the last, as a share.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -24,21 +21,6 @@ from pathlib import Path
 from common import BIN, ROOT, machine, options, script, shown
 
 DIGITS = f"'{ROOT}/trainer/examples/digits.py' --epochs 10000 --snapshot snapshots"
-# Script whose state is the number of its last step, so that a kill costs only the restart.
-STEPS = """
-import os, time, torch, torch.distributed as dist, ddpjob
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-done = int(open("done").read()) if os.path.exists("done") else 0
-for step in range(done + 1, 1_000_000):
-    model(torch.ones(4, 8)).sum().backward()
-    if dist.get_rank() == 0:
-        open("new", "w").write(str(step))
-        os.replace("new", "done")
-    ddpjob.progress(step)
-    time.sleep(0.02)
-"""
 # Wrapper script: runs the training script and records when rank 0 reports a step.
 NOTES_STEPS = """
 import os, runpy, sys, time
@@ -72,9 +54,7 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
     usual = statistics.median(later[1] - earlier[1] for earlier, later in pairs)
     gaps = [later[1] - earlier[1] for earlier, later in pairs if later[2] != earlier[2]]
     took, cost = new[-1][1] - new[0][1], sum(gaps) - usual * len(gaps)
-    killed = "no step after a kill"
-    if gaps:
-        killed = f"a kill to the next new step {shown(gaps)}"
+    killed = f"a kill to the next new step {shown(gaps)}" if gaps else "no step after a kill"
     return (
         f"{len(new)} steps in {took:.0f} s, median {usual * 1e3:.1f} ms; {len(gaps)} kills, {len(steps) - len(new)} "
         f"steps repeated; {killed}; goodput {1 - cost / took:.2%}"
@@ -83,9 +63,8 @@ def judged(steps: list[tuple[int, float, int]]) -> str:
 
 def run(launcher: str, given: argparse.Namespace, folder: Path) -> str:
     """Train with this launcher for the given time, and print the goodput."""
-    (folder / "steps.py").write_text(STEPS)
     words = f"run --launcher {launcher} --nodes {given.nodes} --cpu --plain --no-check --max-restarts 1000"
-    words += f" --fail every={given.every}s train.py -- {'steps.py' if given.restart else given.script}"
+    words += f" --fail every={given.every}s train.py -- {given.script}"
     with (folder / "log").open("w") as log:
         job = subprocess.Popen([BIN / "ddpjob", *shlex.split(words)], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -101,8 +80,7 @@ def run(launcher: str, given: argparse.Namespace, folder: Path) -> str:
 
 
 def main() -> None:
-    launchers = ["ddprun", "torchrun"]
-    given = options(__doc__, seconds=120.0, every=10.0, launchers=launchers, nodes=2, script=DIGITS, restart=False)
+    given = options(__doc__, seconds=120.0, every=10.0, launchers=["ddprun", "torchrun"], nodes=2, script=DIGITS)
     for launcher in given.launchers:
         print(machine())
         with script(NOTES_STEPS) as folder:

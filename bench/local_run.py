@@ -5,8 +5,6 @@
 Runs alternate (A B A B …), because on a busy machine their ratio varies less than the seconds.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

@@ -1,4 +1,4 @@
-"""Cost of the operator: CPU time per pod, also of the API server, and time until all pods exist.
+"""Cost of the operator: CPU time per pod, and time until all pods exist. job_cost.py measures the API server.
 
     KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8 --ends-by KEY=30s
 
@@ -9,19 +9,18 @@ it is also part of the bare loop and of its CPU time. While the operator creates
 and timed too. Prints one JSON document on stdout.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import common
-from clusters import Namespace, Operator, installed_crd, kubectl, until
+from clusters import Namespace, Operator, installed_crd, read, until
 from faulty_api import FaultyApi
 from size import manifest
 
@@ -41,51 +40,53 @@ def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
     return made
 
 
-async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
-    """Await the calls with at most the operator's number of requests in flight for one job."""
+async def bounded(calls: Callable[[Client], Iterable[Awaitable[Any]]]) -> None:
+    """Send requests like the operator: with its client, and as many at a time as it sends for one job."""
     slots = asyncio.Semaphore(OF_JOB_MAX)
 
     async def one(call: Awaitable[Any]) -> None:
         async with slots:
             await call
 
-    await asyncio.gather(*(one(call) for call in calls))
+    async with Client() as client:
+        await asyncio.gather(*(one(call) for call in calls(client)))
 
 
-async def bare_loop(namespace: str, pods: int) -> tuple[float, float]:
+@contextlib.contextmanager
+def namespace(api: FaultyApi) -> Iterator[Namespace]:
+    """Yield a new namespace, and wait until it is gone afterwards."""
+    space = Namespace(api).make()
+    try:
+        yield space
+    finally:
+        space.remove()
+        until(lambda: read(f"/api/v1/namespaces/{space.name}") is None, f"{space.name} is gone", 300, 1.0)
+
+
+async def bare_loop(api: FaultyApi, pods: int) -> tuple[float, float]:
     """Create this many pods like the operator's, and nothing else. Return the seconds from the first request until a
     watch has seen them all, and the CPU seconds of this process, including the watch."""
-    raw = job("bare", namespace, pods, "a=b")
-    raw["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
-    parsed, problems = validation.parse(raw)
-    assert not problems, problems
-    bodies = [build.pod(parsed, 1, rank) for rank in range(pods)]
-    for body in bodies:
-        del body["metadata"]["ownerReferences"]  # otherwise the garbage collector deletes these pods at once
-    async with Client() as api:
+    with namespace(api) as space:
+        raw = job("bare", space.name, pods, "a=b")
+        raw["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
+        parsed, _ = validation.parse(raw)
+        bodies = [build.pod(parsed, 1, rank) for rank in range(pods)]
+        for body in bodies:  # otherwise the garbage collector deletes these pods at once
+            del body["metadata"]["ownerReferences"]
         began, cpu = time.perf_counter(), time.process_time()
-        watching = asyncio.ensure_future(all_pods_there(namespace, pods))
-        await bounded(api.create(f"/api/v1/namespaces/{namespace}/pods", body, STRICT) for body in bodies)
-        seen = await watching
-        return max(seen.values()) - began, time.process_time() - cpu
+        watching = asyncio.ensure_future(all_pods_there(space.name, pods))
+        await bounded(lambda client: (client.create(collection("pods", space.name), body, STRICT) for body in bodies))
+        return max((await watching).values()) - began, time.process_time() - cpu
 
 
 async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
-    """Return when (perf_counter) a watch has seen the last pod; repeated lists would load the measured server."""
-    path = f"/api/v1/namespaces/{namespace}/pods"
+    """Return when (perf_counter) a watch has seen each pod; repeated lists would load the measured server."""
     seen: dict[str, float] = {}
     async with Client() as api:
-        while len(seen) < count:  # list and watch again: the server ends the watch of a client that is too slow
-            version = ""
-            async for page in api.pages(path):
-                version = page.version
-                for item in page.items:
-                    seen.setdefault(item["metadata"]["name"], time.perf_counter())
-            if len(seen) >= count:
-                break
-            async for event in api.watch(path, version):
+        while len(seen) < count:  # watch again: the server ends the watch of a client that is too slow
+            async for event in api.watch(collection("pods", namespace), ""):  # "": existing pods are added first
                 if event["type"] == "ADDED":
-                    seen[event["object"]["metadata"]["name"]] = time.perf_counter()
+                    seen.setdefault(event["object"]["metadata"]["name"], time.perf_counter())
                 if len(seen) >= count:
                     break
     return seen
@@ -94,22 +95,19 @@ async def all_pods_there(namespace: str, count: int) -> dict[str, float]:
 async def jobs_until_pods(namespace: str, count: int, nodes: int, run_for: str) -> tuple[float, float]:
     """Create jobs, and after half of several jobs a job of one pod. Return two durations in seconds: from the first
     create to the last pod, and from the answer to the create of the job of one pod until its pod exists."""
-    path, applied, probed = collection("ddpjobs", namespace), 0.0, count > 1
-    async with Client() as api:
+    applied, probed = 0.0, count > 1
+    jobs = [job(f"job-{number}", namespace, nodes, run_for) for number in range(count)]
+    jobs[count // 2 : count // 2] = [job(PROBE, namespace, 1, run_for)] * probed
 
-        async def probe() -> None:
-            nonlocal applied
-            await api.create(path, job(PROBE, namespace, 1, run_for))
-            applied = time.perf_counter()
+    async def create(client: Client, body: dict[str, Any]) -> None:
+        nonlocal applied
+        await client.create(collection("ddpjobs", namespace), body)
+        applied = time.perf_counter() if body["metadata"]["name"] == PROBE else applied
 
-        calls: list[Awaitable[Any]] = [
-            api.create(path, job(f"job-{i}", namespace, nodes, run_for)) for i in range(count)
-        ]
-        calls[count // 2 : count // 2] = [probe()] * probed
-        began = time.perf_counter()
-        watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
-        await bounded(calls)
-        seen = await watching
+    began = time.perf_counter()
+    watching = asyncio.ensure_future(all_pods_there(namespace, count * nodes + probed))
+    await bounded(lambda client: (create(client, body) for body in jobs))
+    seen = await watching
     return max(seen.values()) - began, max(0.0, seen.get(f"{PROBE}-1-0", applied) - applied)
 
 
@@ -117,34 +115,10 @@ def finished(space: Namespace, count: int) -> bool:
     return sum((j.get("status") or {}).get("state") == "Succeeded" for j in space.jobs()) == count
 
 
-def loops(api: FaultyApi, pods: int) -> tuple[float, float]:
-    """Run the loop without the operator in a new namespace, and remove the namespace afterwards."""
-    space = Namespace(api).make()
-    try:
-        return asyncio.run(bare_loop(space.name, pods))
-    finally:
-        space.kubectl("delete", "pods", "--all", "--wait=false", "--grace-period=0", "--force")
-        until(lambda: not space.pods(), "the bare pods are gone", 300)
-        space.remove()
-        time.sleep(3)
-
-
-def api_server_seconds() -> float:
-    """Return the CPU seconds that the API server has used."""
-    lines = kubectl("get", "--raw", "/metrics").splitlines()
-    return float(next(line for line in lines if line.startswith("process_cpu_seconds_total ")).split()[1])
-
-
 def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operator connected directly to the API server; before and after, a loop without it makes the pods."""
-    ours, pods = Namespace(api).make(), options.jobs * options.nodes
-    key = options.ends_by.partition("=")[0]
-
-    def per_pod(seconds: float) -> float:
-        """Return milliseconds per pod."""
-        return round(1000 * seconds / pods, 2)
-
-    try:
+    pods, key = options.jobs * options.nodes, options.ends_by.partition("=")[0]
+    with namespace(api) as ours:
         with Operator(api, ours.name, anew=True, kubeconfig=os.environ["KUBECONFIG"]) as operator:
             until(lambda: "services are known" in operator.log, "the operator has started")
             time.sleep(2)
@@ -153,33 +127,26 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
             until(lambda: finished(ours, 1), "the first job ends")
             ours.kubectl("delete", "ddp", "--all")
             until(lambda: not ours.pods(), "it is gone", 300)
-            server = api_server_seconds()
-            before, loop_cpu = loops(api, pods)
-            cpu, loop_server, server = operator.cpu_seconds, api_server_seconds() - server, api_server_seconds()
+            before, loop_cpu = asyncio.run(bare_loop(api, pods))
+            cpu = operator.cpu_seconds
             seconds, probe = asyncio.run(jobs_until_pods(ours.name, options.jobs, options.nodes, options.ends_by))
             found = {
                 "jobs": options.jobs,
                 "podsPerJob": options.nodes,
                 "secondsUntilAllPodsExist": round(seconds, 2),
                 "secondsOfAJobOfOnePodIntoThem": round(probe, 3),
-                "bareLoopCpuMsPerPod": per_pod(loop_cpu),
-                "operatorCpuMsPerPodUntilCreated": per_pod(operator.cpu_seconds - cpu),
+                "bareLoopCpuMsPerPod": round(1000 * loop_cpu / pods, 2),
+                "operatorCpuMsPerPodUntilCreated": round(1000 * (operator.cpu_seconds - cpu) / pods, 2),
                 "secondsFromApplyToBothPodsOfOneJob": round(first, 3),
                 "operatorMemoryMiBIdle": idle >> 20,
             }
             # Printed at once, because the end of the jobs may take longer than the cluster is available.
             print(json.dumps({**found, "secondsOfTheFirstBareLoop": round(before, 2)}), file=sys.stderr)
             until(lambda: finished(ours, options.jobs + (options.jobs > 1)), "all jobs succeed", 600)
-            found["operatorCpuMsPerPodUntilFinished"] = per_pod(operator.cpu_seconds - cpu)
-            # CPU of the loop includes the deletion of its pods. Both figures include the watches of this process.
-            found["apiServerCpuMsPerPodOfTheLoop"] = per_pod(loop_server)
-            found["apiServerCpuMsPerPodOfTheJobs"] = per_pod(api_server_seconds() - server)
             found["operatorMemoryMiBAtTheEnd"] = operator.memory_bytes >> 20
-        bare = [before, loops(api, pods)[0]]
+        bare = [before, asyncio.run(bare_loop(api, pods))[0]]
         ratio = round(2 * seconds / sum(bare), 2)
         return {**found, "secondsOfBareLoops": [round(one, 2) for one in bare], "ratio": ratio}
-    finally:
-        ours.remove()
 
 
 def main() -> None:

@@ -8,8 +8,6 @@ the API server is a model (tests/support/model_server.py). The clock starts afte
 one always causes a status write. --nodes is the number of pods of each job. Prints one JSON document.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import json
@@ -35,24 +33,17 @@ from ddpjob_operator.kube.ports import receive
 
 Raw = dict[str, Any]
 INTERVAL_SECONDS = 5.0
+PUBLIC = {tokens.ISSUER_PATH: {"issuer": ISSUER}, tokens.KEYS_PATH: {"keys": [published()]}}
 POST_SECONDS = 5.0  # time-out of a post, as in the library
 WAIT_SECONDS = 900.0
 
 
 class Publishing(ModelServer):
-    """An API server that publishes the keys of the tokens and records when statuses are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._documents = {tokens.ISSUER_PATH: {"issuer": ISSUER}, tokens.KEYS_PATH: {"keys": [published()]}}
-        self.written: list[float] = []
+    """An API server that publishes the keys of the tokens."""
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path in self._documents:
-            return web.json_response(self._documents[request.path])
-        if request.method == "PUT" and f"/{types.PLURAL}/" in request.path:
-            self.written.append(time.monotonic())
-        return await super()._answer(request)
+        found = PUBLIC.get(request.path)
+        return await super()._answer(request) if found is None else web.json_response(found)
 
     def tokens(self) -> list[str]:
         """Return a token for each pod, as its kubelet gets it."""
@@ -64,41 +55,36 @@ class Publishing(ModelServer):
         return all("progress" in raw.get("status", {}) for raw in self._call(self._api.all, types.PLURAL))
 
 
-class Trainers:
-    """Posts reports for all pods, in a process of its own, until the event is set."""
+async def trainers(port: int, texts: list[str], end: Event) -> Raw:
+    """Post reports for all pods until the event is set. texts: their tokens. Return the answers."""
+    codes, waited = collections.Counter[str](), [0.0]
 
-    def __init__(self, port: int, texts: list[str]) -> None:
-        self._url, self._texts = f"http://127.0.0.1:{port}{receive.PATH}", texts
-        self.codes: collections.Counter[str] = collections.Counter()
-        self.slowest = 0.0
-
-    async def run(self, end: Event) -> Raw:
-        posting = [asyncio.create_task(self._train(number)) for number in range(len(self._texts))]
-        await asyncio.to_thread(end.wait)
-        for task in posting:
-            task.cancel()
-        await asyncio.gather(*posting, return_exceptions=True)
-        return {"answers": dict(self.codes), "secondsOfTheSlowestAnswer": round(self.slowest, 2)}
-
-    async def _train(self, number: int) -> None:
+    async def train(number: int) -> None:
         node = number // 20  # twenty pods share an address, because the receiver accepts 64 connections from each
         address = f"127.1.{node // 250}.{node % 250 + 1}", 0
-        headers = {"Authorization": f"Bearer {self._texts[number]}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {texts[number]}", "Content-Type": "application/json"}
         loop, step = asyncio.get_running_loop(), 0
-        due = loop.time() + INTERVAL_SECONDS * number / len(self._texts)
+        due = loop.time() + INTERVAL_SECONDS * number / len(texts)
         connector = aiohttp.TCPConnector(limit=1, local_addr=address, keepalive_timeout=2 * INTERVAL_SECONDS)
-        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, headers=headers) as session:
             while True:
                 await asyncio.sleep(max(0.0, due - loop.time()))
                 step += 50
                 began = loop.time()
                 try:
-                    async with asyncio.timeout(POST_SECONDS), session.post(self._url, data=_report(step)) as answer:
-                        self.codes[str(answer.status)] += 1
+                    async with asyncio.timeout(POST_SECONDS), session.post(receive.PATH, data=_report(step)) as answer:
+                        codes[str(answer.status)] += 1
                 except (OSError, TimeoutError, aiohttp.ClientError) as error:
-                    self.codes[type(error).__name__] += 1
-                self.slowest = max(self.slowest, loop.time() - began)
+                    codes[type(error).__name__] += 1
+                waited.append(loop.time() - began)
                 due += INTERVAL_SECONDS
+
+    posting = [asyncio.create_task(train(number)) for number in range(len(texts))]
+    await asyncio.to_thread(end.wait)
+    for task in posting:
+        task.cancel()
+    await asyncio.gather(*posting, return_exceptions=True)
+    return {"answers": dict(codes), "secondsOfTheSlowestAnswer": round(max(waited), 2)}
 
 
 def _report(step: int) -> bytes:
@@ -108,7 +94,7 @@ def _report(step: int) -> bytes:
 
 
 def post(port: int, texts: list[str], end: Event, answers: SimpleQueue[Raw]) -> None:
-    answers.put(asyncio.run(Trainers(port, texts).run(end)))
+    answers.put(asyncio.run(trainers(port, texts, end)))
 
 
 def measure(jobs: int, nodes: int, seconds: float) -> Raw:
@@ -122,36 +108,30 @@ def measure(jobs: int, nodes: int, seconds: float) -> Raw:
         until(lambda: len(server.pods()) == jobs * nodes, "all pods are created", WAIT_SECONDS, 0.5)
         server.runs(*server.pods())
         until(lambda: server.states()["Running"] == jobs, "all jobs run", WAIT_SECONDS, 0.5)
-        before = _at_rest(operator)
+        until(lambda: share(operator, 2) < 0.1, "the operator rests after its last Events", WAIT_SECONDS)
         spawn = multiprocessing.get_context("spawn")
         end, answers = spawn.Event(), spawn.SimpleQueue()
         spawn.Process(target=post, args=(port, server.tokens(), end, answers), daemon=True).start()
         until(server.all_have_progress, "each job shows a step", WAIT_SECONDS, 0.5)
         time.sleep(INTERVAL_SECONDS)
-        began, cpu, written = time.monotonic(), operator.cpu_seconds, len(server.written)
-        time.sleep(seconds)
-        lasted, spent = time.monotonic() - began, operator.cpu_seconds - cpu
-        writes = server.written[written:]
+        written, used = server.seen["PUT ddpjobs"], share(operator, seconds)
+        written = server.seen["PUT ddpjobs"] - written
         end.set()
         return {
             "jobs": jobs,
             "reportsPerSecond": round(jobs * nodes / INTERVAL_SECONDS, 1),
-            "percentOfACore": round(100 * spent / lasted, 1),
-            "percentOfACoreWithoutReports": round(100 * before, 1),
-            "statusWritesPerSecond": round(len(writes) / lasted, 2),
-            "statusWritesInTheBusiestSecond": max((sum(at <= w < at + 1 for w in writes) for at in writes), default=0),
+            "percentOfACore": round(100 * used, 1),
+            "statusWritesPerSecond": round(written / seconds, 2),
             "memoryMiB": operator.memory_bytes >> 20,
             **answers.get(),
         }
 
 
-def _at_rest(operator: Operator) -> float:
-    """Return the share of a core that the operator uses without reports, after its last Events."""
-    while True:
-        cpu, began = operator.cpu_seconds, time.monotonic()
-        time.sleep(2)
-        if (share := (operator.cpu_seconds - cpu) / (time.monotonic() - began)) < 0.1:
-            return share
+def share(operator: Operator, seconds: float) -> float:
+    """Return the share of a core that the operator uses for this long."""
+    cpu = operator.cpu_seconds
+    time.sleep(seconds)
+    return (operator.cpu_seconds - cpu) / seconds
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ under torchrun both pods are replaced. Times are from the pods' logs, so all clo
 synchronized.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any
@@ -33,16 +31,14 @@ with ddpjob.init():
             raise ddpjob.Stopped(number)
         time.sleep(0.05)
 """
-VOLUME = {"name": "script", "configMap": {"name": "script"}}
 SECONDS_MAX = 180.0
-Line = tuple[int, float, float]
-"""Line that a rank prints at its second step: its pid, the start time of its script, and the time of the step."""
+Line = tuple[int, float, float]  # of a rank at its second step: pid, start time of the script, time of the step
 
 
 def body(name: str, launcher: str) -> dict[str, Any]:
     """Return a job whose script is a file. ddprun starts other programs as new processes, which is slower."""
     made = spread(job(name))
-    made["spec"]["template"]["spec"]["volumes"] = [VOLUME]
+    made["spec"]["template"]["spec"]["volumes"] = [{"name": "script", "configMap": {"name": "script"}}]
     trainer(made).update(
         command=[launcher, "/script/train.py"],
         volumeMounts=[{"name": "script", "mountPath": "/script"}],
@@ -53,16 +49,14 @@ def body(name: str, launcher: str) -> dict[str, Any]:
 
 def second_steps(space: Space, name: str, after: float = 0.0) -> list[Line]:
     """Wait for the second steps of ranks 0 and 1 in processes that started later than `after`; return their lines."""
-    found: list[Line] = []
 
-    def are_made() -> bool:
+    def are_made() -> list[Line]:
         logs = [space.kubectl("logs", pod, check=False) for pod in sorted(space.pods(name))]
         words = [line[line.index("STEP ") :].split() for log in logs for line in log.splitlines() if "STEP " in line]
-        found[:] = [(int(w[1]), float(w[2]), float(w[3])) for w in words if float(w[2]) > after]
-        return len(found) == 2
+        found = [(int(w[1]), float(w[2]), float(w[3])) for w in words if float(w[2]) > after]
+        return found if len(found) == 2 else []
 
-    until(are_made, f"two steps of both ranks of {name}", SECONDS_MAX)
-    return found
+    return until(are_made, f"two steps of both ranks of {name}", SECONDS_MAX)
 
 
 def restart(space: Space, name: str, launcher: str, fault: str) -> float:

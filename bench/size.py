@@ -7,8 +7,6 @@ Fills the operator's caches as its first lists do, page by page from JSON as lon
 reconciles every job once, like a new leader. Prints one JSON document.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -10,8 +10,6 @@ and torch.load under torchrun --standalone. Each round runs every variant once. 
 thread, because other load disturbs it least; steps with and without the memory alternate.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess
@@ -19,7 +17,7 @@ import sys
 import time
 
 import psutil
-from common import ONE_THREAD, kill, machine, options, script
+from common import ONE_THREAD, kill, machine, options, script, shown
 
 from ddpjob_core.memory import PROVE_EVERY
 from ddprun.memory import Memory
@@ -80,11 +78,8 @@ STEPS = 6 * PROVE_EVERY  # with --step
 SECONDS_MAX = 120.0  # limit of a run, because torchrun's static rendezvous hung in most restarts
 
 
-def restart(megabytes: int, ranks: int, how: str) -> tuple[int, float] | None:
-    """Return the number of repeated steps, and the seconds from the kill until every rank has made two more steps.
-
-    None if the run failed.
-    """
+def restart(megabytes: int, ranks: int, how: str) -> list[tuple[int, float]]:
+    """Return repeated steps, and seconds from the kill until every rank has made two more; [] if the run failed."""
     with script(TRAIN) as folder, (folder / "stderr").open("w") as stderr:
         module = TORCHRUN if how == "torchrun" else ["ddprun"]
         words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes), how]
@@ -101,29 +96,20 @@ def restart(megabytes: int, ranks: int, how: str) -> tuple[int, float] | None:
         steps = [(int(line[1]), float(line[2])) for line in lines if line[:1] == ["STEP"]]
         if job.returncode != 0 or len(killed) != 1 or len(steps) != ranks:
             print((folder / "stderr").read_text()[-2000:])
-            return None
-    return 17 - max(first for first, _ in steps), max(ended for _, ended in steps) - killed[0]
+            return []
+    return [(17 - max(first for first, _ in steps), max(ended for _, ended in steps) - killed[0])]
 
 
 def compare(sizes: list[int], ranks: int, rounds: int) -> None:
-    """Print a table with median, slowest run, and ratio to torchrun."""
-    print(f"| {ranks} ranks | steps repeated | kill until two more steps | slowest | ratio to torchrun |")
-    print("|---|---|---|---|---|")
+    """Print what a kill costs each variant."""
     for megabytes in sizes:
         found: dict[str, list[tuple[int, float]]] = {how: [] for how in ("memory", "folder", "torchrun")}
         for _ in range(rounds):
             for how, its in found.items():
-                if (result := restart(megabytes, ranks, how)) is not None:
-                    its.append(result)
-        others = [seconds for _, seconds in found["torchrun"]]
+                its += restart(megabytes, ranks, how)
         for how, its in found.items():
-            if not its:
-                print(f"| {megabytes} MB, {how} | failed |")
-                continue
-            median, slowest = statistics.median(seconds for _, seconds in its), max(seconds for _, seconds in its)
-            repeated = ", ".join(sorted({str(steps) for steps, _ in its}))
-            ratio = f"{median / statistics.median(others):.2f}" if others else ""
-            print(f"| {megabytes} MB, {how} | {repeated} | {median:.2f} s | {slowest:.2f} s | {ratio} |", flush=True)
+            took = shown([seconds for _, seconds in its]) if its else "failed"
+            print(f"{megabytes} MB, {how}: {took}; steps repeated: {sorted({steps for steps, _ in its})}", flush=True)
 
 
 def added(kept: int) -> tuple[float, float, float]:

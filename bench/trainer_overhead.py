@@ -7,8 +7,6 @@ Each figure is the best of 100 short rounds, because other work on the machine c
 answers while progress() is measured, so that the posting thread is active too.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading
@@ -43,16 +41,6 @@ def best_seconds(work: Callable[[], object], units: int = 1) -> float:
     return min(timeit.repeat(work, number=1, repeat=ROUNDS)) / units
 
 
-def progress_calls() -> None:
-    for step in range(CALLS):
-        ddpjob.progress(step, CALLS, 64, loss=0.5)
-
-
-def should_stop_calls() -> None:
-    for step in range(CALLS):
-        ddpjob.should_stop(step)
-
-
 def sampler_seconds(n: int, global_batch: int) -> float:
     """Return the seconds of a step of a sampler."""
     sampler = ddpjob.GlobalBatchSampler(n, global_batch, 7, rank=0, world_size=2)
@@ -76,19 +64,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         spawn(check_replicas, (folder,), nprocs=2)
         slowest = max(float(Path(folder, str(rank)).read_text()) for rank in (0, 1))
-    rows = [("progress(), no receiver", best_seconds(progress_calls, CALLS))]
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["DDPJOB_STATUS_URL"] = f"http://127.0.0.1:{server.server_port}/"
-    from ddpjob.reporting.progress import flush
-
-    flush()
-    rows.append(("progress(), posting every 5 s", best_seconds(progress_calls, CALLS)))
-    rows.append(("should_stop()", best_seconds(should_stop_calls, CALLS)))
-    rows.append(("sampler, 1,440 samples, 32 a step", sampler_seconds(1_440, 32)))
-    rows.append(("sampler, 100,000 samples, 64 a step", sampler_seconds(100_000, 64)))
+    steps = range(CALLS)
+    rows = {
+        "progress()": best_seconds(lambda: [ddpjob.progress(n, CALLS, 64, loss=0.5) for n in steps], CALLS),
+        "should_stop()": best_seconds(lambda: [ddpjob.should_stop(n) for n in steps], CALLS),
+        "sampler, 1,440 samples, 32 a step": sampler_seconds(1_440, 32),
+        "sampler, 100,000 samples, 64 a step": sampler_seconds(100_000, 64),
+    }
     print(f"{'':36}{'ns':>9}{'of a 5 ms step':>17}")
-    for name, each in rows:
+    for name, each in rows.items():
         print(f"{name:36}{each * 1e9:9.0f}{each / STEP_SECONDS:16.4%}")
     print(f"check_replicas(), 2 ranks: {slowest * 1e9:.2f} ms per million parameters")
 

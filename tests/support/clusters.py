@@ -111,9 +111,9 @@ def installed_crd() -> Iterator[None]:
     def install() -> dict[str, object]:
         was_there = "NotFound" not in kubectl("get", "-f", str(CRD), check=False)
         kubectl("apply", "-f", str(CRD))
-        # `kubectl wait` ends with an error if the CRD has no conditions yet.
+        # `kubectl wait` ends with an error if the CRD has no conditions yet, and so does kubectl with this path.
         shown = ["get", "-f", str(CRD), "-o", "jsonpath={.status.conditions[?(@.type=='Established')].status}"]
-        until(lambda: kubectl(*shown) == "True", "the CRD is established", 20)
+        until(lambda: kubectl(*shown, check=False) == "True", "the CRD is established", 20)
         return {"was there": was_there}
 
     def remove(made: dict[str, object]) -> None:

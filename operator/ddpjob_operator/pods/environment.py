@@ -48,8 +48,8 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
 def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
     """Return variables that the trainer's program does not read and its container does not mention.
 
-    Each variable costs API server, scheduler and kubelets 0.15 ms of CPU (bench/results). A Python file gets all of
-    them: it may start torchrun, and without PET_… each node would train alone, and succeed.
+    Each variable costs the API server 0.3 ms of CPU (bench/job_cost.py). A Python file gets all of them: it may start
+    torchrun, and without PET_… each node would train alone, and succeed.
     """
     facts = spec.facts
     if not facts.is_launcher_alone:
