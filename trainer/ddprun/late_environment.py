@@ -9,7 +9,6 @@ NCCL_DEBUG) work by themselves.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -138,6 +137,8 @@ def _set_threads_of_numpy() -> None:
 
 def of_openblas(verb: str) -> Iterator[Any]:
     """Yield openblas_get_num_threads (or set) of each loaded OpenBLAS library."""
+    import ctypes
+
     with open("/proc/self/maps") as maps:
         paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
     names = [f"{p}openblas_{verb}_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]

@@ -15,6 +15,7 @@ from ddpjob import own_files
 from ddpjob_cli.manifest.yamlfile import InputError
 
 NAME = ".gitignore"
+FOLDERS_DEEP_MAX = 100
 BYTES_MAX = 1 << 20
 PATTERN_MAX = 4096  # characters; no path is longer
 NAME_MAX = 255  # bytes; the longest file name

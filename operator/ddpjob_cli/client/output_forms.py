@@ -12,6 +12,7 @@ from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.describe import job as describe
 from ddpjob_cli.describe import table
+from ddpjob_cli.describe.figures import columns
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api
@@ -38,7 +39,7 @@ def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
         for pod in jobs.pods(cluster, name):
             node = (pod.get("spec") or {}).get("nodeName") or "-"
             rows.append((pod["metadata"]["name"], node, jobs.state_of(pod, stored.trainer)))
-        lines += describe.titled("Pods:", describe.columns(rows))
+        lines += describe.titled("Pods:", columns(rows))
     except ClusterError as error:
         say(f"pods are not shown: {error}")
     try:

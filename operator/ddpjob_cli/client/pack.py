@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob import own_files
-from ddpjob_cli.client.gitignore import Ignored
+from ddpjob_cli.client.gitignore import FOLDERS_DEEP_MAX, Ignored
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import wording
 
@@ -24,7 +24,6 @@ PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
 FIT = "at most 900 kB packed fit into a ConfigMap"
 READ_BYTES_MAX = 20 << 20  # limit of bytes to read; more would never fit: text is compressed to a fifth of its size
 FILES_MAX = 5000
-FOLDERS_DEEP_MAX = 100
 HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
 
 # Folders that are never part of a program: caches, environments, repositories.

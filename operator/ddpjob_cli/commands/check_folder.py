@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpjob import own_files
-from ddpjob_cli.client.gitignore import Ignored
-from ddpjob_cli.client.pack import FOLDERS_DEEP_MAX
+from ddpjob_cli.client.gitignore import FOLDERS_DEEP_MAX, Ignored
 from ddpjob_cli.commands.check_files import is_job
 from ddpjob_cli.commands.kinds import YAML_SUFFIXES
 from ddpjob_cli.manifest import yamlbounds, yamlfile

@@ -52,7 +52,7 @@ def list_runs(output: str, folder: Path | None) -> int:
     import datetime as dt
     import json
 
-    from ddpjob_cli.describe import job
+    from ddpjob_cli.describe.figures import columns
     from ddpjob_cli.local.run_files import runs
 
     now = dt.datetime.now(dt.timezone.utc)
@@ -63,7 +63,7 @@ def list_runs(output: str, folder: Path | None) -> int:
         say("no run is kept here; start one with ddpjob run")
         return 0
     rows = [row(run, wide=output == "wide") for run in found]
-    return answer("".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(r.values()) for r in rows)])))
+    return answer("".join(f"{line}\n" for line in columns([tuple(rows[0]), *(tuple(r.values()) for r in rows)])))
 
 
 @click.command(short_help="Print the output of a run's nodes.", epilog="Example: ddpjob logs digits --rank 1 --follow")

@@ -1,4 +1,4 @@
-"""Format numbers for people: metrics, bytes, the time of a step, and a curve in one line."""
+"""Format numbers for people: metrics, bytes, the time of a step, a curve in one line, and columns."""
 
 from __future__ import annotations
 
@@ -45,6 +45,12 @@ def size(count: float) -> str:
 def step_time(seconds: float) -> str:
     """Return the time of a step, for example 4 ms/step or 2.1 s/step."""
     return f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows with aligned cells, three spaces apart as in kubectl."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["   ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def spark(values: Sequence[float], width: int) -> str:

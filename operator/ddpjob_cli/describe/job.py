@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpjob_cli.describe import progress
+from ddpjob_cli.describe.figures import columns
 from ddpjob_operator.failures import log_lines, sentences
 from ddpjob_operator.job import api, bounds, budgets, wording
 from ddpjob_operator.plan import transitions
@@ -89,12 +90,6 @@ def event_lines(events: Sequence[Mapping[str, Any]], now: dt.datetime) -> list[s
         told = "" if about.get("kind") == api.KIND else f"{str(about.get('kind')).lower()}/{about.get('name')}: "
         rows.append((age, kind, reason, told + message))
     return columns(rows)
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows with aligned cells, three spaces apart as in kubectl."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["   ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def labelled(name: str, text: str) -> str:

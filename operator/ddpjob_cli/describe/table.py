@@ -6,7 +6,7 @@ import datetime as dt
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpjob_cli.describe.job import columns
+from ddpjob_cli.describe.figures import columns
 from ddpjob_operator.job import bounds, wording
 from ddpjob_operator.job.crd import COLUMNS
 

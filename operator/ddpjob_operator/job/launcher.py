@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import pairwise
+
+from msgspec.structs import replace
 
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.launch import command, exit_codes, programs

@@ -8,7 +8,9 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.launch import programs, shell
@@ -60,8 +62,7 @@ _STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(Struct, frozen=True):
     launcher: str = ""
     """torchrun, accelerate, …; "python" if a script is started without a launcher."""
     script: str | None = None

@@ -13,10 +13,12 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ddpjob_operator.job.launch import command, programs, shell, withheld
-from ddpjob_operator.job.launch.shell_state import FAILED, JOB, ShellState, replace
+from ddpjob_operator.job.launch.shell_state import FAILED, JOB, ShellState
 
 PATHS_MAX = 64
 RANK = "a rank"
@@ -37,8 +39,7 @@ _States = list[ShellState]
 _Builtin = Callable[[list[str], shell.Simple, ShellState, bool], _States]
 
 
-@dataclass(frozen=True)
-class LauncherExit:
+class LauncherExit(Struct, frozen=True):
     """The effect of one launcher's failure on the exit code of the script."""
 
     launcher: str

@@ -7,7 +7,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 SCRIPT_MAX = 20_480  # characters of a script that are parsed; the operator's event loop does the parsing
 WORK_MAX = 3_200
@@ -32,8 +34,7 @@ class ShellSyntaxError(ValueError):
     """The script cannot be parsed."""
 
 
-@dataclass(frozen=True, eq=False)
-class Word:
+class Word(Struct, frozen=True, eq=False):
     """A word without its quotes, and with its expansions as they are written."""
 
     value: str
@@ -46,16 +47,14 @@ class Word:
     """Variable and arithmetic expansions as they are written: $NAME, ${NAME:-0}, $((NAME + 1))."""
 
 
-@dataclass(frozen=True, eq=False)
-class ShellNode:
+class ShellNode(Struct, frozen=True, eq=False, kw_only=True):
     """A command of any kind, with its source text."""
 
-    text: str = field(default="", kw_only=True)
-    targets: tuple[Word, ...] = field(default=(), kw_only=True)
+    text: str = ""
+    targets: tuple[Word, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Simple(ShellNode):
+class Simple(ShellNode, frozen=True, eq=False):
     """A simple command: NAME=value program word … <<END"""
 
     assigned: tuple[tuple[str, Word], ...] = ()
@@ -66,54 +65,47 @@ class Simple(ShellNode):
     """The here-documents and <<< words in which the shell expands variables."""
 
 
-@dataclass(frozen=True, eq=False)
-class Pipeline(ShellNode):
+class Pipeline(ShellNode, frozen=True, eq=False):
     """A pipeline, perhaps negated: ! one | other"""
 
     parts: tuple[ShellNode, ...]
     negated: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class AndOr(ShellNode):
+class AndOr(ShellNode, frozen=True, eq=False):
     """Commands joined by && and ||."""
 
     first: ShellNode
     rest: tuple[tuple[str, ShellNode], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Background(ShellNode):
+class Background(ShellNode, frozen=True, eq=False):
     """A background job: command &"""
 
     body: ShellNode
 
 
-@dataclass(frozen=True, eq=False)
-class ShellScript(ShellNode):
+class ShellScript(ShellNode, frozen=True, eq=False):
     """Commands one after the other: one; other"""
 
     parts: tuple[ShellNode, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class GroupNode(ShellNode):
+class GroupNode(ShellNode, frozen=True, eq=False):
     """A group of commands: { list; }, or the subshell ( list )."""
 
     body: ShellNode
     subshell: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class If(ShellNode):
+class If(ShellNode, frozen=True, eq=False):
     """A condition: if list; then list; … else list; fi"""
 
     branches: tuple[tuple[ShellNode, ShellNode], ...]
     otherwise: ShellNode | None
 
 
-@dataclass(frozen=True, eq=False)
-class Loop(ShellNode):
+class Loop(ShellNode, frozen=True, eq=False):
     """A loop by while, until or for; a for loop has no condition."""
 
     kind: str
@@ -123,16 +115,14 @@ class Loop(ShellNode):
     name: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class Case(ShellNode):
+class Case(ShellNode, frozen=True, eq=False):
     """A choice: case word in pattern) list;; esac"""
 
     word: Word
     branches: tuple[tuple[tuple[str, ...], ShellNode], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Function(ShellNode):
+class Function(ShellNode, frozen=True, eq=False):
     """A function: name() command"""
 
     name: str
@@ -195,7 +185,7 @@ def walk(node: ShellNode) -> Iterator[ShellNode]:
 
 def _parts_of(node: ShellNode) -> list[ShellNode | Word]:
     """Return the commands and words of a command in the order of their expansion: redirections come last."""
-    before = tuple(value for name, value in vars(node).items() if name != "targets")
+    before = tuple(getattr(node, name) for name in node.__struct_fields__ if name != "targets")
     return [*_parts(before), *node.targets]
 
 
@@ -216,8 +206,7 @@ def _joined(parts: list[Word]) -> Word:
     return Word("".join(part.value for part in parts), any(part.quoted for part in parts), runs, beside, expanded)
 
 
-@dataclass(frozen=True)
-class _Redirections:
+class _Redirections(Struct, frozen=True):
     targets: list[Word] = field(default_factory=list)
     document: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)

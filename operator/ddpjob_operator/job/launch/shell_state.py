@@ -8,8 +8,10 @@ from __future__ import annotations
 import operator as op
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import astuple, replace
 
 from ddpjob_operator.job.launch import shell
 from ddpjob_operator.job.launch.withheld import NOTHING, Withheld
@@ -38,15 +40,7 @@ _JOINS = (({"-o", "||"}, "0", FAILED), ({"-a", "&&"}, FAILED, "0"))
 INVERTED = {"0": FAILED, FAILED: "0", "": ""}
 
 
-def replace(state: ShellState, **changes: Any) -> ShellState:
-    """Do what `dataclasses.replace` does, in a fifth of the time, because a script may have thousands of states."""
-    new = object.__new__(ShellState)
-    vars(new).update(vars(state), **changes)
-    return new
-
-
-@dataclass(frozen=True)
-class ShellState:
+class ShellState(Struct, frozen=True):
     status: str = "0"
     """$?"""
     leaving: str = ""
@@ -78,7 +72,7 @@ class ShellState:
     @property
     def key(self) -> tuple[object, ...]:
         """A hashable value that is equal for equal states, to find repeated states."""
-        return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in vars(self).values())
+        return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in astuple(self))
 
     @property
     def size(self) -> int:
