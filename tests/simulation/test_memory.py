@@ -198,7 +198,7 @@ SEEDS: dict[Mutant, int] = {
     old_memory_accepted: 26,
     written_while_dirty: 92,
     memory_beats_the_folder: 8,
-    assumed_beats_what_was_saved: 3,
+    assumed_beats_what_was_saved: 41,
     lost_steps_from_the_last_save: 0,
     a_copy_that_counts_before_its_step: 110,
     a_copy_over_the_newer_area: 8,
