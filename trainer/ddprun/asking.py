@@ -56,10 +56,11 @@ class Asking:
         self._call.tick(now)
         if not self._url or self._call.is_running or now < self._asked_at + self._pause:
             return
-        from urllib.parse import urljoin  # takes 4 ms, and only agents in a cluster need it
-
-        self._asked_at, url, environ = now, urljoin(self._url, LEADER_PATH), self._agent.environ
+        self._asked_at, environ = now, self._agent.environ
         try:
+            from urllib.parse import urljoin  # takes 4 ms, and only agents in a cluster need it
+
+            url = urljoin(self._url, LEADER_PATH)
             self._call.begin(lambda: _ask_in_child(url, environ), now)
         except OSError:  # no process can be created now
             return

@@ -19,9 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from ddpjob import process
 from ddpjob.checkpoint.in_memory.change_watch import NO_VIEWS, ChangeWatch, version_of, views
 from ddpjob.checkpoint.state import packed
-from ddpjob.checkpoint.state.of_each_rank import outermost, own_parameters, send_those_of_0, senders, uses_all
+from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, send_those_of_0, senders, uses_all
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -181,7 +182,7 @@ class Kept:
         if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
         if isinstance(value, torch.nn.Module):
-            if own := own_parameters(value):
+            if own := [*ignored(value), *_renormed(value)]:
                 raise StateError(
                     f"{name}: each rank may have its own {own[0]}, which DistributedDataParallel ignores or which has "
                     f"max_norm: the surviving ranks do not have that of a lost rank"
@@ -272,6 +273,13 @@ class Kept:
                     raise StateError(f"{each}: {key} is changed through .data, which is seen in small buffers only")
                 self._summed[each, key] = its[key], now
         return self.watch.total()
+
+
+def _renormed(model: torch.nn.Module) -> list[str]:
+    """Return the names of embeddings with `max_norm`: each forward pass changes the rows that its rank looks up."""
+    kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
+    found = [key for key, each in model.named_modules() if isinstance(each, kinds) and each.max_norm is not None]
+    return found if process.place().world_size > 1 else []
 
 
 def may_be_assumed(objects: Mapping[str, Any]) -> bool:

@@ -86,7 +86,7 @@ class Keeper:
         # (step, sum of all bits of its state, number of backward passes that check it); the next step checks it, too
         self._sum: tuple[int, int, int] | None = None
         self._room: threading.Thread | None = None
-        self._has_told_of_saves = False
+        self._has_told_of_saves = self._has_told_of_pending = False
         self._looks = 0  # 1: no loader was found while nothing was kept, so look once more; 2: do not look again
         self._is_unnamed = True  # True until save() or keep() is called, or the missing call is logged
         self._hooks: list[Any] = []
@@ -298,10 +298,8 @@ class Keeper:
     def _take_in(self, kept: Kept, step: int, by: int, must_copy: bool) -> None:
         self.now.thread = threading.get_ident()
         if self._stepped and self._makers.has_hooked and not must_copy and (waits := self._pending(kept.objects)):
-            self._tell_not_kept(
-                f"{waits}: gradients wait for optimizer.step() at the end of step {step}: such a step is not kept. "
-                f"Call should_stop(), keep() or save() right after an optimizer's step"
-            )
+            self._tell_of_pending(waits, step)
+            self._makers.boundary()
             return
         if self._slots.made:
             kept.loaded = {}
@@ -336,6 +334,19 @@ class Keeper:
                 f"{why}, so what is saved is copied into memory, and a restart goes on from the last save(): to repeat "
                 f"no step call {'keep(step, …)' if names else 'should_stop(step)'} after each step"
             )
+
+    def _tell_of_pending(self, name: str, step: int) -> None:
+        """Log once that a step is not kept; from the second such step on the job's status shows it, too."""
+        why = (
+            f"{name}: gradients wait for optimizer.step() at the end of step {step}: such a step is not kept. Call "
+            f"should_stop(), keep() or save() right after an optimizer's step, or zero_grad() before, if they are not "
+            f"used"
+        )
+        if self._has_told_of_pending:
+            process.current.not_kept = process.current.not_kept or why
+        elif self._rank == 0:
+            process.log(f"{why}; {self._otherwise}")
+        self._has_told_of_pending = True
 
     def _tell_unnamed(self, step: int) -> None:
         """Log once that nothing is kept, because `load` was not given all objects that the script trains."""

@@ -100,7 +100,8 @@ def shared_state(objects: Mapping[str, Any]) -> tuple[str, str]:
     """Return the name of an optimizer, and the key of a state tensor that is the memory of its parameter, as
     `p.float()` is for float32; ("", "") if there is none. A load gives the state its own memory."""
     for name, optimizer in objects.items():
-        for parameter, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Optimizer) else ():
+        states = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else None
+        for parameter, state in states.items() if isinstance(states, Mapping) else ():
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if _address(value) == _address(parameter) != 0:
                     return name, str(key)

@@ -38,7 +38,7 @@ class LateError(StateError):
 def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return a copy of each value of save() that may differ between ranks, by name; for a large value its checksum."""
     models = [unwrapped(value) for value in objects.values() if isinstance(value, torch.nn.Module)]
-    of_rank = {id(model.get_parameter(name)) for model in models for name in own_parameters(model)}
+    of_rank = {id(model.get_parameter(name)) for model in models for name in ignored(model)}
     found = {name: _own(name, value, of_rank) for name, value in objects.items()}
     return {name: part for name, part in found.items() if part}
 
@@ -63,7 +63,7 @@ def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
     models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     found = {}
     for name, model in models.items():
-        own = set(own_parameters(model))
+        own = set(ignored(model))
         kept = [p.detach() for key, p in model.named_parameters() if key not in own and p.layout is torch.strided]
         found[name] = [_first_values(each) for each in kept[:: max(1, len(kept) // SAMPLES)]]
     return found
@@ -186,18 +186,13 @@ def _uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def own_parameters(module: torch.nn.Module) -> list[str]:
-    """Return the names of trained parameters that DDP does not keep equal: those that it was told to ignore, also in
-    copies of the model inside another module, such as an average of its weights; and embeddings with `max_norm`, whose
-    forward pass changes the rows that this rank looks up."""
-    has_others = process.place().world_size > 1
+def ignored(module: torch.nn.Module) -> list[str]:
+    """Return the names of trained parameters that DDP was told to ignore, also in copies of the model inside another
+    module, such as an average of its weights."""
     names = {
         f"{place}.{name}" if place else name
         for place, inside in module.named_modules()
-        for name in [
-            *getattr(inside, "_ddp_params_and_buffers_to_ignore", ()),
-            *["weight"][: has_others and getattr(inside, "max_norm", None) is not None],
-        ]
+        for name in getattr(inside, "_ddp_params_and_buffers_to_ignore", ())
     }
     return [key for key, each in module.named_parameters() if key in names and each.requires_grad] if names else []
 
@@ -206,7 +201,7 @@ def _keys(model: torch.nn.Module) -> set[str]:
     """Return the keys of the model's state that DistributedDataParallel does not synchronize."""
     module = unwrapped(model)
     buffers = set() if send_those_of_0(senders(model)) else {name for name, _ in module.named_buffers()}
-    return buffers.union(own_parameters(module))
+    return buffers.union(ignored(module))
 
 
 def _bounded(name: str, kind: str, value: Any) -> dict[str, Any]:
