@@ -206,20 +206,29 @@ def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_cha
     assert jobs.pods("moves")["moves-1-1"]["status"]["containerStatuses"][0]["restartCount"] == 0
 
 
-def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space) -> None:
+def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space, nodes: list[str]) -> None:
     """The job must train with all its nodes without waiting for the new pod, which is the next spare."""
-    jobs.apply(ddprun("spared", CHANGES, spares=1, gang="none"))
-    says(jobs, "spared-1-0", "generation 0 trains with 2")
+    body = ddprun("spared", CHANGES, spares=1, gang="none")
+    key = f"ddpjob-test/{jobs.name}"
+    body["spec"]["template"]["spec"]["nodeSelector"] = {key: "open"}
 
     def is_spare(place: int) -> bool:
         return b"this one is a spare" in (read(f"/api/v1/namespaces/{jobs.name}/pods/spared-1-{place}/log") or b"")
 
-    spare = until(lambda: next(filter(is_spare, (1, 2)), None), "a pod waits as a spare", 60)
-    lost = 3 - spare
-    jobs.kubectl("delete", "pod", f"spared-1-{lost}", "--grace-period=0", "--force", "--wait=false")
-    says(jobs, f"spared-1-{spare}", "generation 1 trains with 2")
-    says(jobs, f"spared-1-{lost}-r1", "this one is a spare")
-    ends_with(jobs, "spared", "spared-1-0", f"spared-1-{spare}")
+    try:
+        jobs.kubectl("label", "nodes", *nodes, f"{key}=open")
+        jobs.apply(body)
+        says(jobs, "spared-1-0", "generation 0 trains with 2")
+        spare = until(lambda: next(filter(is_spare, (1, 2)), None), "a pod waits as a spare", 60)
+        lost = 3 - spare
+        jobs.kubectl("label", "nodes", *nodes, f"{key}=closed", "--overwrite")  # the new pod finds no node
+        jobs.kubectl("delete", "pod", f"spared-1-{lost}", "--grace-period=0", "--force", "--wait=false")
+        says(jobs, f"spared-1-{spare}", "generation 1 trains with 2")
+        jobs.kubectl("label", "nodes", *nodes, f"{key}=open", "--overwrite")
+        says(jobs, f"spared-1-{lost}-r1", "this one is a spare")
+        ends_with(jobs, "spared", "spared-1-0", f"spared-1-{spare}")
+    finally:
+        jobs.kubectl("label", "nodes", *nodes, f"{key}-", check=False)
 
 
 def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
