@@ -193,6 +193,27 @@ def test_a_loader_that_draws_a_seed_gets_a_warning(tmp_path, capfd, loader, drop
     assert capfd.readouterr().err.count(SEEDED) == int(is_named and at == "within the epoch")
 
 
+def test_a_loader_that_draws_a_seed_gets_a_warning_at_a_save_before_the_third_optimizer_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An accumulation may take longer than the time until the first save, from which a restart already goes on."""
+    loading = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), batch_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    snapshot.load(model=model, optimizer=optimizer)
+    for step, (part,) in enumerate(loading, start=1):
+        model(part).sum().backward()
+        if step == 2:
+            optimizer.step()
+        if step == 4:
+            optimizer.zero_grad()
+            saved(snapshot, step, model=model, optimizer=optimizer)
+            break
+    snapshot.close()
+    assert capfd.readouterr().err.count(SEEDED) == 1
+
+
 @pytest.mark.parametrize("how", ["not saved", "saved", "saved by value", "in an object"])
 def test_a_learning_rate_scheduler_that_is_not_saved_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str

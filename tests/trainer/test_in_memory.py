@@ -501,6 +501,31 @@ def test_values_saved_by_one_rank_override_those_assumed_by_another(node: Node) 
     assert node.run(1, train, ranks=2) == (5, 0.5)
 
 
+def test_a_value_that_only_rank_0_saves_is_not_lost_with_its_node(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If the node of rank 0 is lost, only the folder has what rank 0 alone saves, so a restart must use the folder."""
+    monkeypatch.chdir(tmp_path)
+    node = Node(tmp_path, run_ranks, nodes=2)
+
+    def train() -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(torch.nn.LayerNorm), ddpjob.Snapshot("snapshots", world)
+        if step := snapshot.load(**objects):
+            return step, snapshot.state.get("history")
+        steps(0, 5, **objects)
+        saved(snapshot, 5, **objects, **({"history": [1]} if world.is_main else {}))
+        steps(5, 7, **objects)
+        if not world.is_main:
+            rescue()
+        return None
+
+    node.run_all(0, train, ranks=2)
+    node.lose(0)
+    assert node.run(1, train, ranks=2) == (5, [1])
+    assert "step 7 in memory is not used: rank 0: it has no history" in capfd.readouterr().err
+
+
 # ---- no folder; two Snapshots ------------------------------------------------------------------------------
 
 
@@ -989,6 +1014,32 @@ def test_a_sampler_that_ends_an_epoch_before_its_save_is_trusted_in_the_next_epo
 
     node.run(0, train)
     assert node.step == 10
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_no_step_of_an_epoch_is_kept_whose_sampler_is_not_saved(node: Node, more: int) -> None:
+    """A restart would begin the epoch again after the first of its steps. The first batches would train twice."""
+
+    def train(until: int) -> Any:
+        objects, snapshot = parts(torch.nn.LayerNorm), ddpjob.Snapshot("snapshots")
+        first = step = snapshot.load(model=objects["model"])
+        sampler = ddpjob.GlobalBatchSampler(16, 4, 7)
+        for epoch in range(step // 4, 3):
+            for _ in sampler.epoch(epoch):
+                objects["optimizer"].zero_grad()
+                objects["model"](torch.ones(4, 4)).sum().backward()
+                if step == until:
+                    rescue()
+                    return first
+                objects["optimizer"].step()
+                step += 1
+                ddpjob.should_stop(step)
+                settle()
+            saved(snapshot, step, **objects)
+        return first
+
+    node.run(0, lambda: train(7))  # proves that only optimizers change the parameters
+    assert [node.run(number, lambda: train(8 + more)) for number in (1, 2)] == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -2087,7 +2138,8 @@ def test_a_sampler_that_is_not_saved_prevents_memory_only_if_its_batches_are_tra
             make_step(**objects)
             ddpjob.should_stop(step)
             settle()
-            list(sampler.epoch(step))
+            if step % 3 == 0:
+                list(sampler.epoch(step))
         objects["model"](torch.ones(4, 4))  # the next step has begun
         rescue()
 

@@ -4,7 +4,7 @@ import torch
 
 from ddpjob.checkpoint.in_memory.places import KEPT, MARKED, Places
 from ddpjob.checkpoint.state.alike import digest, same
-from ddpjob_core.memory import AFTER, KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
+from ddpjob_core.memory import AFTER, ASSUMED, KNOWN, LATER, MOVED, NAMED, OBJECTS, SAMPLE, Left, mixed_up
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_stops_counting() -> None:
@@ -92,7 +92,7 @@ def test_a_rank_lost_before_the_mark_does_not_use_later_changes_of_others() -> N
 
     def left(*moved: str, later: tuple[str, ...] = ()) -> dict[str, object]:
         found = {SAMPLE: 1, NAMED: 2, MOVED: list(moved), KNOWN: ["sampler"], OBJECTS: {"sampler": "2"}}
-        return found | {LATER: list(later), AFTER: []}
+        return found | {LATER: list(later), AFTER: [], ASSUMED: False}
 
     draws, said = ("random numbers",), "random numbers may change after should_stop(20), and a rank was lost before"
     before, evaluated = Left(False, {19: left()}), Left(True, {20: left("best", *draws, later=draws)})
@@ -108,11 +108,24 @@ def test_a_rank_that_calls_only_save_is_not_mixed_with_one_that_has_not_reached_
     """A rank that does not call should_stop() cannot see that a scheduler is stepped between that call and save()."""
 
     def left(named: int, scheduler: str) -> Left:
-        found = {SAMPLE: 1, NAMED: named, MOVED: [], KNOWN: ["scheduler"], LATER: [], AFTER: []}
+        found = {SAMPLE: 1, NAMED: named, MOVED: [], KNOWN: ["scheduler"], LATER: [], AFTER: [], ASSUMED: False}
         return Left(True, {20: found | {OBJECTS: {"scheduler": scheduler, "metric": str(named)}}})
 
     assert mixed_up([left(0, "1"), left(2, "1")], 20) == ""
     assert mixed_up([left(0, "1"), left(2, "2")], 20).startswith("scheduler changed between should_stop(20) and save")
+
+
+def test_a_rank_that_has_never_saved_does_not_get_what_another_rank_has_saved() -> None:
+    """Only rank 0 may save a history. If it is lost before its first save(), the others cannot know of the history."""
+
+    def left(own: bool, step: int, assumed: bool) -> Left:
+        found = {SAMPLE: 1, NAMED: 2, MOVED: [], KNOWN: [], LATER: [], AFTER: [], OBJECTS: {}}
+        return Left(own, {step: found | {ASSUMED: assumed}})
+
+    saved, lost = left(True, 10, False), left(False, 9, True)
+    assert mixed_up([lost, saved], 10).startswith("a rank was lost before its first keep() or save(), and others had")
+    assert mixed_up([left(False, 9, False), saved], 10) == ""
+    assert mixed_up([lost, left(True, 10, True)], 10) == ""
 
 
 def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_changes() -> None:
@@ -124,6 +137,7 @@ def test_what_ranks_have_of_their_own_is_refused_by_name_when_their_number_chang
             KNOWN: ["sampler"],
             LATER: [],
             AFTER: [],
+            ASSUMED: False,
             OBJECTS: {"sampler": "2", "reader": reader},
         }
         return Left(True, {20: found})

@@ -104,6 +104,7 @@ _SENTENCES = (
     _Sentence(r"a DataLoader draws its seed from torch's global generator: a restart within an epoch does not", _torch),
     _Sentence(r"a DataLoader with workers iterates this sampler: a restart does not continue random num", _augmented),
     _Sentence(r"\w+: batches are taken before they are trained .* a restart skips them", _skipped),
+    _Sentence(r"\w+: batches are taken before they are trained .* a restart skips them", _skipped, of_folder=True),
     _Sentence(r"(?P<model>\w+): called without its DistributedDataParallel .* a restart gives all ranks", _gradients),
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
     _Sentence(

@@ -126,6 +126,11 @@ class GlobalBatchSampler:
         return self._taken.is_trained
 
     @property
+    def may_be_trained(self) -> bool:
+        """True if gradients have arrived after batches of this epoch, also after an evaluation."""
+        return self._taken.may_be_trained
+
+    @property
     def current_epoch(self) -> int:
         """Epoch to continue with: 0 at first, the interrupted epoch after `load_state_dict`."""
         return self._epoch
@@ -326,6 +331,11 @@ class _Taken:
     def is_trained(self) -> bool:
         """True if gradients have arrived between two of the batches."""
         return self._trained > 0
+
+    @property
+    def may_be_trained(self) -> bool:
+        """True if gradients have arrived after one of the batches, perhaps those of another sampler's batch."""
+        return self.is_trained or process.current.gradients != self._gradients
 
     def begin(self) -> None:
         """Count from 0 for the next iteration."""

@@ -234,9 +234,11 @@ class Left(NamedTuple):
 
 
 SAMPLE, OBJECTS, NAMED, MOVED, KNOWN, LATER, AFTER = "sample", "objects", "named", "moved", "known", "later", "after"
+ASSUMED = "assumed"
 """NAMED: who recorded the objects: 0 should_stop(), 1 keep(), 2 save(). KNOWN: names of objects that are equal on all
 ranks by their nature. LATER: names of random states and buffers that the rank is known to change after a boundary.
-AFTER: those that it has changed for the first time between its gradients and this boundary."""
+AFTER: those that it has changed for the first time between its gradients and this boundary. ASSUMED: True if the rank
+has not called keep() or save() yet, so that the objects are those of load()."""
 
 
 def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
@@ -254,6 +256,8 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
     # hashes of earlier boundaries, for ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
+    if late and all(one[ASSUMED] for one in late) and not all(one[ASSUMED] for one in present):
+        return f"a rank was lost before its first keep() or save(), and others had called it at step {step}"
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if late and (after := {name for one in present for name in one[AFTER]}):
         return f"{min(after)} changed after the gradients of step {step}, and a rank was lost before that change"

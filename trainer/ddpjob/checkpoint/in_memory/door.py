@@ -1,7 +1,7 @@
 """Keep the state of a `Snapshot` in its node's memory, and restore it. Does nothing if no agent started the rank."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ddpjob import process
@@ -125,13 +125,15 @@ class InMemory:
             return self._taken
         return recall.find(self._shared, self._world.rank, self._world.world_size, self._present)
 
-    def fetch(self, found: FoundState, objects: Mapping[str, Any]) -> recall.Fetched | None:
+    def fetch(
+        self, found: FoundState, objects: Mapping[str, Any], names_in_folder: Callable[[], Iterable[str]]
+    ) -> recall.Fetched | None:
         """Return the found state; None if it lacks these names or has changed. Collective: every rank calls it. Raises
         StateError instead of None if another part of the state was loaded before, because the folder has another step.
         """
         assert self._world is not None, "it was found"
         rank, world_size = self._world.rank, self._world.world_size
-        fetched = recall.fetch(self._shared, found, rank, world_size, objects)
+        fetched = recall.fetch(self._shared, found, rank, world_size, objects, names_in_folder)
         holder = self._shared if self._world.local_rank == 0 and rank in found.ranks else None
         if fetched is None:
             if not self._named:

@@ -399,7 +399,8 @@ class Keeper:
             settings = kept.settings() if places.doubted else {}
             places.repeated = set(kept.optimizers) - moved(places.marked, settings)
         self._passes.end()
-        is_loose = any(value != places.marked.get(name) and not places.trusts(name) for name, value in begun.items())
+        is_loose = places.is_unsaved
+        is_loose |= any(value != places.marked.get(name) and not places.trusts(name) for name, value in begun.items())
         if self._shared.cells[LOOSE] == self._slots.step:  # the script may have changed something after an evaluation
             is_loose |= bool(places.unsettled(kept.watched(begun)))
         self._shared.cells[LOOSE] = self._slots.step if is_loose else 0
@@ -431,18 +432,20 @@ class Keeper:
                 places.after_save(samplers)
                 self._check_samplers(samplers, values)
             else:
-                places.unsaved_steps = 0
+                places.unsaved_steps, places.is_unsaved = 0, False
             places.boundary(values, by)
             self._passes.forget(is_step=self._slots.made == 1)
         self._passes.watch()
-        self._shared.cells[LOOSE] = step if by != SAVED and places.suspects([RANDOM, *kept.buffered]) else 0
+        is_loose = places.is_unsaved or places.suspects([RANDOM, *kept.buffered])
+        self._shared.cells[LOOSE] = step if by != SAVED and is_loose else 0
 
     def _check_samplers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check that a kept sampler provides the batches. own: the kept samplers. Raises ReplacedError, StateError."""
         last = None if process.current.sampler is None else process.current.sampler()
         process.current.sampler = None
-        is_unsaved = last is not None and not own and not last.is_placed and last.is_trained
-        self._check_unsaved(is_unsaved and not half_done.has_position(values))
+        unsaved = None if own or getattr(last, "is_placed", True) or half_done.has_position(values) else last
+        self._places.is_unsaved = unsaved is not None and unsaved.may_be_trained
+        self._check_unsaved(unsaved is not None and unsaved.is_trained)
         if last is None or not own or last in own.values():
             return
         if not moved({name: self._places.marked.get(name) for name in own}, {name: values[name] for name in own}):
@@ -512,6 +515,7 @@ class Keeper:
                 "own": sorted(kept.wrapped.difference(of_0)),
                 "models": kept.models,
                 memory.KNOWN: kept.known,
+                memory.ASSUMED: self.now.assumed,
                 "varied": places.varied,
             }
         }

@@ -62,6 +62,8 @@ class Places:
         """True if the script has called save() or keep() within an epoch, so that it can resume there."""
         self.unsaved_steps = 0
         """Number of steps in a row whose batch came from a GlobalBatchSampler that the script does not save."""
+        self.is_unsaved = False
+        """True if the batch of the last step may have come from such a sampler."""
         self.notices_begin = False
         """True after a forward pass or a sampler has shown when a step begins."""
         self.has_begun = False

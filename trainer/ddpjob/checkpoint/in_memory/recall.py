@@ -7,7 +7,7 @@ the folder. If one rank lacks the state, `fetch` broadcasts to all ranks, also t
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from ddpjob_core import memory
 from ddpjob_core.memory import FoundState, Held, Mark, Proof, Version
 
 _NUMBERS = int, float, bool, str, type(None)
+_KEYS = memory.NAMED, memory.MOVED, memory.LATER, memory.AFTER, memory.ASSUMED
 
 
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
@@ -96,10 +97,18 @@ def _numbering(of: list[tuple[int, int]]) -> _Numbering:
 
 
 def fetch(
-    shared: Shared | None, found: FoundState, rank: int, world_size: int, objects: Mapping[str, Any]
+    shared: Shared | None,
+    found: FoundState,
+    rank: int,
+    world_size: int,
+    objects: Mapping[str, Any],
+    names_in_folder: Callable[[], Iterable[str]],
 ) -> Fetched | None:
     """Return the found state; None on all ranks if one of them cannot use it. Restores this rank's random states. Seeds
-    the rank if its random states are lost, or if the number of ranks has changed."""
+    the rank if its random states are lost, or if the number of ranks has changed.
+
+    names_in_folder: called on rank 0 if nothing is left of what it kept, because rank 0 may save more than the others.
+    """
     version = found.held.version
     own, early, boundaries, numbering = _that_count(shared, found.held, rank, world_size)
     rng = None if numbering.resized else (own or early or {"rng": None})["rng"]
@@ -126,7 +135,8 @@ def fetch(
     of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
     if numbering.resized:
         own = early = None
-    state = _tried(trouble, lambda: _checked(large, _small(own, early, first, of_0), found, objects))
+    names = {*objects, *names_in_folder()} if rank == 0 and not lefts[0].boundaries else objects.keys()
+    state = _tried(trouble, lambda: _checked(large, _small(own, early, first, of_0), found, objects, names))
     troubled = [number for number, row in enumerate(_exchanged(bool(trouble), world_size)) if row]
     if troubled:
         if shared is not None:
@@ -204,12 +214,14 @@ def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
     return None if trouble else found
 
 
-def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(
+    large: Any, small: Any, found: FoundState, objects: Mapping[str, Any], names: Collection[str]
+) -> dict[str, Any]:
     state = merged(large, small)
     threads = packed.threads(process.number("LOCAL_WORLD_SIZE", 1), found.held.size)
     if packed.total(packed.tensors_of(large), threads) != found.held.total:
         raise StateError("its checksum differs from the one that was written")
-    if missing := sorted(objects.keys() - state.keys()):
+    if missing := sorted(set(names) - state.keys()):
         raise StateError(f"it has no {', '.join(missing)}")
     if problem := misfit(objects, state):
         raise StateError(problem)
@@ -259,7 +271,7 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in small.items() if name not in place["models"]}
     digests = {name: digest(value) for name, value in {**others, **buffers}.items() if not isinstance(value, _NUMBERS)}
     return {
-        **{key: place[key] for key in (memory.NAMED, memory.MOVED, memory.LATER, memory.AFTER)},
+        **{key: place[key] for key in _KEYS},
         memory.SAMPLE: zlib.crc32(place[memory.SAMPLE]),
         memory.KNOWN: [*place[memory.KNOWN], *(buffers.keys() - place["varied"])],
         memory.OBJECTS: digests,

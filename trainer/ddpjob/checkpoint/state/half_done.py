@@ -215,6 +215,8 @@ class SinceLastStep:
         if not self._scans_left or self._rank != 0:
             return
         self._scans_left -= 1
+        if 0 < self._steps < COMPARED_STEPS:  # an accumulation may take longer than the time until the first save
+            self._draws |= random_states.mark(random_states.compact()) != self._random
         if draws_within_epoch(shuffles=not self._draws):
             self._scans_left = 0
             process.log(
