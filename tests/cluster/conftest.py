@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from clusters import CRD, kubectl, skip_without_cluster, until
-from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
+from pods import OPERATOR_IMAGE, RELEASE, ROOT, Gate, Space, helm
 from shared import made_once, one_at_a_time
 
 # Enough for a slow kubelet on a busy machine.
@@ -98,6 +98,17 @@ def jobs(operator: str) -> Iterator[Space]:
     try:
         yield made
         made.leaves_nothing()
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def gate(jobs: Space, nodes: list[str]) -> Iterator[Gate]:
+    """Yield a gate that is open. Without it, a new pod may be there before the others have noticed that one is lost."""
+    made = Gate(jobs, nodes)
+    try:
+        made.set("open")
+        yield made
     finally:
         made.remove()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from clusters import read, until
-from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer, uids
+from pods import MEET, ROOT, Gate, Space, charged, job, result, says, spread, trainer, uids
 
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run at the same time, and the machine may be slow
 Status = dict[str, Any]
@@ -151,15 +151,17 @@ while not os.path.exists("/tmp/enough"):
 """
 
 
-def loses_a_pod(jobs: Space, name: str, snooze: int) -> dict[str, str]:
+def loses_a_pod(jobs: Space, gate: Gate, name: str, snooze: int) -> dict[str, str]:
     """Run an elastic job, delete its second pod, and wait until the first one trains alone. Return the first uids."""
-    body = ddprun(name, CHANGES, minNodes=1)
+    body = gate.before(ddprun(name, CHANGES, minNodes=1))
     trainer(body)["command"][1:1] = ["--rdzv-conf", f"last_call_timeout=60,snooze={snooze}"]
     jobs.apply(body)
     says(jobs, f"{name}-1-0", "generation 0 trains with 2")
     before = uids(jobs, name)
+    gate.set("closed")
     jobs.kubectl("delete", "pod", f"{name}-1-1", "--wait=false")
     says(jobs, f"{name}-1-0", "generation 1 trains with 1")
+    gate.set("open")
     return before
 
 
@@ -172,8 +174,8 @@ def ends_with(jobs: Space, name: str, *pods: str) -> Status:
     return status
 
 
-def test_an_elastic_job_trains_without_a_deleted_pod_until_the_new_pod_joins(jobs: Space) -> None:
-    before = loses_a_pod(jobs, "changes", 1)
+def test_an_elastic_job_trains_without_a_deleted_pod_until_the_new_pod_joins(jobs: Space, gate: Gate) -> None:
+    before = loses_a_pod(jobs, gate, "changes", 1)
     says(jobs, "changes-1-1-r1", "generation 2 trains with 2")
     jobs.waits("changes", lambda s: s["reason"] == "AllNodesRun", "changes runs on all nodes", 30)
     ends_with(jobs, "changes", "changes-1-0", "changes-1-1-r1")
@@ -185,15 +187,19 @@ def test_an_elastic_job_trains_without_a_deleted_pod_until_the_new_pod_joins(job
     assert not {"Disrupted", "RankFailed", "Restarting"}.intersection(told), "nobody waited"
 
 
-def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_changes_in_place(jobs: Space) -> None:
+def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_changes_in_place(
+    jobs: Space, gate: Gate
+) -> None:
     """Another node must lead after node 0 is lost, and `kubectl scale` must work in place; no other pod may restart."""
-    body = ddprun("moves", CHANGES, minNodes=1)
+    body = gate.before(ddprun("moves", CHANGES, minNodes=1))
     trainer(body)["command"][1:1] = ["--rdzv-conf", "last_call_timeout=60,snooze=1"]
     jobs.apply(body)
     says(jobs, "moves-1-1", "generation 0 trains with 2")
     stays = uids(jobs, "moves")["moves-1-1"]
+    gate.set("closed")
     jobs.kubectl("delete", "pod", "moves-1-0", "--grace-period=0", "--force", "--wait=false")
     says(jobs, "moves-1-1", "generation 1 trains with 1")
+    gate.set("open")
     says(jobs, "moves-1-1", "generation 2 trains with 2")
     assert jobs.status("moves")["leader"] == {"term": 2, "place": 1}
     jobs.kubectl("scale", "ddpjob", "moves", "--replicas=3")
@@ -206,33 +212,26 @@ def test_another_node_leads_after_the_loss_of_node_0_and_the_number_of_nodes_cha
     assert jobs.pods("moves")["moves-1-1"]["status"]["containerStatuses"][0]["restartCount"] == 0
 
 
-def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space, nodes: list[str]) -> None:
+def test_a_spare_takes_the_place_of_a_deleted_pod_at_once(jobs: Space, gate: Gate) -> None:
     """The job must train with all its nodes without waiting for the new pod, which is the next spare."""
-    body = ddprun("spared", CHANGES, spares=1, gang="none")
-    key = f"ddpjob-test/{jobs.name}"
-    body["spec"]["template"]["spec"]["nodeSelector"] = {key: "open"}
+    jobs.apply(gate.before(ddprun("spared", CHANGES, spares=1, gang="none")))
+    says(jobs, "spared-1-0", "generation 0 trains with 2")
 
     def is_spare(place: int) -> bool:
         return b"this one is a spare" in (read(f"/api/v1/namespaces/{jobs.name}/pods/spared-1-{place}/log") or b"")
 
-    try:
-        jobs.kubectl("label", "nodes", *nodes, f"{key}=open")
-        jobs.apply(body)
-        says(jobs, "spared-1-0", "generation 0 trains with 2")
-        spare = until(lambda: next(filter(is_spare, (1, 2)), None), "a pod waits as a spare", 60)
-        lost = 3 - spare
-        jobs.kubectl("label", "nodes", *nodes, f"{key}=closed", "--overwrite")  # the new pod finds no node
-        jobs.kubectl("delete", "pod", f"spared-1-{lost}", "--grace-period=0", "--force", "--wait=false")
-        says(jobs, f"spared-1-{spare}", "generation 1 trains with 2")
-        jobs.kubectl("label", "nodes", *nodes, f"{key}=open", "--overwrite")
-        says(jobs, f"spared-1-{lost}-r1", "this one is a spare")
-        ends_with(jobs, "spared", "spared-1-0", f"spared-1-{spare}")
-    finally:
-        jobs.kubectl("label", "nodes", *nodes, f"{key}-", check=False)
+    spare = until(lambda: next(filter(is_spare, (1, 2)), None), "a pod waits as a spare", 60)
+    lost = 3 - spare
+    gate.set("closed")
+    jobs.kubectl("delete", "pod", f"spared-1-{lost}", "--grace-period=0", "--force", "--wait=false")
+    says(jobs, f"spared-1-{spare}", "generation 1 trains with 2")
+    gate.set("open")
+    says(jobs, f"spared-1-{lost}-r1", "this one is a spare")
+    ends_with(jobs, "spared", "spared-1-0", f"spared-1-{spare}")
 
 
-def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space) -> None:
-    loses_a_pod(jobs, "short", 500)
+def test_an_elastic_job_succeeds_while_a_pod_waits_to_join(jobs: Space, gate: Gate) -> None:
+    loses_a_pod(jobs, gate, "short", 500)
     says(jobs, "short-1-1-r1", "this one joins them in")
     status = ends_with(jobs, "short", "short-1-0")
     assert status["message"] == "1 of 2 nodes trained and completed"

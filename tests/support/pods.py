@@ -206,6 +206,25 @@ def uids(space: Space, name: str) -> dict[str, str]:
     return {n: p["metadata"]["uid"] for n, p in space.pods(name).items()}
 
 
+class Gate:
+    """Decides when new pods of a job find a node: only while the gate is open."""
+
+    def __init__(self, space: Space, nodes: list[str]) -> None:
+        self._space, self._nodes, self._key = space, nodes, f"ddpjob-test/{space.name}"
+
+    def set(self, value: str) -> None:
+        """value: "open" or "closed"."""
+        self._space.kubectl("label", "nodes", *self._nodes, f"{self._key}={value}", "--overwrite")
+
+    def remove(self) -> None:
+        self._space.kubectl("label", "nodes", *self._nodes, f"{self._key}-", check=False)
+
+    def before(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the job with pods that wait before the gate."""
+        body["spec"]["template"]["spec"]["nodeSelector"] = {self._key: "open"}
+        return body
+
+
 def spread(body: dict[str, Any]) -> dict[str, Any]:
     """Put the pods of a job on different nodes, if there are at least two."""
     body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [

@@ -129,6 +129,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no draw after so long")
     parser.add_argument("--as-found", action="store_true", help="leave wrong draws as they are, which saves their time")
     options = parser.parse_args()
+    if sys.flags.hash_randomization:  # ranks that are forked must order sets as those that ddprun starts anew
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
     import torch._dynamo
     import torch.distributed.optim
 
