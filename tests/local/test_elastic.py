@@ -42,6 +42,8 @@ def test_a_lost_node_restarts_the_group_with_all_variables_of_torchrun(cli: Cli,
     assert len({(s["MASTER_ADDR"], s["MASTER_PORT"]) for s in said}) == 1
 
 
+# The scripts below need no torch, so ddprun does not import it.
+PRELOADS_NO_TORCH = "spec.template.spec.containers[0].command=[ddprun, --preload, json, train.py, '{until}']"
 CHANGES = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -64,8 +66,9 @@ def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli
     """Nodes under ddprun must leave and come back in one attempt, without a wait of the other nodes."""
     (cli.folder / "train.py").write_text(CHANGES)
     words = ["--nodes", "1:2", "--fail", "node=1,at=3s", "--resize", "1,at=15s", "--resize", "2,at=20s"]
-    words += ["--status", "status.json", "--no-check", "train.py", str(time.time() + 21)]
-    done = cli.run("run", *words, code=0, says="--resize 1,at=15s: there is room for 1 node now")
+    words += ["--status", "status.json", "--no-check"]
+    words += ["--set", PRELOADS_NO_TORCH.format(until=time.time() + 21)]
+    done = cli.run("run", *words, "train.py", code=0, says="--resize 1,at=15s: there is room for 1 node now")
     assert "takes its place, the others go on (not charged to backoffLimit" in done.stderr
     status = status_of(cli.folder / "status.json")
     assert (status["state"], status["attempt"], status["restarts"]["application"]) == ("Succeeded", 1, 0)
@@ -74,8 +77,9 @@ def test_nodes_under_ddprun_are_lost_leave_and_come_back_in_one_attempt(cli: Cli
 def test_the_others_go_on_without_node_0(cli: Cli) -> None:
     """The other nodes must go on without node 0, and not wait until it is back."""
     (cli.folder / "train.py").write_text(WAITS)
-    words = ["--nodes", "1:2", "--fail", "node=0,at=8s", "--status", "status.json", "--no-check", "train.py"]
-    cli.run("run", *words, str(time.time() + 20), code=0)
+    words = ["--nodes", "1:2", "--fail", "node=0,at=8s", "--status", "status.json", "--no-check"]
+    words += ["--set", PRELOADS_NO_TORCH.format(until=time.time() + 20)]
+    cli.run("run", *words, "train.py", code=0)
     status = status_of(cli.folder / "status.json")
     assert (status["attempt"], status["leader"], status["restarts"]["application"]) == (1, {"term": 2, "place": 1}, 0)
 

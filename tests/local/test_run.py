@@ -520,7 +520,8 @@ def test_a_folder_that_cannot_be_created_gives_an_error_of_one_line(cli: Cli) ->
 def test_a_character_missing_in_the_locale_is_replaced(cli: Cli) -> None:
     """A character that the locale lacks, such as € in ISO-8859-1, must be replaced and not end the run."""
     cli.env["PYTHONIOENCODING"] = "latin-1"
-    done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs", code=0)
+    job = cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())")
+    done = cli.run("run", job, "--logs", "logs", code=0, is_forked=False)
     assert r"[0:0] costs 5 \u20ac" in done.stdout
     (log,) = (cli.folder / "logs").glob("job/latest/job-1-0.log")
     assert log.read_text(encoding="utf-8") == "costs 5 €\n"
@@ -531,7 +532,7 @@ def test_a_status_on_stdout_does_not_overwrite_other_output(cli: Cli, to_file: b
     """`ddpjob run … --status /dev/stdout` must work with a pipe or a file, and must not replace other output."""
     with (cli.folder / "printed").open("w") as printed:
         out = {"stdout": printed} if to_file else {}
-        done = cli.run("run", cli.file("print('from a rank')"), "--status", "/dev/stdout", **out)
+        done = cli.run("run", cli.file("print('from a rank')"), "--status", "/dev/stdout", is_forked=False, **out)
     assert done.returncode == 0
     assert "goes on without it" not in done.stderr
     text = (cli.folder / "printed").read_text() if to_file else done.stdout

@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import warm
 
 # A linear model with small batches. It learns slowly, so that there is time for the faults.
 SCRIPT = """
@@ -47,10 +47,9 @@ with ddpjob.init("gloo") as world:
 def alone(folder: Path) -> list[float]:
     """Return the result of one undisturbed process."""
     (folder / "alone.py").write_text(SCRIPT)
-    words = [sys.executable, "alone.py", str(folder / "snapshots"), "0"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("DDPJOB", "KUBE"))}
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
-    return result(done.stdout + done.stderr)
+    process = warm.start("alone", [str(folder / "snapshots"), "0"], cwd=folder, env=environ)
+    return result("".join(process.communicate(timeout=200)))
 
 
 def result(log: str) -> list[float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import warm
 import yaml
 
 from ddpjob_cli.commands.main import main
@@ -66,10 +67,21 @@ class Cli:
         return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
 
     def run(
-        self, *words: object, code: int | None = None, says: str | tuple[str, ...] = (), **options: Any
+        self,
+        *words: object,
+        code: int | None = None,
+        says: str | tuple[str, ...] = (),
+        is_forked: bool = True,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `ddpjob …` to its end. code: the expected exit code. says: texts expected on stderr."""
-        with self.start(*words, **options) as process:
+        """Run `ddpjob …` to its end. code: the expected exit code. says: texts expected on stderr. It is a fork of this
+        process, unless is_forked is False or options for its streams are given: a fork's streams have no buffers, and
+        ignore variables such as PYTHONIOENCODING."""
+        if is_forked and not options:
+            started = warm.start_ddpjob([*map(str, words)], self.env, self.folder)
+        else:
+            started = self.start(*words, **options)
+        with started as process:
             out, err = process.communicate(timeout=SECONDS_MAX)
         assert "Traceback" not in err, err
         assert code in (None, process.returncode), err

@@ -56,6 +56,15 @@ def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[by
     return _copy("ddpjob_operator", [], env, stdout=log, stderr=log)
 
 
+def start_ddpjob(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
+    """Run `ddpjob WORDS` in a fork of this process, which has imported the command line already. The trainers that it
+    starts are new processes as usual."""
+    import ddpjob_cli.local.run  # noqa: F401 - most of what the command line imports
+
+    pipe = subprocess.PIPE
+    return _copy("ddpjob_cli", words, env, cwd=cwd, stdout=pipe, stderr=pipe, text=True, errors="replace")
+
+
 def _copy(module: str, words: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
     gc.freeze()  # without this, each fork would collect pytest's objects at its end
     try:
@@ -76,6 +85,8 @@ def _begin(module: str, words: Sequence[str], env: Mapping[str, str]) -> NoRetur
     sys.path.insert(0, os.getcwd())
     os.execvpe = functools.partial(_fork_server, kept)  # type: ignore[assignment]
     code = _run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=False))
+    if module == "ddpjob_cli":
+        threading._shutdown()  # type: ignore[attr-defined]  # a thread that never ends would hang a new Python
     os._exit(code)
 
 
