@@ -287,8 +287,9 @@ class Agents:
 
     def _check(self, link: Link) -> None:
         if not self._connected(link.leader.process, link.follower.process):
-            for agent in list(link.open):
-                self._lost(link, agent)
+            for agent in (link.leader, link.follower):  # in this order, so that a seed repeats
+                if agent in link.open:
+                    self._lost(link, agent)
 
     # ---------------------------------------------------------------- agents
 

@@ -28,6 +28,7 @@ from scenario import FAULTS_SECONDS, HOSTILE, NEIGHBOURS, NODES, ONE_BY_ONE, POD
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api, storage
+from ddpjob_operator.kube.api.availability import Availability
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod
@@ -97,7 +98,6 @@ class OperatorProcess:
         loop, scenario = simulation.loop, simulation.scenario
         self.client = ModelClient(simulation.api, loop, simulation.faults, name, self.crash)
         self.lease_client = ModelClient(simulation.api, loop, simulation.faults, f"{name} lease", self.crash)
-        self.lease_client.availability = self.client.availability
         self.client.stale_by = scenario.stale_by
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
@@ -106,6 +106,7 @@ class OperatorProcess:
         told: dict[str, Any] = {"gangs": scenario.gangs, "events": scenario.events, "room": room}
         settings = OperatorSettings(namespaces=where, health_port=0, **told)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
+        self.client.availability = self.lease_client.availability = Availability(runtime)
         client: Any = self.client
         leader = None
         if scenario.operators > 1:

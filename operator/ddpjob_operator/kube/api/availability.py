@@ -7,7 +7,6 @@ Otherwise each watch would finish its own back-off of up to 30 s. After an outag
 from __future__ import annotations
 
 import asyncio
-import random
 
 from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
@@ -64,5 +63,5 @@ class Availability:
                 await self._back.wait()
         except asyncio.TimeoutError:
             return False
-        await asyncio.sleep(min(seconds, random.uniform(0, SPREAD_SECONDS)))  # noqa: S311
+        await asyncio.sleep(min(seconds, self._runtime.random.uniform(0, SPREAD_SECONDS)))
         return True
