@@ -288,8 +288,7 @@ class Agents:
     def _check(self, link: Link) -> None:
         if not self._connected(link.leader.process, link.follower.process):
             for agent in (link.leader, link.follower):  # in this order, so that a seed repeats
-                if agent in link.open:
-                    self._lost(link, agent)
+                self._lost(link, agent)
 
     # ---------------------------------------------------------------- agents
 

@@ -290,7 +290,7 @@ class Queue(Generic[K]):
         self._wake = asyncio.Event()
         self._sleeps_until = float("inf")
         """Time at which the loop wakes. A later request does not wake it."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their starts, in which `run` cancels them
         self._logged: dict[K, str] = {}
 
     def add(self, key: K, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
@@ -329,8 +329,8 @@ class Queue(Generic[K]):
                     self._free -= 1
                     self._meter.observe(names.QUEUE_SECONDS, self.schedule.waited, self._name)
                     task = asyncio.create_task(self._one(key, reconcile))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._tasks[task] = None
+                    task.add_done_callback(self._tasks.pop)
                 await self._sleep()
         finally:
             for task in self._tasks:
