@@ -256,8 +256,9 @@ def mixed_up(rows: Sequence[Left], step: int, *, resized: bool = False) -> str:
     present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
     # hashes of earlier boundaries, for ranks that were lost before their boundary of this step
     late = [one for row in rows if not row.own for one in row.boundaries.values()]
-    if late and all(one[ASSUMED] for one in late) and not all(one[ASSUMED] for one in present):
-        return f"a rank was lost before its first keep() or save(), and others had called it at step {step}"
+    of_0 = rows[0].boundaries.values()  # scripts that save on rank 0 only have ASSUMED on the other ranks for ever
+    if not rows[0].own and of_0 and all(one[ASSUMED] for one in of_0) and not all(one[ASSUMED] for one in present):
+        return f"rank 0 was lost before its first keep() or save(), and others had called it at step {step}"
     missed = {name for one in present for name in one[LATER] if late and name in one[MOVED]}
     if late and (after := {name for one in present for name in one[AFTER]}):
         return f"{min(after)} changed after the gradients of step {step}, and a rank was lost before that change"
