@@ -36,6 +36,15 @@ def nodes(changes: list[str]) -> NodeCache:
     return NodeCache(lambda names: changes.extend(sorted(names)), lambda: NOW)
 
 
+def test_nodes_that_a_list_lacks_are_removed_in_the_order_of_their_names(nodes: NodeCache, changes: list[str]) -> None:
+    names = sorted(f"node-{number}" for number in range(20))
+    for name in names:
+        nodes.put(node(name, "False"))
+    changes.clear()
+    nodes.drop({("", name) for name in names}, 1)
+    assert changes[: len(names)] == names
+
+
 def lost(nodes: NodeCache) -> list[str]:
     seen = nodes.seen()
     return sorted(name for name, node in seen.items() if not node.with_most)

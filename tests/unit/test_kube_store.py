@@ -41,6 +41,16 @@ def test_a_difference_is_reported_once_with_the_old_and_new_object(store: Store[
     assert store.of(KEY) == []
 
 
+def test_the_order_of_changes_does_not_depend_on_the_hashes_of_names(store: Store[str], changes: list[Any]) -> None:
+    names = [f"job-{number}" for number in range(20)]
+    for name in sorted(names):
+        store.put(raw(name, uid=name, shown=name, job=name))
+    assert list(store.jobs()) == [("team", name) for name in sorted(names)]
+    changes.clear()
+    store.drop({("team", name) for name in names}, 5)
+    assert [key for key, _, _ in changes] == [("team", name) for name in sorted(names)]
+
+
 @pytest.mark.parametrize("version", [3, 5])
 def test_an_object_that_is_not_newer_changes_nothing(store: Store[str], version: int) -> None:
     store.put(raw(version=5))

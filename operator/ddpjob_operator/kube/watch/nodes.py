@@ -128,7 +128,7 @@ class NodeCache:
 
     def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
         self._listed = True
-        for place in unlisted:
+        for place in sorted(unlisted):
             self.remove(*place, "")
         self._judge()
 

@@ -99,9 +99,9 @@ class Store(Generic[T]):
         """Iterate over the objects of a job without a copy. The store must not change meanwhile."""
         return (entry.value for entry in self._by_job.get(key, {}).values())
 
-    def jobs(self) -> set[Key]:
+    def jobs(self) -> list[Key]:
         """Return the keys of the jobs that have stored objects."""
-        return set(self._by_job)
+        return list(self._by_job)
 
     def unreadable(self, key: Key) -> str:
         """Return which object of a job cannot be read, and why; "" if all objects can be read."""
@@ -174,7 +174,7 @@ class Store(Generic[T]):
             self._set((namespace, name), old, None)
 
     def drop(self, unlisted: Set[ObjectKey], list_version: int) -> None:
-        for place in unlisted:
+        for place in sorted(unlisted):  # otherwise the jobs would be enqueued in the order of the names' hashes
             if (entry := self._entries.get(place)) is not None and entry.version <= list_version:
                 self.remove(*place, entry.uid)
             if (one := self._unreadable.get(place)) is not None:
