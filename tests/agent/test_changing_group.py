@@ -172,6 +172,22 @@ def test_a_spare_takes_the_place_of_a_lost_node_at_once_and_stops_nobody() -> No
     assert (taken(found), found.state) == ([], "running")
 
 
+@pytest.mark.parametrize(
+    ("replacement", "is_ready", "members"), [(1, False, (0, 2)), (1, True, (0, 1)), (0, True, (0, 1))]
+)
+def test_a_spare_gives_way_only_to_a_node_whose_ranks_would_start_at_once(
+    replacement: int, is_ready: bool, members: tuple[int, ...]
+) -> None:
+    """A new pod that still imports torch must not make all ranks wait. The same pod must get its place back, because
+    it has its ranks' state in memory."""
+    found = running(2, 3, 0, 1, spares=1)
+    found.joined(2, T0 + 50)
+    found.lost(1, T0 + 100)
+    found.joined(1, T0 + 101, 0, replacement, is_ready=is_ready)
+    stops(found, T0 + 102, patient=False)
+    assert found.members == members
+
+
 def test_nobody_waits_for_a_spare_at_the_start() -> None:
     found = group(3, 4, 0, 3, spares=1)
     found.joined(2, T0 + 1)

@@ -73,7 +73,10 @@ class Connected:
 
     def choose(self, leader: int, members: Iterable[int], now: float, *, is_first: bool) -> Members:
         """Return the nodes of the next generation. members: those of the last one. is_first: all import torch now;
-        otherwise nodes that still import it join later, if enough others can go on at once."""
+        otherwise nodes that still import it join later, if enough others can go on at once.
+
+        A member that connected again precedes spares that are as ready: if its pod is the same, it has its ranks' state
+        in memory. A new pod that still imports torch does not displace a spare."""
         first = dict.fromkeys((leader, *members, *sorted(self.here)))  # a spare displaces no member
         chosen = [place for place in first if place in self.here]
         if not is_first:
