@@ -144,7 +144,7 @@ class Crowd(Simulation):
         self._to_save: dict[str, tuple[int, int]] = {}
         """Evicted jobs that trained undisturbed and must save once. By uid: the attempt, and the job's failures until
         then."""
-        self._told: set[tuple[int, int]] = set()
+        self._told: set[tuple[Group | Rendezvous, int]] = set()
         self._without_workload: set[str] = set()
         """Jobs whose Workload somebody has deleted: the queue gives their quota to others immediately."""
         self.queue = Kueue(self.loop, self.api, what.seed, what.quota, what.kueue) if what.quota else None
@@ -289,9 +289,9 @@ class Crowd(Simulation):
         group = self.training.groups.get(process.run)
         full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
         whole = group is not None and self._trains(group, process.job_uid) and group.stuck_at is None
-        if group is None or not whole or (id(group), 0) in self._told:
+        if group is None or not whole or (group, 0) in self._told:
             return None
-        self._told.add((id(group), 0))
+        self._told.add((group, 0))
         if grace_seconds < full:
             return None  # ranks are killed before they have agreed on a step
         if self.training.saves(group.present[0], self.training._step(group)):
@@ -304,9 +304,9 @@ class Crowd(Simulation):
         full = int(process.pod["spec"]["terminationGracePeriodSeconds"])
         if group is None or process not in group.training or not self._trains_elastically(group, process.job_uid):
             return
-        if (id(group), group.generation) in self._told:
+        if (group, group.generation) in self._told:
             return
-        self._told.add((id(group), group.generation))
+        self._told.add((group, group.generation))
         step = self.training.elastic._step(group)
         if grace_seconds >= full and self.training.saves(group.training[0], step):
             self.saves[process.job_uid] += 1

@@ -140,7 +140,7 @@ class Folder:
     refused: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Ranks that have met, under torchrun or plain Python."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import gc
 import logging
 import random
 import traceback
@@ -250,11 +251,17 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Run from the moment when the user applies the job until the job ends, or until the first error."""
+        # When the garbage collector ends the generators of a killed operator depends on the other objects of the
+        # process. Without it a seed repeats.
+        was_enabled = gc.isenabled()
+        gc.disable()
         try:
             self.loop.run_until_complete(self._run())
             self._end()
         finally:
             self.loop.close()
+            if was_enabled:
+                gc.enable()
         status = self.judge.statuses.get(self.uids[-1], {}) if self.uids else {}
         return Outcome(
             seed=self.scenario.seed,
